@@ -52,20 +52,19 @@ def offload_activations(
     if not memory.activation_offload or not has_host(device):
         return None
     modules = dict(model.named_modules())
-    layer_names = list_layer_names(model)
+    names = list_layer_names(model)
     ahead = memory.activation_offload_prefetch_layers
     # Backward begins with the last layers, which would come back at once. In a pipeline other
     # micro-batches run between a layer's forward and its backward, so there all of them are sent.
     num_resident = 0 if is_stage else ahead
-    num_layers = len(layer_names)
-    if num_resident >= num_layers:
+    if num_resident >= len(names):
         raise ConfigError(
             f"memory.activation_offload_prefetch_layers: found {num_resident} for a model of"
-            f" {num_layers} layers, of which so many at the end are not sent, expected fewer than"
-            f" {num_layers}; set it lower, or remove memory.activation_offload"
+            f" {len(names)} layers, of which so many at the end are not sent, expected fewer than"
+            f" {len(names)}; set it lower, or remove memory.activation_offload"
         )
-    offloaded = OffloadedActivations(device, ahead, num_layers - num_resident)
-    for index, name in enumerate(layer_names):
+    offloaded = OffloadedActivations(device, ahead, len(names) - num_resident)
+    for index, name in enumerate(names):
         modules[name].forward = _wrap_forward(modules[name], index, offloaded)
     return offloaded
 
@@ -118,12 +117,12 @@ class SavedStorage:
     __slots__ = ("__weakref__", "copy", "on_device", "on_host", "stream")
 
     def __init__(self, flat: Tensor, stream: Any) -> None:
-        """flat: the whole storage as a tensor `[n]`. stream: the computing one."""
-        self.on_device: Tensor | None = flat  # None: freed, the values are on the host alone
+        # The whole storage, `[n]`. None: freed, the values are on the host alone.
+        self.on_device: Tensor | None = flat
         self.on_host: Tensor | None = None  # None: not sent, or fetched again
         # The copy to the host while `on_host` is there, the copy back afterwards.
         self.copy: Copy | None = None
-        self.stream = stream  # to which the allocator gave the device's memory
+        self.stream = stream  # the computing one, to which the allocator gave the device's memory
 
     def free_device_memory(self) -> None:
         """Free the device's memory if the values are on the host, or on their way there."""
@@ -257,7 +256,6 @@ class OffloadedActivations:
         )
 
     def _unpack(self, packed: Any) -> Tensor:
-        """Return the tensor that `_pack` was given, on the device."""
         if not isinstance(packed, PackedTensor):
             return packed
         if packed.call is not self._backward_call:
@@ -337,7 +335,6 @@ class OffloadedActivations:
             saved.copy = copy
 
     def _free_device_memory(self, call: LayerCall) -> None:
-        """Free the device's memory of a call's storages that are on the host."""
         for saved in call.list_alive():
             saved.free_device_memory()
 

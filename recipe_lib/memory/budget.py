@@ -497,7 +497,7 @@ class _DeviceKernels(TorchFunctionMode):
         kind: str | None = None,
         flops: float = 0.0,
     ) -> Tensor:
-        """Run an autograd function on tensors, and record it as one operator of this kind."""
+        # Runs an autograd function on the tensors, and records it as one operator of this kind.
         record = self.recorder.record
         self.recorder.muted += 1
         try:

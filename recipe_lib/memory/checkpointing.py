@@ -122,9 +122,8 @@ def suspend_selective_checkpointing() -> Iterator[None]:
             _push_mode(mode)
 
 
+# options: further keywords of torch's `checkpoint`
 def _wrap_in_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """Return a forward that is checkpointed; options: further keywords of torch's `checkpoint`."""
-
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(
             forward,

@@ -1,11 +1,13 @@
-"""The decoder of every family.
+"""The decoder of all families of models that this project implements itself.
 
-Parameter names are those of Hugging Face's Llama, Qwen, Gemma ... files. What differs between
-families is chosen in the constructors, by a `DecoderSpec`; `forward` asks nothing about the family.
-The file knows no mesh: parallelism exchanges modules and forwards from outside.
+`models.meta_init.build_meta` builds a `Decoder` on the meta device; recipes call it by its forward,
+with tokens, documents and labels. Parameter names are those of Hugging Face's Llama, Qwen, Gemma
+... files. What differs between families is chosen in the constructors, by a `DecoderSpec`; no
+forward asks for the family. Nothing here knows of ranks: parallelism replaces modules and forwards
+from outside.
 
 Shapes: b batch, s sequence, d model width, h heads, k kv heads, e head width, f MLP width, v
-vocabulary.
+vocabulary, n labels of a score head, or in `[n, d]` tokens of a tensor-parallel rank.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -30,11 +32,7 @@ from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, compute_rotation
 
 
 class KVCache:
-    """Keys and values of the tokens already read, so that decoding computes each token once.
-
-    It has room for `max_len` tokens in each of `batch` rows; `length` says how many are filled, the
-    same in all rows.
-    """
+    """Keys and values of the tokens already read, so that decoding computes each token once."""
 
     def __init__(
         self,
@@ -45,18 +43,19 @@ class KVCache:
         device: torch.device | str,
     ) -> None:
         shape = (2, batch, spec.num_kv_heads, max_len, spec.head_width)
+        # For each layer keys and values, [2, batch, k, max_len, e].
         self.layers = [
             torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)
         ]
-        self.max_len = max_len
-        self.length = 0
+        self.max_len = max_len  # tokens that each row has room for
+        self.length = 0  # tokens that each row holds, the same number in all
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v `[b, k, s, e]` to those of `layer`, and return all, `[b, k, length + s, e]`.
 
         Raises ValueError when there is no room left.
         """
-        # `length` stays: the decoder moves it on when every layer has its new keys and values.
+        # `length` stays: the trunk moves it on when every layer has its new keys and values.
         end = self.length + k.shape[2]
         if end > self.max_len:
             raise ValueError(f"the cache has room for {self.max_len} tokens, {end} are needed")
@@ -66,12 +65,12 @@ class KVCache:
         return keys[:, :, :end], values[:, :, :end]
 
 
-# Cosines and sines of positions, each fp32 [b, s, 1, width / 2].
+# Cosines and sines of positions, each fp32 [b, s, 1, r / 2]; r of a head's channels are rotated.
 Rotation = tuple[Tensor, Tensor]
 
 
 class Norm(nn.Module):
-    """RMS norm over the last `width` channels; with `norm_offset` its weight counts from 1."""
+    """RMS norm over `width` channels; with `spec.norm_offset` it multiplies by 1 + weight."""
 
     def __init__(self, spec: DecoderSpec, width: int) -> None:
         super().__init__()
@@ -85,7 +84,7 @@ class Norm(nn.Module):
 
 
 class WidthNorm(Norm):
-    """A norm over the channels of all heads together (OLMoE)."""
+    """RMS norm over the channels of all heads together (OLMoE)."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return hidden `[..., h, e]`, normed."""
@@ -93,7 +92,7 @@ class WidthNorm(Norm):
 
 
 class Clamp(nn.Module):
-    """A clamp of all numbers into +- bound."""
+    """A clamp of all elements into [-bound, bound]."""
 
     def __init__(self, bound: float) -> None:
         super().__init__()
@@ -113,7 +112,7 @@ class ScaledEmbedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the embeddings `[b, s, d]` of tokens `[b, s]`."""
         hidden = super().forward(tokens)
-        # The constant is rounded to their dtype first, as the models were trained.
+        # The constant is rounded to their dtype first, as it was when the models were trained.
         return hidden * hidden.new_full((), self.scale)
 
 
@@ -121,8 +120,9 @@ class Rotary:
     """Cosines and sines of positions; not a module, as it has no parameters and no buffers."""
 
     def __init__(self, rope: RopeSpec) -> None:
+        # `fn(positions)` -> the frequencies, which some kinds choose by the highest position.
         self.frequencies = partial(FREQUENCIES[rope.kind], rope.width, rope.base, **rope.numbers)
-        self.factor = rope.attention_factor
+        self.factor = rope.attention_factor  # multiplies cosines and sines
 
     def __call__(self, positions: Tensor) -> Rotation:
         """Return cosines and sines of positions `[b, s]`."""
@@ -130,11 +130,11 @@ class Rotary:
 
 
 class Attention(nn.Module):
-    """Attention with grouped keys: `[b, s, d]` to `[b, s, d]`."""
+    """Grouped-query attention (arXiv 2305.13245): `[b, s, d]` to `[b, s, d]`."""
 
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = layer  # index of the decoder's layer, for the cache
         self.head_width = spec.head_width
         self.attend = partial(
             attention,
@@ -152,18 +152,19 @@ class Attention(nn.Module):
         self.q_norm = _build_head_norm(spec, spec.num_heads)
         self.k_norm = _build_head_norm(spec, spec.num_kv_heads)
         self.clamp = nn.Identity() if spec.qkv_clip is None else Clamp(spec.qkv_clip)
-        # Context parallelism puts its own in place of these: where ranks share sequences, they
-        # exchange all heads of some tokens for all tokens of some heads, and back.
+        # Replaced by context parallelism: its ranks have all heads of some tokens. `to_heads`
+        # exchanges q, k, v and sinks for those of all tokens and some heads, `to_tokens` exchanges
+        # the results back.
         self.to_heads: Callable[..., Any] = lambda *heads_and_sinks: heads_and_sinks
         self.to_tokens: Callable[[Tensor], Tensor] = lambda attended: attended
 
     def forward(
         self, hidden: Tensor, rotation: Rotation, info: AttentionInfo, cache: KVCache | None
     ) -> Tensor:
-        """Return what tokens attend to, `[b, s, d]`.
+        """Return the attention of hidden states `[b, s, d]`, projected, `[b, s, d]`.
 
-        rotation: of the positions. info: prepared for the batch. cache: extended by these tokens,
-        if given.
+        rotation: of the tokens' positions. info: the documents of the batch, from
+        `prepare_attention`. cache: if given, extended by these tokens, which attend to all in it.
         """
         q, k, v = (
             project(hidden).unflatten(-1, (-1, self.head_width))  # [b, s, h or k, e]
@@ -180,10 +181,10 @@ class Attention(nn.Module):
         )
 
 
-def _build_head_norm(spec: DecoderSpec, heads: int) -> nn.Module:
-    """Build what queries, or keys, of so many heads go through before they are rotated."""
+def _build_head_norm(spec: DecoderSpec, num_heads: int) -> nn.Module:
+    """Build the norm of queries, or keys, of so many heads; an identity where there is none."""
     if spec.width_norms:
-        return WidthNorm(spec, heads * spec.head_width)
+        return WidthNorm(spec, num_heads * spec.head_width)
     return Norm(spec, spec.head_width) if spec.head_norms else nn.Identity()
 
 
@@ -203,14 +204,15 @@ class MLP(nn.Module):
             return self.down_proj(
                 gated_activation(self.gate_proj(hidden), self.up_proj(hidden), self.activation)
             )
-        # In one expression: where nothing is kept for backward, gate is gone when up comes.
+        # In one expression: where nothing is saved for backward, the gate's result is freed before
+        # up's is computed.
         return self.down_proj(
             ACTIVATIONS[self.activation][0](self.gate_proj(hidden)) * self.up_proj(hidden)
         )
 
 
 class DecoderLayer(nn.Module):
-    """A norm before attention and one before the MLP, each added to the stream `[b, s, d]`."""
+    """A layer of attention and MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__()
@@ -223,19 +225,18 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: Rotation, info: AttentionInfo, cache: KVCache | None = None
     ) -> Tensor:
-        """Return the stream `[b, s, d]` after this layer."""
+        """Return the hidden states `[b, s, d]` after this layer; arguments: see `Attention`."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, info, cache)
         return hidden + self.run_mlp(self.post_attention_layernorm(hidden), info)
 
     def run_mlp(self, hidden: Tensor, info: AttentionInfo) -> Tensor:
-        """Return the MLP of `[b, s, d]`; a mixture is told which tokens are real, for what it
-        counts.
-        """
+        """Return the MLP of `[b, s, d]`."""
+        # A mixture counts the tokens of each expert, padding left out.
         return self.mlp(hidden, info.real) if isinstance(self.mlp, Mixture) else self.mlp(hidden)
 
 
 class SandwichLayer(DecoderLayer):
-    """Norms before and after attention and MLP, by the names of Gemma 2's and 3's files."""
+    """A layer with norms before and after attention and MLP, by the names of Gemma 2's files."""
 
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__(spec, layer)
@@ -245,7 +246,7 @@ class SandwichLayer(DecoderLayer):
     def forward(
         self, hidden: Tensor, rotation: Rotation, info: AttentionInfo, cache: KVCache | None = None
     ) -> Tensor:
-        """Return the stream `[b, s, d]` after this layer."""
+        """Return the hidden states `[b, s, d]` after this layer; arguments: see `Attention`."""
         attended = self.self_attn(self.input_layernorm(hidden), rotation, info, cache)
         hidden = hidden + self.post_attention_layernorm(attended)
         return hidden + self.post_feedforward_layernorm(
@@ -266,8 +267,8 @@ class Trunk(nn.Module):
         )
         self.layers = nn.ModuleList(make_layer(spec, layer) for layer in range(spec.num_layers))
         self.norm = Norm(spec, spec.width)
-        # Layers with a window may turn at another rate: each layer has the index of its rotary
-        # embedding.
+        # Layers with a window may have other frequencies (Gemma 3): `rotary_of_layer` has the
+        # index in `rotary` for each layer.
         self.rotary = [Rotary(rope) for rope in (spec.rope, spec.local_rope) if rope is not None]
         self.rotary_of_layer = [
             int(spec.local_rope is not None and window is not None) for window in spec.windows
@@ -307,33 +308,36 @@ class Trunk(nn.Module):
         cache: KVCache | None = None,
         layers: Iterable[int] | None = None,
     ) -> Tensor:
-        """Return the stream of tokens of `shape` (b, s) behind the layers of these numbers.
+        """Return the hidden states after layers, in the shape in which they are given.
 
-        layers: None: all.
+        hidden: before the first of these layers, `[b, s, d]`, on tensor-parallel ranks `[n, d]`.
+        shape: (b, s) of the tokens. positions, info: see `Decoder.forward`, there `attention`.
+        layers: their indices in the whole model, in order; None: all.
         """
         rows, length = shape
-        past = cache.length if cache is not None else 0
+        num_past = cache.length if cache is not None else 0  # tokens before these
         if positions is None:
-            positions = torch.arange(past, past + length, device=hidden.device)
-            # LongRoPE goes by the highest position of all, which must not be one of the padding.
+            positions = torch.arange(num_past, num_past + length, device=hidden.device)
+            # LongRoPE chooses frequencies by the highest position of all, which must not be one of
+            # the padding.
             if info is not None and info.real is not None:
                 positions.clamp_(max=info.real.longest - 1)
             positions = positions.expand(rows, length)
-        # Rotations and masks are the same for all layers: they are made once.
+        # Rotations and masks are the same for all layers: they are computed once.
         rotations = [rotary(positions) for rotary in self.rotary]
         info = self.prepare(
             info,
             rows=rows,
             queries=length,
-            keys=past + length,
+            keys=num_past + length,
             dtype=hidden.dtype,
             device=hidden.device,
         )
-        for number in range(len(self.layers)) if layers is None else layers:
-            # By its name: a rank of a pipeline lacks entries of the list, whose indices are then
-            # not the layers' numbers.
-            layer = self.layers.get_submodule(str(number))
-            hidden = layer(hidden, rotations[self.rotary_of_layer[number]], info, cache)
+        for index in range(len(self.layers)) if layers is None else layers:
+            # By its name: on a rank of a pipeline the list lacks entries, so that positions in it
+            # are not the layers' indices.
+            layer = self.layers.get_submodule(str(index))
+            hidden = layer(hidden, rotations[self.rotary_of_layer[index]], info, cache)
         return hidden
 
 
@@ -344,7 +348,7 @@ def _apply_softcap(logits: Tensor, cap: float) -> Tensor:
 class OutputHead(nn.Module):
     """The output projection of hidden states `[b, s, d]` to logits `[b, s, v]`.
 
-    With labels it goes straight to the summed loss, without logits of all tokens.
+    With labels it returns the summed loss, by `head_losses`, without logits of all tokens.
     """
 
     def __init__(self, spec: DecoderSpec) -> None:
@@ -360,9 +364,9 @@ class OutputHead(nn.Module):
     def forward(
         self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
     ) -> Tensor:
-        """Return logits, or with labels `[b, s]` what `head_loss` makes of them.
+        """Return logits, or with labels `[b, s]` the result of `head_loss`.
 
-        head_loss: None: the sum of token losses.
+        head_loss: see `recipe_lib.ops.head_losses`; None: the sum of token losses, cross-entropy.
         """
         if labels is None:
             return self.finish(F.linear(hidden, self.weight))
@@ -372,13 +376,13 @@ class OutputHead(nn.Module):
 
 
 class Decoder(LanguageModel):
-    """A causal language model; `spec` is its shape.
+    """A causal language model; with `spec.num_labels` a model of scores, for rewards or classes.
 
-    With `spec.num_labels` it has a score head, and no lm_head: what returns logits `[b, s, v]` then
-    returns scores `[b, s, n]`.
+    It then has a score head and no `lm_head`, and returns scores `[b, s, n]` in place of logits
+    `[b, s, v]`.
     """
 
-    spec: DecoderSpec
+    spec: DecoderSpec  # the model's shape
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -393,11 +397,11 @@ class Decoder(LanguageModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def find_stage_parts(self) -> StageParts:
-        """Return embedding, layers, final norm and head."""
+        """Return the names of embedding, layers, final norm and head."""
         embedding = "model.embed_tokens"
         return StageParts(
             first=(embedding,),
-            layers=tuple(f"model.layers.{number}" for number in range(self.spec.num_layers)),
+            layers=tuple(f"model.layers.{index}" for index in range(self.spec.num_layers)),
             last=("model.norm", "lm_head" if self.spec.num_labels is None else "score"),
             embedding=embedding,
             width=self.spec.width,
@@ -405,7 +409,7 @@ class Decoder(LanguageModel):
 
     @property
     def head(self) -> Any:
-        """Return the output projection or the score head; None: another rank has it."""
+        """Return the output projection or the score head; None: another pipeline rank has it."""
         return self.lm_head if self.spec.num_labels is None else self.score
 
     def run_stage(
@@ -416,9 +420,9 @@ class Decoder(LanguageModel):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
-        """Run layers, see `LanguageModel.run_stage`.
+        """Run layers of a pipeline stage, see `LanguageModel.run_stage`.
 
-        Tensor-parallel ranks have hidden states of a part of the tokens.
+        hidden: from the stage before, in the shape of `compute_hidden_shape`; None: of the first.
         """
         hidden = self.model.embed_tokens(tokens) if hidden is None else hidden
         return self.model.run_layers(
@@ -426,7 +430,7 @@ class Decoder(LanguageModel):
         )
 
     def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
-        """Return `[b, s, d]`, or of ranks that share tokens `[n, d]`."""
+        """Return `[b, s, d]`, or of tensor-parallel `ranks` that divide tokens `[n, d]`."""
         shared = tokens if ranks == 1 else (tokens.numel() // ranks,)
         return (*shared, self.spec.width)
 
@@ -447,20 +451,24 @@ class Decoder(LanguageModel):
         positions: Tensor | None = None,
         attention: AttentionInfo | None = None,
     ) -> Tensor:
-        """Return what the output head is given of tokens `[b, s]`: `[b, s, d]`.
+        """Return the hidden states `[b, s, d]` of tokens `[b, s]` that the head is given.
 
-        Where ranks share tokens, this rank's.
+        On tensor-parallel ranks they are this rank's, `[n, d]`.
         """
         return self.model(tokens, positions, attention, None)
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        """Leave out what other ranks of a pipeline have, see `LanguageModel.keep_stages`."""
+        """Remove what other ranks of a pipeline have, see `LanguageModel.keep_stages`.
+
+        layers: indices of this rank's. first, last: True if it has the first or the last stage.
+        """
         all_modules = {name for name, _ in self.named_modules() if name}
         # Entries are deleted, not renumbered, so that parameters keep the names of the files.
         for name in [name for name in self.model.layers._modules if int(name) not in layers]:
             del self.model.layers._modules[name]
         trunk: Any = self.model
         if not first:
+            # A head on the last rank needs its tied weight, although another rank embeds.
             is_tied = last and self.spec.tied
             trunk.embed_tokens = hold_tied_weight(trunk.embed_tokens) if is_tied else None
         if not last:
@@ -485,14 +493,14 @@ class Decoder(LanguageModel):
         cache: KVCache | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
-        """Return logits `[b, s, v]` of tokens `[b, s]`, or with labels what `head_loss` makes.
+        """Return logits `[b, s, v]` of tokens `[b, s]`, or with labels the result of `head_loss`.
 
-        positions: `[b, s]`; None: 0, 1, ... in each row, after what the cache holds. attention: the
-        documents of each row; None: one. labels: `[b, s]`, `labels[b, i]` is the token that follows
-        `tokens[b, i]`; -100 counts nothing. head_loss: `fn(hidden, weight, labels)`, see
-        `recipe_lib.ops.head_losses`; None: the fp32 (fp64) sum of token losses. cache: keys and
-        values of earlier tokens; this call's are added to it. logits_to_keep: of the last so many
-        tokens alone; 0: of all.
+        positions: `[b, s]`; None: 0, 1, ... in each row, after the tokens of the cache. attention:
+        the documents of each row; None: one. labels: `[b, s]`, `labels[b, i]` is the token that
+        follows `tokens[b, i]`; -100 does not count. head_loss: `fn(hidden, weight, labels)`, see
+        `recipe_lib.ops.head_losses`; None: the sum of token losses, fp32 `[]` (fp64 for fp64).
+        cache: keys and values of earlier tokens; this call's are added to it. logits_to_keep:
+        number of tokens at the end of each row whose logits are returned; 0: all.
         """
         hidden = self.model(tokens, positions, attention, cache)
         if logits_to_keep:
@@ -503,7 +511,8 @@ class Decoder(LanguageModel):
 class ScoreHead(nn.Module):
     """The head of a reward model, or of a classifier, in place of the output projection.
 
-    It is called as an output head is; which tokens' scores are meant is for the caller to say.
+    It is called as an output head is, and returns the scores of all tokens: its caller takes those
+    of the token that it wants.
     """
 
     def __init__(self, num_labels: int, width: int) -> None:
@@ -513,31 +522,31 @@ class ScoreHead(nn.Module):
     def forward(
         self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: object = None
     ) -> Tensor:
-        """Return scores `[..., n]` of hidden states `[..., d]`; labels and head_loss are not read.
+        """Return scores `[..., n]` of hidden states `[..., d]`, in the weight's dtype.
 
-        They are in the type of the weight `[n, d]`.
+        labels, head_loss: not read.
         """
         return F.linear(hidden.to(self.weight.dtype), self.weight)
 
 
 @dataclass
 class LogitTransform:
-    """The operations of another library's forward on its logits; by default none."""
+    """The operations on logits in the forward of another library's model; by default none."""
 
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
-    finish: Finish | None = None  # where that is not all: `fn(logits) -> logits`
+    finish: Finish | None = None  # before the softcap: `fn(logits) -> logits`, of each by itself
 
 
 class LinearHead(nn.Linear):
-    """The output projection of a model of another library, called as `OutputHead` is.
+    """The output projection of another library's model, called as `OutputHead` is.
 
-    So its FSDP unit is that of a head.
+    By its class FSDP knows that it is a head.
     """
 
     @classmethod
     def adopt(cls, linear: nn.Linear) -> None:
-        """Make a plain linear one of these, in place."""
-        # No new module: others of the model may hold this one.
+        """Turn a plain linear into a LinearHead, in place."""
+        # No new module: others of the model may refer to this one.
         linear.__class__ = cls
 
     def forward(
@@ -548,7 +557,11 @@ class LinearHead(nn.Linear):
         head_loss: HeadLoss | None = None,
         after: LogitTransform | None = None,
     ) -> Tensor:
-        """Return logits of hidden `[..., d]`, or with labels what `head_loss` makes of them."""
+        """Return logits of hidden `[..., d]`, or with labels the result of `head_loss`.
+
+        after: the model's operations on logits, for the loss alone: logits are returned without
+        them. None: there are none.
+        """
         if labels is None:
             return F.linear(hidden, self.weight, self.bias)
         after = after or LogitTransform()

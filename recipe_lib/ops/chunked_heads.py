@@ -1,14 +1,15 @@
-"""An output head that is computed a chunk of tokens at a time, and the cross-entropy made with it.
+"""The output head computed a chunk of tokens at a time, and cross-entropy with it.
 
 With n tokens and a vocabulary of v, full logits in fp32 are 4nv bytes, and a plain cross-entropy
-keeps about three such tensors alive: 6.3 GB at n = 4096, v = 128256. Here the tokens go through the
-output projection one chunk at a time. `walk_chunks` is the loop of every loss; what a loss makes of
-a chunk's logits is a function of its own. `sum_in_chunks` is for losses that are sums: it makes
-each chunk's gradient at once, while its logits are there.
+keeps about three such tensors alive: 6.3 GB at n = 4096, v = 128256. Here one chunk of the tokens
+at a time goes through the output projection. A model calls `CrossEntropy` by
+`head_losses.run_head_loss`; other losses (`head_losses`, `distillation`) use the same loop,
+`walk_chunks`, with a function of their own for a chunk. `sum_in_chunks` makes their sum
+differentiable: it computes each chunk's gradient in forward, while its logits are there.
 
-With a tensor-parallel group of t ranks each has n of N = n t tokens and v / t rows of the weight. A
-chunk's tokens are gathered and meet the rank's part of the vocabulary; no rank ever has logits of
-the whole vocabulary.
+On a tensor-parallel group of t ranks each has n of N = n t tokens and v / t rows of the weight. All
+ranks' tokens of a chunk are gathered and multiplied with this rank's rows; no rank ever has logits
+of the whole vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,38 +25,44 @@ from recipe_lib.config.registry import register
 from recipe_lib.ops.fused_kernels import register_fused, register_shaped_work, should_fuse
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 
+# A model's own function of its logits `[m, v]`, of the same shape; it treats each logit alone.
 Finish = Callable[[Tensor], Tensor]
+# (slice of this rank's tokens, the chunk's labels `[m]`) -> gradient of the chunk's logits `[m, v]`
 PerChunk = Callable[[slice, Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
 class OutputAdapter:
-    """The adapter next to a head's weight."""
+    """The projection of a head with an adapter, in place of its weight and bias."""
 
-    # `fn(hidden, *trained) -> logits`, row by row alike. Its last operation is one whose backward
-    # does not read its result, which is overwritten. What it computes with besides its arguments
-    # gets no gradient from a sum.
+    # `fn(hidden [m, d], *trained) -> logits [m, v]`, each row by itself. Losses overwrite its
+    # result, so that the backward of its last operator must not read it. Tensors that it reads
+    # besides its arguments get no gradient.
     project: Callable[..., Tensor]
-    # tensors of the adapter that get gradients
+    # The tensors of the adapter that get gradients; None: the adapter has no such tensor.
     trained: tuple[Tensor | None, ...]
-    # the weight's part of the projection, for a backward that projects again when the weight may no
-    # longer be there
+    # `fn(hidden [m, d]) -> [m, v]`, the weight's part of the projection. A backward that projects
+    # again calls it when FSDP may have freed the weight.
     frozen: Callable[[Tensor], Tensor]
 
 
 class ChunkedHead:
-    """A head that is a weight `[v, d]`, with or without a bias."""
+    """A head that is a weight `[v, d]`, with or without a bias, and its gradients so far."""
 
     def __init__(
         self, tensors: Sequence[Tensor | None], trained: Sequence[bool], *, group: Group | None
     ) -> None:
-        """tensors: hidden states, weight, bias. trained: which of them get a gradient."""
+        """tensors: hidden states `[..., d]`, weight, bias. trained: which of them get a gradient.
+
+        group: the ranks that share the vocabulary; None: this rank has all of it.
+        """
         hidden, weight, self.bias = tensors
         assert hidden is not None and weight is not None
-        self.hidden = hidden.flatten(0, -2)
-        self.weight = weight
+        self.hidden = hidden.flatten(0, -2)  # [n, d], this rank's tokens
+        self.weight = weight  # [v, d], with a group [v / t, d]
         self.group = group
         self.trains = any(trained)
+        # Those of `tensors`, None where not trained; complete when all chunks have been walked.
         self.gradients: list[Tensor | None] = [
             torch.empty_like(self.hidden) if trained[0] else None,  # each chunk writes its rows
             *(
@@ -63,26 +70,26 @@ class ChunkedHead:
                 for tensor, trains in zip((weight, self.bias), trained[1:], strict=True)
             ),
         ]
-        # What a chunk's work follows from.
+        # A plan simulates the work on a head once for each set of shapes among these.
         self.parts = (self.hidden, weight, self.bias, *self.gradients, group)
-        self.ranks = 1 if group is None else group.size  # those that share the vocabulary
-        self.logits_dtype = self.hidden.dtype  # of the logits that were made last
-        # One kernel reads a chunk's logits as they are: not where ranks agree on each row's sum in
-        # between.
+        self.ranks = 1 if group is None else group.size  # number of those that share the vocabulary
+        self.logits_dtype = self.hidden.dtype  # of the last chunk's logits
+        # One kernel computes a chunk's loss. Not with a group: its ranks add up each row's sum of
+        # exponentials in between.
         self.fuses_loss = group is None and should_fuse_loss(self.hidden)
-        self._tokens: Tensor | None = None
+        self._tokens: Tensor | None = None  # of the last chunk, with a group those of all ranks
 
     def compute_logits(self, part: slice) -> Tensor:
-        """Return the logits of a chunk, with a group of all its ranks' tokens.
+        """Return the logits `[m, v]` of a chunk, with a group `[m, v / t]` of all ranks' tokens.
 
-        They are in storage of their own, so that a loss may overwrite them.
+        part: the chunk among this rank's tokens. A loss may overwrite the logits.
         """
         tokens = gather_tokens(self.hidden[part], self.group)
         self._tokens = tokens if self.trains else None
         return F.linear(tokens, self.weight, self.bias)
 
     def accumulate(self, part: slice, logits_grad: Tensor) -> None:
-        """Add up what follows from the gradient of the logits that were made last."""
+        """Add the gradients that follow from that of the last chunk's logits to `gradients`."""
         hidden_grad, weight_grad, bias_grad = self.gradients
         tokens = self._tokens
         self._tokens = None
@@ -98,12 +105,12 @@ class ChunkedHead:
 
 
 class ChunkedAdaptedHead:
-    """A head with an adapter.
+    """A head with an adapter; it is used as a `ChunkedHead` is.
 
-    Its gradients come from the logits' by autograd, over a chunk alone.
+    Autograd, over one chunk at a time, computes its gradients from the logits'.
     """
 
-    group = None
+    group = None  # it is not for tensor-parallel ranks
     ranks = 1
 
     def __init__(
@@ -113,7 +120,9 @@ class ChunkedAdaptedHead:
         *,
         project: Callable[..., Tensor],
     ) -> None:
-        """tensors: hidden states, then those of the adapter. project: see `OutputAdapter`."""
+        """tensors: hidden states `[..., d]`, then `OutputAdapter.trained`. trained: which of
+        `tensors` get a gradient. project: see `OutputAdapter`.
+        """
         hidden, *adapter_tensors = tensors
         assert hidden is not None
         self.hidden = hidden.flatten(0, -2)
@@ -129,16 +138,16 @@ class ChunkedAdaptedHead:
             torch.zeros_like(tensor) if tensor is not None and trains else None
             for tensor, trains in zip((self.hidden, *adapter_tensors), trained, strict=True)
         ]
-        self.parts = (project,)  # whose work is its own: no other head's follows from the same
+        self.parts = (project,)  # for a plan no other head's work is the same, see `ChunkedHead`
         self.fuses_loss = should_fuse_loss(self.hidden)
-        self._last_chunk: Any = None  # tokens and logits of the chunk that was made last
+        self._last_chunk: Any = None  # tokens and logits of the last chunk, with its graph
 
     @property
     def logits_dtype(self) -> torch.dtype:
         return cast(torch.dtype, self._last_chunk[1].dtype)
 
     def compute_logits(self, part: slice) -> Tensor:
-        """Return the logits of a chunk, which a loss may overwrite."""
+        """Return the logits `[m, v]` of a chunk, which a loss may overwrite."""
         tokens = self.hidden[part].detach().requires_grad_(self._trains_hidden)
         with torch.set_grad_enabled(self.trains):
             logits = self.project(tokens, *self._leaves)
@@ -146,13 +155,14 @@ class ChunkedAdaptedHead:
         return logits.detach()
 
     def accumulate(self, part: slice, logits_grad: Tensor) -> None:
-        """Add up what follows from the gradient of the logits that were made last."""
+        """Add the gradients that follow from that of the last chunk's logits to `gradients`."""
         tokens, logits = self._last_chunk
         self._last_chunk = None
         totals = [(index, total) for index, total in enumerate(self.gradients) if total is not None]
         leaves: list[Any] = [tokens, *self._leaves]
         gradients = torch.autograd.grad(logits, [leaves[index] for index, _ in totals], logits_grad)
         for (index, total), gradient in zip(totals, gradients, strict=True):
+            # The hidden states' gradient is that of the chunk's rows alone.
             (total[part] if index == 0 else total).add_(gradient)
 
 
@@ -162,17 +172,19 @@ Head = ChunkedHead | ChunkedAdaptedHead
 def walk_chunks(head: Head, labels: Tensor, chunks: int, per_chunk: PerChunk) -> None:
     """Call `per_chunk(part, labels)` for each of `chunks` pieces of the head's tokens.
 
-    The pieces are even to within one token. part: of this rank's tokens. labels: the chunk's `[m]`,
-    with a group those of all its ranks. per_chunk asks the head for the chunk's logits and returns
-    their gradient, which the head takes, or None.
+    labels: `[..]` of all tokens, with a group of all ranks'. chunks: their number; they are even to
+    within one token. per_chunk: is given a slice of this rank's tokens and the chunk's labels
+    `[m]`, with a group those of all ranks. It calls `head.compute_logits(part)` and returns the
+    gradient of these logits, which the head accumulates; None: there is none.
     """
     rank_labels = labels.reshape(head.ranks, -1)
     for part in split_rows(head.hidden.shape[0], chunks):
         gradient = per_chunk(part, rank_labels[:, part].flatten())
         if gradient is not None:
-            gradient = gradient.to(head.logits_dtype)  # the wide one is gone
+            # Under the same name, so that the wide gradient is freed before the matmuls.
+            gradient = gradient.to(head.logits_dtype)
             head.accumulate(part, gradient)
-            del gradient
+            del gradient  # before the next chunk's logits are computed
 
 
 def sum_in_chunks(
@@ -184,13 +196,14 @@ def sum_in_chunks(
     group: Group | None = None,
     adapter: OutputAdapter | None = None,
 ) -> Tensor:
-    """Return `sum_loss(head)`, whose gradients the head has when it has been computed.
+    """Return `sum_loss(head)`, differentiable once, for a head of these tensors.
 
-    What is kept for the backward pass is one gradient of the hidden states `[n, d]` and one of the
-    weight `[v, d]`, which it returns anyway. Differentiable once.
+    sum_loss: walks the head's chunks and returns the loss `[]`, whose gradients the head has then.
+    So backward needs no logits: kept for it are one gradient of the hidden states `[n, d]` and one
+    of the weight `[v, d]`, which it returns.
 
-    hidden: `[..., d]`. weight: `[v, d]`. With a group hidden is this rank's `[n, d]` of N tokens,
-    weight its `[v / t, d]`, bias its `[v / t]`. adapter: in place of weight and bias.
+    hidden: `[..., d]`. weight: `[v, d]`. bias: `[v]`. With a group hidden is this rank's `[n, d]`
+    of N tokens, weight its `[v / t, d]`, bias its `[v / t]`. adapter: in place of weight and bias.
     """
     make_head: Callable[..., Head]
     tensors: tuple[Tensor | None, ...]
@@ -207,7 +220,7 @@ def sum_in_chunks(
 
 
 class _GradientsInForward(torch.autograd.Function):
-    """A node that makes all gradients, chunk by chunk, in forward; backward scales them."""
+    """The node of `sum_in_chunks`: forward computes all gradients, and backward scales them."""
 
     @staticmethod
     def forward(
@@ -219,6 +232,7 @@ class _GradientsInForward(torch.autograd.Function):
         head = make_head(tensors, ctx.needs_input_grad[2:])
         total = sum_loss(head)
         hidden, hidden_grad = tensors[0], head.gradients[0]
+        # The head has flattened the tokens.
         if hidden is not None and hidden_grad is not None:
             head.gradients[0] = hidden_grad.view_as(hidden)
         ctx.gradients = head.gradients
@@ -239,21 +253,24 @@ class _GradientsInForward(torch.autograd.Function):
 
 
 def split_rows(rows: int, chunks: int) -> Iterator[slice]:
-    """Yield the rows in `chunks` pieces, even to within one of them."""
-    pieces = max(1, min(chunks, rows))
-    for piece in range(pieces):
-        yield slice(rows * piece // pieces, rows * (piece + 1) // pieces)
+    """Yield slices that cut so many rows into `chunks` pieces, even to within one row.
+
+    With fewer rows than chunks each row is a piece; without rows there is one empty piece.
+    """
+    num_pieces = max(1, min(chunks, rows))
+    for piece in range(num_pieces):
+        yield slice(rows * piece // num_pieces, rows * (piece + 1) // num_pieces)
 
 
 def gather_tokens(tokens: Tensor, group: Group | None) -> Tensor:
-    """Return the tokens `[m, d]` of all ranks of a group, given this rank's."""
+    """Return this rank's tokens, with a group those of all its ranks one after the other."""
     return tokens if group is None else wait(start_gather(tokens, group))
 
 
 def finish_logits(logits: Tensor, finish: Finish, with_grad: bool) -> tuple[Tensor, Tensor]:
-    """Return the logits `[m, v]` as a leaf, and what `finish` makes of them.
+    """Return the logits `[m, v]` as a leaf of autograd, and `finish` of them.
 
-    with_grad: there is a graph between the two.
+    with_grad: record the graph between the two.
     """
     with torch.set_grad_enabled(with_grad):
         logits = logits.detach().requires_grad_(with_grad)
@@ -263,13 +280,15 @@ def finish_logits(logits: Tensor, finish: Finish, with_grad: bool) -> tuple[Tens
 def find_label_columns(
     labels: Tensor, ignored: Tensor, width: int, group: Group | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the columns of the labels among a rank's `width` logits, `[m, 1]`.
+    """Return the column of each label among this rank's logits `[m, width]`, int64 `[m, 1]`.
 
-    A column that is not there, or whose label is ignored, is 0. The second tensor, bool `[m]`, says
-    where the label is another rank's; None without a group.
+    labels: int64 `[m]`. ignored: bool `[m]`. The column of a label that is ignored, or in another
+    rank's part of the vocabulary, is 0. The second tensor, bool `[m]`, is True for those of other
+    ranks; None without a group.
     """
     if group is None:
         return labels.masked_fill(ignored, 0).unsqueeze(1), None
+    # Ignored labels are negative, so that they count as another rank's on all.
     columns = labels - group.rank * (group.columns or width)
     elsewhere = (columns < 0) | (columns >= width)
     return columns.masked_fill_(elsewhere, 0).unsqueeze(1), elsewhere
@@ -281,29 +300,30 @@ def compute_row_max(logits: Tensor, group: Group | None) -> Tensor:
     return largest if group is None else all_reduce(largest, "max", group)
 
 
-# The log-probability of each label, and its gradient, fused, without logits in fp32.
+# Fused log-probabilities of the labels, and their gradients.
 #
-# Where operators run one by one, losses turn a chunk's logits to fp32 and work in place. Fused,
-# they read the logits as they are, `[m, v]` in bf16, and write the gradients in that type, so that
-# a chunk takes 4 bytes a logit in place of 6. Of logits in fp32 it would take 8 in place of 4:
+# Where operators run one by one, losses convert a chunk's logits to fp32 and work in place. Fused,
+# they read the logits as they are, `[m, v]` in bf16, and write the gradients in that dtype, so that
+# a chunk takes 4 bytes a logit in place of 6. With logits in fp32 it would take 8 in place of 4:
 # those are not fused.
 
 
-IGNORED = -100
+IGNORED = -100  # the label of tokens that do not count, torch's own
 _WIDEST_FUSED = 2  # bytes of a logit
 
 
 def should_fuse_loss(hidden: Tensor) -> bool:
-    """Return True if the loss of these hidden states is fused."""
+    """Return True if the loss of these hidden states is computed by fused kernels."""
     return hidden.dtype.itemsize <= _WIDEST_FUSED and should_fuse(hidden.device)
 
 
 def fused_cross_entropy(
     logits: Tensor, labels: Tensor, softcap: float | None, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss of logits `[m, v]` and labels `[m]`, and the logits' gradient.
+    """Return the summed cross-entropy of logits `[m, v]` and labels `[m]`, and their gradient.
 
-    The loss is in fp32 (fp64 for fp64).
+    The loss is fp32 `[]` (fp64 for fp64), the gradient of the logits in their dtype; None without
+    `with_grad`.
     """
     cap = make_softcap_tensor(logits, softcap)
     log_probs, log_sums = label_log_probs(logits, labels, cap)
@@ -314,10 +334,10 @@ def fused_cross_entropy(
 
 
 def make_softcap_tensor(logits: Tensor, softcap: float | None) -> Tensor | None:
-    """Return a softcap as the two fused functions take it."""
+    """Return a softcap as `label_log_probs` and `label_log_prob_gradients` take it."""
     if softcap is None:
         return None
-    # A tensor, as code would be compiled anew for each number.
+    # A tensor: with a number of Python, they would be compiled anew for each value.
     return logits.new_full((), softcap, dtype=widen_dtype(logits.dtype))
 
 
@@ -333,13 +353,14 @@ def _make_empty_log_probs(
     _make_empty_log_probs,
 )
 def label_log_probs(logits: Tensor, labels: Tensor, cap: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of the labels, and logs of the sums of exponentials, fp32 `[m]`.
+    """Return log-probabilities of the labels and log-sum-exps of the logits, each fp32 `[m]`.
 
-    The log-probability is 0 for label -100.
+    logits: `[m, v]`. labels: `[m]`; for -100 the log-probability is 0. cap: from
+    `make_softcap_tensor`.
     """
     log_sums = _apply_softcap(logits, cap).logsumexp(dim=1)
     ignored = labels == IGNORED
-    # Of the logits as they are: a compiler makes in memory what is looked up.
+    # Looked up before the cap: a compiler writes to memory what a gather reads, here all logits.
     label_logits = logits.gather(1, labels.masked_fill(ignored, 0).unsqueeze(1)).squeeze(1)
     return (_apply_softcap(label_logits, cap) - log_sums).masked_fill(ignored, 0), log_sums
 
@@ -352,9 +373,9 @@ def label_log_probs(logits: Tensor, labels: Tensor, cap: Tensor | None) -> tuple
 def label_log_prob_gradients(
     logits: Tensor, labels: Tensor, log_sums: Tensor, slopes: Tensor, cap: Tensor | None
 ) -> Tensor:
-    """Return the logits' gradient `[m, v]` in their type.
+    """Return the logits' gradient `[m, v]` in their dtype.
 
-    log_sums: of `label_log_probs`. slopes: gradients of the log-probabilities `[m]`.
+    log_sums: from `label_log_probs`. slopes: gradients of the log-probabilities `[m]`.
     """
     wide = _apply_softcap(logits, cap)
     columns = torch.arange(logits.shape[1], device=logits.device)
@@ -362,7 +383,7 @@ def label_log_prob_gradients(
     grad = (columns == labels.unsqueeze(1)).to(wide.dtype) - (wide - log_sums.unsqueeze(1)).exp()
     if cap is not None:
         grad = grad * (1 - (wide / cap).square())  # d cap*tanh(x/cap) / dx = 1 - tanh^2
-    # Last: what is not finite in a row that does not count has to go, too.
+    # Filled last: a product with 0 would leave what is not finite in a row that does not count.
     return (
         (grad * slopes.unsqueeze(1))
         .masked_fill((labels == IGNORED).unsqueeze(1), 0)
@@ -376,16 +397,17 @@ def _apply_softcap(logits: Tensor, cap: Tensor | None) -> Tensor:
 
 
 def widen_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what logits are turned to: fp32, of fp64 fp64."""
+    """Return the dtype in which losses of logits are computed: fp32, for fp64 fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
-# The sum of the token losses over a vocabulary, computed in chunks of tokens.
+# Cross-entropy, or a custom loss, of all tokens, computed in chunks of them.
 #
-# Where ranks share the vocabulary, the largest logit, the sum of exponentials and the label's logit
-# are agreed on over the group.
+# Where ranks share the vocabulary, they reduce the largest logit, the sum of exponentials and the
+# label's logit of each row over the group.
 
 
+# (logits `[m, v]`, labels `[m]`) -> sum of the token losses `[]`
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -393,7 +415,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of the token losses of logits `[m, v]` (fp32 or fp64) and labels `[m]`.
 
-    Label -100 counts nothing.
+    Tokens with label -100 do not count.
     """
     return torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
@@ -402,13 +424,12 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 class CrossEntropy:
     """The sum of token losses, without a tensor of size `[n, v]` in forward or backward.
 
-    Its gradients are made in forward, so that FSDP need not gather the weight for backward.
+    Its gradients are computed in forward, so that FSDP need not gather the weight for backward.
     """
 
-    # pieces that the n tokens are cut into, even to within one of them
+    # Number of pieces that the n tokens are cut into, even to within one token.
     chunks: int = 1
-    # in place of cross-entropy, `fn(logits [m, v], labels [m]) -> sum`, a function of its arguments
-    # alone
+    # A custom loss, of its arguments alone; None: cross-entropy.
     loss: Loss | None = None
 
     def __call__(
@@ -423,19 +444,19 @@ class CrossEntropy:
         finish: Finish | None = None,
         adapter: OutputAdapter | None = None,
     ) -> Tensor:
-        """Return the sum as a scalar in fp32 (fp64 for fp64), differentiable once.
+        """Return the sum, fp32 `[]` (fp64 for fp64), differentiable once.
 
         hidden: `[..., d]`. weight: `[v, d]`. labels: int64 `[...]`; -100 is ignored. softcap:
         logits become `softcap * tanh(logits / softcap)` (Gemma 2). group: hidden is this rank's
         `[n, d]` of the N tokens of a tensor-parallel group, weight its `[v / t, d]`, labels are all
-        N; the sum is that of all N tokens, on each rank. Not with a loss of one's own. bias: `[v]`
-        (`[v / t]` of a group), added to the logits. finish: `fn(logits [m, v]) -> logits [m, v]`,
-        what else is done to each logit by itself, a function of its argument alone; it costs two
-        more tensors of a chunk's logits. adapter: in place of weight and bias.
+        N; each rank returns the sum over all N tokens. bias: `[v]` (with a group `[v / t]`), added
+        to the logits. finish: applied to the logits before the softcap, a function of its argument
+        alone; it costs two more tensors of a chunk's logits. adapter: in place of weight and bias.
 
-        Logits are made in the dtype of `hidden` and turned to fp32 before anything else. When every
-        label is ignored the result is 0 and still has a graph with zero gradients, so that under
-        FSDP each rank runs the same collectives.
+        Logits are computed in the dtype of `hidden` and converted to fp32 before anything else.
+        When every label is ignored the result is 0 and still has a graph with zero gradients, so
+        that under FSDP each rank runs the same collectives. Raises ValueError for a custom loss
+        with a group.
         """
         loss = None if self.loss is cross_entropy else self.loss
         if loss is not None and group is not None:
@@ -452,7 +473,8 @@ class CrossEntropy:
         return sum_in_chunks(sum_loss, hidden, weight, bias=bias, group=group, adapter=adapter)
 
 
-@register_shaped_work(lambda head, *numbers: (*head.parts, *numbers))
+# A plan runs this once for each set of parts and settings, and repeats its records for equal ones.
+@register_shaped_work(lambda head, *settings: (*head.parts, *settings))
 def _sum_over_chunks(
     head: Head,
     labels: Tensor,
@@ -461,23 +483,23 @@ def _sum_over_chunks(
     loss: Loss | None,
     finish: Finish | None,
 ) -> Tensor:
-    """Return the loss `[]`; the head has the gradients."""
-    wide = widen_dtype(head.hidden.dtype)
-    total = torch.zeros((), dtype=wide, device=head.hidden.device)
-    one_kernel = loss is None and finish is None and head.fuses_loss
+    """Return the loss of all chunks, `[]`; the head has the gradients."""
+    wide_dtype = widen_dtype(head.hidden.dtype)
+    total = torch.zeros((), dtype=wide_dtype, device=head.hidden.device)
+    is_fused = loss is None and finish is None and head.fuses_loss
 
-    def add_chunk(part: slice, targets: Tensor) -> Tensor | None:
+    def add_chunk(part: slice, chunk_labels: Tensor) -> Tensor | None:
         logits = head.compute_logits(part)
-        if one_kernel:
+        if is_fused:
             value, gradient = fused_cross_entropy(
-                logits, labels=targets, softcap=softcap, with_grad=head.trains
+                logits, labels=chunk_labels, softcap=softcap, with_grad=head.trains
             )
         else:
             # Under the same name, so that the narrow logits are freed.
-            logits = logits.to(wide)
+            logits = logits.to(wide_dtype)
             value, gradient = compute_chunk_loss(
                 logits,
-                targets,
+                chunk_labels,
                 softcap=softcap,
                 loss=loss,
                 with_grad=head.trains,
@@ -503,12 +525,13 @@ def compute_chunk_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the loss of one chunk's logits `[m, v]`, and its gradient with respect to them.
 
-    It overwrites the logits.
+    The logits are overwritten. with_grad: False: the gradient is None. Other arguments: see
+    `CrossEntropy.__call__`.
     """
     if finish is not None:
         logits, finished = finish_logits(logits, finish, with_grad)
         value, grad = compute_chunk_loss(
-            # A copy: it is overwritten, and the graph of `finish` may need its own result.
+            # A copy, as it is overwritten, and the backward of `finish` may read its own result.
             finished.detach().clone(),
             labels,
             with_grad=with_grad,
@@ -533,9 +556,9 @@ def compute_chunk_loss(
 def cap_logits(
     logits: Tensor, softcap: float | None, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return capped logits, of logits that are overwritten.
+    """Return capped logits; the logits given are overwritten.
 
-    The second tensor is their tanh, which a gradient needs; None where none is wanted.
+    The second tensor is tanh(logits / softcap), for the gradient; None without `with_grad` or cap.
     """
     if softcap is None:
         return logits, None
@@ -546,7 +569,10 @@ def cap_logits(
 def _compute_cross_entropy(
     logits: Tensor, labels: Tensor, with_grad: bool, group: Group | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed cross-entropy, and softmax minus one-hot in the storage of the logits."""
+    """Return the summed cross-entropy and its gradient, which overwrites the logits.
+
+    The gradient is softmax minus one-hot, 0 for ignored labels.
+    """
     ignored = labels == IGNORED
     columns, elsewhere = find_label_columns(
         labels, ignored=ignored, width=logits.shape[1], group=group
@@ -556,7 +582,7 @@ def _compute_cross_entropy(
     logits.exp_()
     sums = logits.sum(dim=1)
     if elsewhere is not None and group is not None:
-        # One collective for both: each rank has a part of the sum, and 0 for others' labels.
+        # One collective for both: a rank has its part of each sum, and 0 for other ranks' labels.
         sums, label_logits = all_reduce(
             torch.stack([sums, label_logits.masked_fill_(elsewhere, 0)]), "sum", group
         )
@@ -564,9 +590,11 @@ def _compute_cross_entropy(
     if not with_grad:
         return value, None
     logits.div_(sums.unsqueeze(1))
-    ones = logits.new_full((), -1).expand_as(columns)
+    minus_one = logits.new_full((), -1).expand_as(columns)
     logits.scatter_add_(
-        1, columns, ones if elsewhere is None else ones.masked_fill(elsewhere.unsqueeze(1), 0)
+        1,
+        columns,
+        minus_one if elsewhere is None else minus_one.masked_fill(elsewhere.unsqueeze(1), 0),
     )
     return value, logits.masked_fill_(ignored.unsqueeze(1), 0)
 
@@ -574,7 +602,7 @@ def _compute_cross_entropy(
 def _compute_custom_loss(
     loss: Loss, logits: Tensor, labels: Tensor, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a registered loss and its gradient, by autograd over this chunk alone."""
+    """Return a custom loss and its gradient, by autograd over this chunk alone."""
     if not with_grad:
         return loss(logits, labels), None
     with torch.enable_grad():

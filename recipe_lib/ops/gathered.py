@@ -1,14 +1,15 @@
-"""Linears over tokens that are shared out among the ranks of a tensor-parallel group.
+"""Linears over tokens that are divided among the ranks of a tensor-parallel group.
 
-Hidden states are `[n, d]`: this rank's n of the N = n t tokens of a micro-batch, in their order. A
-group of column-parallel linears (q, k, v, or gate and up) needs all N of them: `gather_linears`
-gathers them once, and what is kept for backward is this rank's n, or what they are made of, which
-backward gathers again. A row-parallel linear leaves partial sums for all N tokens; a reduce-scatter
-(`scatter`) gives each rank its n. The collectives below serve other packages too.
+Tensor-parallel layers (`parallel.tensor_forwards`) call these in place of `F.linear`. Hidden states
+are `[n, d]`: this rank's n of the N = n t tokens of a micro-batch on t ranks, in their order.
+Column-parallel linears of the same input (q, k, v, or gate and up) need all N: `gather_linears`
+gathers them once, keeps this rank's n for backward, or what these are computed from, and gathers
+again there. A row-parallel linear gives partial sums for all N tokens, which `scatter` adds up over
+the ranks and divides (reduce-scatter). The collectives serve other modules too.
 
-Eager, each function is an autograd node, whose memory lives as long as autograd says. Under
-torch.compile it is an opaque operator with a backward of its own: the partitioner would keep every
-gathered tensor that it sees.
+Eager, each function is an autograd.Function, which saves just that. Under torch.compile it is an
+opaque operator with a backward of its own: the partitioner would keep every gathered tensor that it
+sees.
 """
 
 from collections.abc import Sequence
@@ -30,18 +31,19 @@ from recipe_lib.ops.mlp import (
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 
 _FUNCTIONAL = torch.ops._c10d_functional
+# kind -> function. By name, as the schema of an operator can hold a text but no function.
 NORMS = {"rms": rms_norm, "offset": offset_rms_norm}
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that share a model's matrices."""
+    """The ranks among which a model's matrices, or a sequence's tokens, are divided."""
 
-    name: str  # of the process group
-    size: int
-    rank: int  # this one's among `size`
-    # tokens of the vocabulary on each rank but the last ones, which may have fewer; 0: as many on
-    # all
+    name: str  # of the process group, as torch's functional collectives take it
+    size: int  # number of ranks
+    rank: int  # of this process in the group
+    # Rows of the output head (entries of the vocabulary) on each rank but the last ones, which may
+    # have fewer; 0: all ranks have as many.
     columns: int = 0
 
 
@@ -49,27 +51,27 @@ class Group:
 class NormedFrom:
     """The source of normed tokens: they are `NORMS[kind](stream, weight, eps)`."""
 
-    stream: Tensor  # [n, d]
-    weight: Tensor  # [d]
-    eps: float
+    stream: Tensor  # hidden states before the norm, [n, d]
+    weight: Tensor  # of the norm, [d]
+    eps: float  # of the norm
     kind: str  # a key of `NORMS`
 
 
-# Which gradients of a group of linears are asked for: of the input, of each weight, of each bias.
-_Wanted = tuple[bool, Sequence[bool], Sequence[bool]]
-# kind and eps, see `NormedFrom`
+# Which gradients of several linears are needed: of their input, of each weight, of each bias.
+_NeededGradients = tuple[bool, Sequence[bool], Sequence[bool]]
+# `NormedFrom.kind` and `NormedFrom.eps`
 _Norm = tuple[str, float]
 
 
 def start_gather(shard: Tensor, group: Group) -> Tensor:
-    """Start to gather `[n, ...]` of each rank to `[N, ...]` on all, to be waited for."""
+    """Start to gather `[n, ...]` of each rank to `[N, ...]` on all; `wait` returns the tensor."""
     return cast(
         Tensor, _FUNCTIONAL.all_gather_into_tensor(shard.contiguous(), group.size, group.name)
     )
 
 
 def start_scatter(partial: Tensor, group: Group) -> Tensor:
-    """Start to sum all ranks' `[N, ...]`, to each rank its `[n, ...]` of it, to be waited for."""
+    """Start a reduce-scatter of all ranks' `[N, ...]` to `[n, ...]`; `wait` returns the tensor."""
     return cast(
         Tensor,
         _FUNCTIONAL.reduce_scatter_tensor(partial.contiguous(), "sum", group.size, group.name),
@@ -77,27 +79,28 @@ def start_scatter(partial: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, operation: str, group: Group) -> Tensor:
-    """Return the `sum` or `max` over the group, in new memory."""
+    """Return the reduction of a tensor over the group, in new memory. operation: `sum`, `max`."""
     return wait(_FUNCTIONAL.all_reduce(tensor.contiguous(), operation, group.name))
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """Return the tensor of a collective that was started, when it is there."""
+    """Wait for a collective that was started, and return its result."""
     return cast(Tensor, _FUNCTIONAL.wait_tensor(tensor))
 
 
 def gather(shard: Tensor, group: Group) -> Tensor:
-    """Gather `[n, ...]` of each rank to `[N, ...]` on all; keeps nothing.
+    """Gather `[n, ...]` of each rank to `[N, ...]` on all; nothing is saved for backward.
 
-    Its backward sums over the ranks, and gives each its part.
+    Its backward is a reduce-scatter.
     """
     return cast(Tensor, _Exchange.apply(shard, group, True))
 
 
 def scatter(partial: Tensor, group: Group) -> Tensor:
-    """Sum all ranks' `[N, ...]`, to each its `[n, ...]`; its backward gathers. Keeps nothing.
+    """Reduce-scatter all ranks' `[N, ...]` to `[n, ...]`; nothing is saved, backward gathers.
 
-    A separate autograd node, so that a checkpointed layer's second forward can end before it.
+    It is an autograd node of its own, so that the recomputation of a checkpointed layer, which ends
+    at the last tensor that backward needs, can end before it.
     """
     return cast(Tensor, _Exchange.apply(partial, group, False))
 
@@ -111,17 +114,21 @@ def gather_linears(
     keep_gathered: bool = False,
     normed: NormedFrom | None = None,
 ) -> list[Tensor]:
-    """Return tokens `[n, d]`, gathered once, through several linears `[o_i, d]`: `[N, o_i]` each.
+    """Gather tokens `[n, d]` once, and return the results `[N, o_i]` of several linears of them.
 
-    Kept for backward is nothing where no weight wants a gradient; else the gathered tokens
-    (`keep_gathered`), or what is gathered again: the shard, or, with `normed`, what it was normed
-    from, which others keep anyway.
+    shard: this rank's tokens `[n, d]`. weights: `[o_i, d]`. biases: `[o_i]`, None for a linear
+    without one. keep_gathered: save the gathered tokens for backward, not gather them again.
+    normed: what `shard` was computed from, if a norm has made it; it is saved in place of `shard`,
+    and costs no memory, since the norm saves it anyway.
+
+    If no weight needs a gradient, no tokens are saved.
     """
     if torch.compiler.is_compiling():
         source = [normed.stream, normed.weight] if normed else []
         norm = (normed.kind, normed.eps) if normed else ("", 0.0)
         settings = (*norm, keep_gathered, group.name, group.size, group.rank)
-        # Operators take no lists with None.
+        # Operators take no lists with None, and no objects of Python: `_run_gather_linears` has
+        # their parameters.
         present_biases = [bias for bias in biases if bias is not None]
         has_bias = [bias is not None for bias in biases]
         tensors = (shard, list(weights), present_biases, has_bias, source)
@@ -131,9 +138,9 @@ def gather_linears(
 
 
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """Return `(activation(gate) * up) @ weight.T`; keeps no more than these tensors.
+    """Return `(activation(gate) * up) @ weight.T`, `[N, d]`; no product is saved for backward.
 
-    gate, up: `[N, f]`. weight: `[d, f]`.
+    gate, up: `[N, f]`. weight: `[d, f]`. activation: a key of `recipe_lib.ops.mlp.ACTIVATIONS`.
     """
     if torch.compiler.is_compiling():
         return cast(Tensor, _GATED(gate, up, weight, activation))
@@ -148,8 +155,8 @@ def _scatter(partial: Tensor, group: Group) -> Tensor:
     return wait(start_scatter(partial, group))
 
 
-# Not a `GradientNode`: compiled, with selective checkpointing, that one makes another view in the
-# second forward than in the first one (torch 2.13).
+# Not a `GradientNode` (of `ops.fused_kernels`): compiled, with selective checkpointing, that one
+# makes another view in the second forward than in the first one (torch 2.13).
 class _Exchange(torch.autograd.Function):
     """A gather whose backward scatters, or a scatter whose backward gathers."""
 
@@ -165,9 +172,8 @@ class _Exchange(torch.autograd.Function):
         return exchange(gradients[0], ctx.group), None, None
 
 
+# The eager node of `gather_linears`. `tensors` are `num_linears` weights, then as many biases.
 class _GatherLinears(torch.autograd.Function):
-    # The eager node of `gather_linears`. `tensors` are `count` weights, then as many biases.
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -175,22 +181,23 @@ class _GatherLinears(torch.autograd.Function):
         group: Group,
         keep_gathered: bool,
         normed: NormedFrom | None,
-        count: int,
+        num_linears: int,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        weights = cast(tuple[Tensor, ...], tensors[:count])
-        biases = tensors[count:]
+        weights = cast(tuple[Tensor, ...], tensors[:num_linears])
+        biases = tensors[num_linears:]
         tokens = wait(start_gather(shard, group))
         norm: _Norm | None = None
         source: tuple[Tensor, ...] = ()
-        if any(ctx.needs_input_grad[5 : 5 + count]):
+        if any(ctx.needs_input_grad[5 : 5 + num_linears]):
             source = (tokens,) if keep_gathered else (shard,)
             if normed and not keep_gathered:
                 source = (normed.stream, normed.weight)
                 norm = (normed.kind, normed.eps)
         ctx.save_for_backward(*weights, *source)
-        ctx.settings = (count, group, keep_gathered, norm)
-        # What checkpointing gives back of a saved tensor has no way to the parameter.
+        ctx.settings = (num_linears, group, keep_gathered, norm)
+        # Held besides: what checkpointing gives back of a saved tensor is not the parameter, to
+        # which a deferred gradient is added.
         ctx.parameters = weights if deferred.is_split_backward_enabled() else ()
         return tuple(
             F.linear(tokens, weight, bias) for weight, bias in zip(weights, biases, strict=True)
@@ -199,13 +206,13 @@ class _GatherLinears(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        count, group, is_gathered, norm = ctx.settings
+        num_linears, group, is_gathered, norm = ctx.settings
         saved = list(ctx.saved_tensors)
-        weights, source = saved[:count], saved[count:]
+        weights, source = saved[:num_linears], saved[num_linears:]
         del saved  # else the gathered tokens would live as long as this function
         wants_input = ctx.needs_input_grad[0]
-        wants_weights = ctx.needs_input_grad[5 : 5 + count]
-        wants_biases = ctx.needs_input_grad[5 + count :]
+        wants_weights = ctx.needs_input_grad[5 : 5 + num_linears]
+        wants_biases = ctx.needs_input_grad[5 + num_linears :]
         compute = partial(
             compute_linear_gradients,
             gradients,
@@ -215,20 +222,20 @@ class _GatherLinears(torch.autograd.Function):
             group=group,
         )
         if deferred.is_deferring() and source:
-            none = [False] * count
-            # Detached: their graph would keep what came before until then.
+            no_gradients = [False] * num_linears
+            # Detached: their graph would keep the tensors of earlier layers until then.
             source = [tensor.detach() for tensor in source]
             if norm is not None:
-                # FSDP frees the norm's weight with the layer, before that is read.
+                # FSDP frees the norm's weight with the layer, before the deferred part reads it.
                 source[1] = source[1].clone()
 
             def compute_weight_gradients() -> list[Tensor | None]:
-                return compute(source=source, wanted=(False, wants_weights, none))[1]
+                return compute(source=source, needed=(False, wants_weights, no_gradients))[1]
 
             deferred.defer_gradients(ctx.parameters, compute_weight_gradients)
-            computed = compute(source=[], wanted=(wants_input, none, wants_biases))
+            computed = compute(source=[], needed=(wants_input, no_gradients, wants_biases))
         else:
-            computed = compute(source=source, wanted=(wants_input, wants_weights, wants_biases))
+            computed = compute(source=source, needed=(wants_input, wants_weights, wants_biases))
         shard_grad, weight_grads, bias_grads = computed
         return (shard_grad, None, None, None, None, *weight_grads, *bias_grads)
 
@@ -241,17 +248,17 @@ def compute_linear_gradients(
     norm: _Norm | None,
     is_gathered: bool,
     group: Group,
-    wanted: _Wanted,
+    needed: _NeededGradients,
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """Return the gradients of shard, weights and biases, None where not wanted.
+    """Return the gradients of `gather_linears`' shard, weights and biases; None: not needed.
 
-    gradients: of the linears' results `[N, o_i]`. source: what was kept, if any weight wants a
-    gradient: the gathered tokens (`is_gathered`, and they are taken out of the list), the shard, or
-    with `norm` the stream and the norm's weight.
+    gradients: of the linears' results `[N, o_i]`. source: what forward saved of the tokens, empty
+    if no weight needs a gradient. With `is_gathered` it holds the gathered tokens, which are taken
+    out of the list; with `norm` the stream and the norm's weight; else the shard.
     """
-    wants_input, wants_weights, wants_biases = wanted
-    # The gather overlaps with the products for the input's gradient, whose reduce-scatter overlaps
-    # with the products for the weights'.
+    wants_input, wants_weights, wants_biases = needed
+    # The gather overlaps with the matmuls of the input's gradient, whose reduce-scatter overlaps
+    # with the matmuls of the weights'.
     tokens: Tensor | None = None
     if source and is_gathered:
         tokens = source.pop()
@@ -264,26 +271,27 @@ def compute_linear_gradients(
         # Summed as autograd would, the last linear first, so that its bits are the same.
         total: Tensor | None = None
         for gradient, weight in zip(reversed(gradients), reversed(weights), strict=True):
-            part = gradient @ weight
-            total = part if total is None else total.add_(part)
-            del part
+            linear_grad = gradient @ weight
+            total = linear_grad if total is None else total.add_(linear_grad)
+            del linear_grad  # else two of `[N, d]` would be alive while the next one is computed
         assert total is not None
         shard_grad = start_scatter(total, group)
         del total
     if tokens is not None and not is_gathered:
         tokens = wait(tokens)
     weight_grads = [
-        gradient.t() @ tokens if is_wanted and tokens is not None else None
-        for gradient, is_wanted in zip(gradients, wants_weights, strict=True)
+        gradient.t() @ tokens if is_needed and tokens is not None else None
+        for gradient, is_needed in zip(gradients, wants_weights, strict=True)
     ]
     del tokens
     bias_grads = [
-        gradient.sum(dim=0) if is_wanted else None
-        for gradient, is_wanted in zip(gradients, wants_biases, strict=True)
+        gradient.sum(dim=0) if is_needed else None
+        for gradient, is_needed in zip(gradients, wants_biases, strict=True)
     ]
     return None if shard_grad is None else wait(shard_grad), weight_grads, bias_grads
 
 
+# The eager node of `gated_linear`.
 class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
@@ -301,7 +309,7 @@ class _GatedLinear(torch.autograd.Function):
         wants_weight = ctx.needs_input_grad[2]
         if wants_weight and deferred.is_deferring():
             wants_weight = False
-            # Detached: their graph would keep what came before until then.
+            # Detached: their graph would keep the tensors of earlier layers until then.
             gate, up = map(torch.detach, (gate, up))
             deferred.defer_gradients(
                 [ctx.parameter],
@@ -316,7 +324,7 @@ class _GatedLinear(torch.autograd.Function):
 
 
 def compute_gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """Return `gated_linear`, without a gradient."""
+    """Return the result of `gated_linear`; autograd would save its product."""
     return F.linear(compute_gated_product(gate, up, activation), weight)
 
 
@@ -330,7 +338,10 @@ def compute_gated_linear_gradients(
     wants_input: bool,
     wants_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of gate, up and weight; the product is made again."""
+    """Return the gradients of gate, up and weight, None where not needed.
+
+    The product of forward is computed again.
+    """
     weight_grad: Tensor | None = None
     if should_fuse(out_grad.device):
         if wants_weight:
@@ -341,7 +352,7 @@ def compute_gated_linear_gradients(
             out_grad @ weight, gate, up, activation
         )
         return gate_grad, up_grad, weight_grad
-    # Not fused, the activation is made once for both gradients, and tensors are overwritten.
+    # Not fused, the activation is computed once for both gradients, and tensors are overwritten.
     activate, activate_backward = ACTIVATIONS[activation]
     activated = activate(gate)
     if wants_weight:
@@ -354,19 +365,20 @@ def compute_gated_linear_gradients(
     return activate_backward(product_grad.mul_(up), gate), up_grad, weight_grad
 
 
-# The same as operators that torch.compile does not look into.
+# The same functions as operators that torch.compile does not look into.
 #
-# Inlined, the second gather of the same shard would be taken for the first, whose result the
-# partitioner then keeps for backward; and what backward makes again would be kept too. As operators
-# with a backward operator of their own, they keep what the eager nodes keep. Their parameters are
-# what torch.library can write as a schema.
+# If the compiler saw inside, it would take backward's gather of the shard for forward's, whose
+# result the partitioner would then keep for backward; and it would keep what backward computes
+# again. As operators with a backward operator of their own, they save what the eager nodes save.
+# Their parameters are of the types that torch.library can write as a schema: `kind` and `eps` are
+# a `_Norm` ("" for None), `name`, `size` and `rank` a `Group`.
 
 
 def _run_gather_linears(
     shard: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
-    biased: Sequence[bool],
+    has_biases: Sequence[bool],
     source: Sequence[Tensor],
     kind: str,
     eps: float,
@@ -377,14 +389,15 @@ def _run_gather_linears(
 ) -> list[Tensor]:
     """Return the linears' results, then the gathered tokens, if they are to be kept (else `[0]`).
 
-    biases: of those linears that are `biased`.
+    biases: of the linears that `has_biases` is True for. source, kind, eps: for backward alone.
     """
     tokens = wait(start_gather(shard, Group(name, size, rank)))
     remaining_biases = iter(biases)
     outputs = [
         F.linear(tokens, weight, next(remaining_biases) if has_bias else None)
-        for weight, has_bias in zip(weights, biased, strict=True)
+        for weight, has_bias in zip(weights, has_biases, strict=True)
     ]
+    # A tensor without elements, as an operator always returns as many.
     return [*outputs, tokens if keep_gathered else tokens.new_empty(0)]
 
 
@@ -394,7 +407,7 @@ def _run_gather_linears_backward(
     source: Sequence[Tensor],
     kind: str,
     eps: float,
-    whole_kept: bool,
+    is_gathered: bool,
     wants_input: bool,
     wants_weight: Sequence[bool],
     wants_bias: Sequence[bool],
@@ -402,51 +415,58 @@ def _run_gather_linears_backward(
     size: int,
     rank: int,
 ) -> list[Tensor]:
-    """Return the gradients that are wanted: of the shard, the weights, the biases."""
+    """Return the gradients that are needed, in this order: of the shard, the weights, the biases.
+
+    source: see `compute_linear_gradients`.
+    """
     shard_grad, weight_grads, bias_grads = compute_linear_gradients(
         gradients,
         weights,
         source=list(source),
         norm=(kind, eps) if kind else None,
-        is_gathered=whole_kept,
+        is_gathered=is_gathered,
         group=Group(name, size, rank),
-        wanted=(wants_input, wants_weight, wants_bias),
+        needed=(wants_input, wants_weight, wants_bias),
     )
     return [grad for grad in (shard_grad, *weight_grads, *bias_grads) if grad is not None]
 
 
 def _set_up_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    shard, weights, biases, biased, source, kind, eps, keep_gathered, *group = inputs
+    shard, weights, biases, has_biases, source, kind, eps, keep_gathered, *group = inputs
     trained_biases = iter([bias.requires_grad for bias in biases])
     wants_weights = [weight.requires_grad for weight in weights]
-    wants_biases = [has_bias and next(trained_biases) for has_bias in biased]
-    ctx.wanted = (shard.requires_grad, wants_weights, wants_biases)
-    kept: list[Tensor] = []
+    wants_biases = [has_bias and next(trained_biases) for has_bias in has_biases]
+    ctx.needed = (shard.requires_grad, wants_weights, wants_biases)
+    saved_source: list[Tensor] = []
     if any(wants_weights):
-        kept = [output[-1]] if keep_gathered else list(source) or [shard]
-    ctx.save_for_backward(*weights, *kept)
-    ctx.inputs = (len(weights), biased, len(source))
+        saved_source = [output[-1]] if keep_gathered else list(source) or [shard]
+    ctx.save_for_backward(*weights, *saved_source)
+    ctx.inputs = (len(weights), has_biases, len(source))
     ctx.group = group
-    # Without a kind where what is kept is not to be normed.
-    ctx.settings = (kind if kept and source and not keep_gathered else "", eps, keep_gathered)
+    # No kind where backward is not to norm what was saved.
+    ctx.settings = (
+        kind if saved_source and source and not keep_gathered else "",
+        eps,
+        keep_gathered,
+    )
 
 
 def _differentiate_gather(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
     saved = list(ctx.saved_tensors)  # once: a checkpoint that recomputes them gives them once
-    count, biased, source_count = ctx.inputs
-    weights, source = saved[:count], saved[count:]
-    wants_input, wants_weights, wants_biases = ctx.wanted
+    num_linears, has_biases, num_sources = ctx.inputs
+    weights, source = saved[:num_linears], saved[num_linears:]
+    wants_input, wants_weights, wants_biases = ctx.needed
     # The last output is the gathered tokens, which nobody else reads.
     tensors = (list(gradients[:-1]), weights, source)
-    returned = iter(_GATHER_BACKWARD(*tensors, *ctx.settings, *ctx.wanted, *ctx.group))
+    returned = iter(_GATHER_BACKWARD(*tensors, *ctx.settings, *ctx.needed, *ctx.group))
     shard_grad = next(returned) if wants_input else None
-    weight_grads = [next(returned) if is_wanted else None for is_wanted in wants_weights]
+    weight_grads = [next(returned) if is_needed else None for is_needed in wants_weights]
     bias_grads = [
-        next(returned) if is_wanted else None
-        for is_wanted, has_bias in zip(wants_biases, biased, strict=True)
+        next(returned) if is_needed else None
+        for is_needed, has_bias in zip(wants_biases, has_biases, strict=True)
         if has_bias
     ]
-    return (shard_grad, weight_grads, bias_grads, None, [None] * source_count, *[None] * 6)
+    return (shard_grad, weight_grads, bias_grads, None, [None] * num_sources, *[None] * 6)
 
 
 _GATHER: Any = make_operator("gather_linears", _run_gather_linears)
@@ -463,7 +483,7 @@ def _run_gated_linear_backward(
     wants_input: bool,
     wants_weight: bool,
 ) -> list[Tensor]:
-    """Return the gradients that are wanted: of gate and up, of the weight."""
+    """Return the gradients that are needed: those of gate and up together, that of the weight."""
     gradients = compute_gated_linear_gradients(
         gradient,
         gate=gate,

@@ -1,18 +1,20 @@
-"""Causal attention of single families, with a soft cap or with sinks, which torch does not compute.
+"""Causal attention with a soft cap or with sinks, which torch's own attention does not compute.
 
-`capped_attention` is that of Gemma 2, whose scores are soft-capped (arXiv 2408.00118): two matmuls,
-some queries at a time (`split_queries`), and between them a chain that is one kernel where chains
-are fused. No scores are kept for backward, which makes them again, piece by piece.
+`ops.attention.attention` calls both functions for the families that have such attention.
+`capped_attention` is Gemma 2's, whose scores are soft-capped (arXiv 2408.00118): two matmuls for
+some queries at a time (`split_queries`), and between them a chain of operators that is one kernel
+where chains are fused. No scores are kept for backward, which computes them again piece by piece.
 
-`attend_with_sinks` is that of gpt-oss: each head has a score that takes part in its softmax and
-attends to none (arXiv 2309.17453). With L the log-sum-exp of a query's scores and L' that of scores
-and sink, the result is what attention without a sink gives, times exp(L - L'). Backward is a
-kernel's own, given that result and L', since a share of the softmax is exp(score - L'). So kernels
-that know of no sink serve: torch's varlen kernel, that of the CPU, and elsewhere matmuls over some
+`attend_with_sinks` is gpt-oss's: each head has a score, the sink, that takes part in its softmax
+but has no value (arXiv 2309.17453). With L the log-sum-exp of a query's scores and L' that of
+scores and sink, the result is that of attention without a sink, times exp(L - L'). A probability is
+exp(score - L'), so that a kernel's own backward, given this result and L', gives the gradients. So
+kernels without sinks serve: torch's varlen kernel, that of the CPU, and elsewhere matmuls for some
 queries at a time.
 
 Shapes: q `[b, h, s, e]`, keys and values `[b, k, t, e]` with h a multiple of k; a piece has m of
-the s queries and sees n of the t keys. Log-sum-exps are `[b, h, s]`, sinks `[h]`.
+the s queries and sees n of the t keys. Log-sum-exps are `[b, h, s]`, sinks `[h]`. The probabilities
+of the softmax are called shares.
 """
 
 from collections.abc import Iterator
@@ -29,32 +31,32 @@ from recipe_lib.ops.fused_kernels import (
     should_fuse,
 )
 
-# Scores that exist at a time: 64 MiB in fp32, in which a chain that is not fused has them.
+# Elements of a tensor of scores: 64 MiB in fp32, the dtype of scores where chains are not fused.
 MAX_SCORES_AT_ONCE = 2**24
 
 
 def compute_reach(
     documents: Tensor | None, queries: int, keys: int, window: int | None, device: torch.device
 ) -> Tensor:
-    """Return how many keys each of the last `queries` of a row sees, int32 `[b or 1, queries]`.
+    """Return how many keys each query sees: its own and those before it, int32 `[b or 1, queries]`.
 
-    They are counted back from the query's own key, which is one of them.
-
-    documents: int32 `[b, keys]`, rising from one to the next; None: a row is one document.
-    window: the most keys that a token sees, its own included; None: all.
+    queries, keys: the number of each in a row; the queries are those of the last keys. documents:
+    the id of each key's document, int32 `[b, keys]`, rising along a row; None: a row is one
+    document. window: the most keys that a token sees, its own included; None: all.
     """
     reach = torch.arange(keys - queries + 1, keys + 1, dtype=torch.int32, device=device)[None]
     if documents is not None:
         query_documents = documents[:, keys - queries :].contiguous()
-        # The numbers rise, so that a search finds the first key of each query's document.
+        # The ids rise, so that a binary search finds the first key of each query's document.
         reach = reach - torch.searchsorted(documents, query_documents, out_int32=True)
     return reach if window is None else reach.clamp(max=window)
 
 
 def make_visible_mask(reach: Tensor, keys: int) -> Tensor:
-    """Return which keys m queries see, bool `[b or 1, 1, m, keys]`.
+    """Return True where a query sees a key, bool `[b or 1, 1, m, keys]`.
 
-    reach: int32 `[b or 1, m]`, of `compute_reach`. The last query is as far as the last key.
+    reach: of m queries, int32 `[b or 1, m]`, from `compute_reach`. keys: their number; the last key
+    is that of the last query.
     """
     query_positions = torch.arange(
         keys - reach.shape[1], keys, dtype=torch.int32, device=reach.device
@@ -67,56 +69,61 @@ def make_visible_mask(reach: Tensor, keys: int) -> Tensor:
 def split_queries(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *, window: int | None
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
-    """Yield pieces of the queries, so that few scores exist at a time.
+    """Yield the queries in pieces, so that few scores exist at a time.
 
-    Each is (the piece's queries, the keys up to its last one that they can see, reach of each
-    query, these keys and their values `[b k, n, e]`).
+    A piece is (slice of its queries among s, slice among t of the keys that any of them may see,
+    reach of its queries `[b or 1, m]`, these keys and their values, each `[b k, n, e]`).
     """
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     offset = keys - queries  # the position of query 0 among the keys: what a cache held before
     reach = compute_reach(documents, queries=queries, keys=keys, window=window, device=q.device)
-    # Fused, scores are not wider than q: as many bytes are twice as many of them.
-    halves = 2 if should_fuse(q.device) and q.dtype.itemsize == 2 else 1
-    count = _count_pieces(batch * heads * keys // halves, queries)
-    for piece in range(count):
-        start = queries * piece // count
-        stop = queries * (piece + 1) // count
+    # Fused, scores are not wider than q: in bf16, two take the bytes of one in fp32.
+    scores_per_fp32 = 2 if should_fuse(q.device) and q.dtype.itemsize == 2 else 1
+    num_pieces = _count_pieces(batch * heads * keys // scores_per_fp32, queries)
+    for piece in range(num_pieces):
+        start = queries * piece // num_pieces
+        stop = queries * (piece + 1) // num_pieces
         first_key = 0 if window is None else max(0, start + offset - window + 1)
-        seen = slice(first_key, stop + offset)
-        # Made as they are yielded: under a name here they would live on while the next are made.
+        key_slice = slice(first_key, stop + offset)
+        # Copied in the yield: under names here the copies would live on while the next are made.
         yield (
             slice(start, stop),
-            seen,
+            key_slice,
             reach[:, start:stop],
-            k[:, :, seen].flatten(0, 1),
-            v[:, :, seen].flatten(0, 1),
+            k[:, :, key_slice].flatten(0, 1),
+            v[:, :, key_slice].flatten(0, 1),
         )
 
 
-def _count_pieces(scores: int, queries: int) -> int:
-    """Return how many pieces the queries are taken in.
+def _count_pieces(scores_per_query: int, queries: int) -> int:
+    """Return the number of pieces that the queries are cut into.
 
-    scores: those of one query, over all rows and heads.
+    scores_per_query: over all rows and heads, each as large as an fp32 number.
     """
-    # A power of two: code that is compiled for rows of any length is made anew for each number of
-    # pieces, so that there should be few of them.
-    count = 1
-    while count < queries and scores * queries > count * MAX_SCORES_AT_ONCE:
-        count *= 2
-    return min(count, queries)
+    # A power of two: the loop over pieces is compiled anew for each number of them, so that few
+    # numbers should occur.
+    num_pieces = 1
+    while num_pieces < queries and scores_per_query * queries > num_pieces * MAX_SCORES_AT_ONCE:
+        num_pieces *= 2
+    return min(num_pieces, queries)
 
 
-def stack_heads(part: Tensor, k: Tensor) -> Tensor:
+def stack_heads(tensor: Tensor, k: Tensor) -> Tensor:
     """Return `[b, h, m, n]` as `[b k, h/k m, n]`, ready for a batched matmul with the k key heads.
 
-    Heads that share a key head are more rows of it, so that keys need not be expanded.
+    Query heads that share a key head become more rows of it, so that keys need not be expanded.
+    k: the keys, for their number of heads alone.
     """
-    return part.reshape(part.shape[0] * k.shape[1], -1, part.shape[3])
+    return tensor.reshape(tensor.shape[0] * k.shape[1], -1, tensor.shape[3])
 
 
 def multiply_heads(stacked: Tensor, keys: Tensor, reach: Tensor, heads: int) -> Tensor:
-    """Return the products `[b, h, m, n]` of m stacked rows of each head with n of `[b k, n, e]`."""
+    """Return the products of stacked rows with keys, `[b, h, m, n]`.
+
+    stacked: `[b k, h/k m, e]`, from `stack_heads`. keys: or values, `[b k, n, e]`. reach: of the m
+    queries, for their number alone. heads: h.
+    """
     return torch.bmm(stacked, keys.transpose(1, 2)).view(-1, heads, reach.shape[1], keys.shape[1])
 
 
@@ -132,8 +139,7 @@ def capped_attention(
 ) -> Tensor:
     """Return causal attention of q `[b, h, s, e]` over k, v `[b, k, t, e]`: `[b, h, s, e]`.
 
-    Scores are `softcap * tanh(scores * scale / softcap)`. documents: int32 `[b, t]`, see
-    `compute_reach`.
+    Scores are `softcap * tanh(scores * scale / softcap)`. documents, window: see `compute_reach`.
     """
     arguments = (q, k, v, documents, window, softcap, scale)
     return call_with_gradient(
@@ -155,15 +161,17 @@ def _compute_attention(
     scale: float,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for part, _, reach, keys, values in split_queries(
+    for query_slice, _, reach, keys, values in split_queries(
         q, k=k, v=v, documents=documents, window=window
     ):
         scores = multiply_heads(
-            stack_heads(q[:, :, part], k), keys=keys, reach=reach, heads=q.shape[1]
+            stack_heads(q[:, :, query_slice], k), keys=keys, reach=reach, heads=q.shape[1]
         )
         shares = capped_shares(scores, reach, softcap, scale)
-        del scores  # each is as large as MAX_SCORES_AT_ONCE says; two would be at a time
-        out[:, :, part] = torch.bmm(stack_heads(shares, k), values).view(out[:, :, part].shape)
+        del scores  # MAX_SCORES_AT_ONCE elements, as are the shares: else both would be alive below
+        out[:, :, query_slice] = torch.bmm(stack_heads(shares, k), values).view(
+            out[:, :, query_slice].shape
+        )
         del shares
     return out
 
@@ -179,26 +187,34 @@ def _compute_attention_gradients(
     softcap: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide_dtype = torch.promote_types(q.dtype, torch.float32)
     q_grad = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Every piece adds to the gradients of keys and values: in bf16 the sum would lose bits.
-    k_grad, v_grad = (torch.zeros(tensor.shape, dtype=wide, device=k.device) for tensor in (k, v))
-    for part, seen, reach, keys, values in split_queries(
+    k_grad, v_grad = (
+        torch.zeros(tensor.shape, dtype=wide_dtype, device=k.device) for tensor in (k, v)
+    )
+    for query_slice, key_slice, reach, keys, values in split_queries(
         q, k=k, v=v, documents=documents, window=window
     ):
-        queries, slopes = (stack_heads(tensor[:, :, part], k) for tensor in (q, out_grad))
+        queries, out_grads = (stack_heads(tensor[:, :, query_slice], k) for tensor in (q, out_grad))
         scores = multiply_heads(queries, keys=keys, reach=reach, heads=q.shape[1])
         shares = stack_heads(capped_shares(scores, reach, softcap, scale), k)
-        v_grad[:, :, seen] += torch.bmm(shares.transpose(1, 2), slopes).view_as(v[:, :, seen])
+        v_grad[:, :, key_slice] += torch.bmm(shares.transpose(1, 2), out_grads).view_as(
+            v[:, :, key_slice]
+        )
         # Freed as soon as may be: without it, three tensors of scores would exist at a time.
         del shares
-        share_grads = multiply_heads(slopes, keys=values, reach=reach, heads=q.shape[1])
+        share_grads = multiply_heads(out_grads, keys=values, reach=reach, heads=q.shape[1])
         score_grads = stack_heads(
             capped_score_gradients(share_grads, scores, reach, softcap, scale), k
         )
         del scores, share_grads
-        q_grad[:, :, part] = torch.bmm(score_grads, keys).view(q_grad[:, :, part].shape)
-        k_grad[:, :, seen] += torch.bmm(score_grads.transpose(1, 2), queries).view_as(k[:, :, seen])
+        q_grad[:, :, query_slice] = torch.bmm(score_grads, keys).view(
+            q_grad[:, :, query_slice].shape
+        )
+        k_grad[:, :, key_slice] += torch.bmm(score_grads.transpose(1, 2), queries).view_as(
+            k[:, :, key_slice]
+        )
     return q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype)
 
 
@@ -207,9 +223,10 @@ def _compute_attention_gradients(
     lambda scores, *_: torch.empty_like(scores),
 )
 def capped_shares(scores: Tensor, reach: Tensor, softcap: float, scale: float) -> Tensor:
-    """Return the softmax of capped scores over the keys that are visible, in their dtype.
+    """Return the softmax of capped scores over the keys that are visible, in the scores' dtype.
 
-    scores: products of queries and keys `[b, h, m, n]`. reach: int32 `[b or 1, m]`.
+    scores: products of queries and keys `[b, h, m, n]`. reach: int32 `[b or 1, m]`, from
+    `compute_reach`.
     """
     return _compute_softmax(scores, reach=reach, softcap=softcap, scale=scale)[0].to(scores.dtype)
 
@@ -223,7 +240,10 @@ def capped_shares(scores: Tensor, reach: Tensor, softcap: float, scale: float) -
 def capped_score_gradients(
     share_grads: Tensor, scores: Tensor, reach: Tensor, softcap: float, scale: float
 ) -> Tensor:
-    """Return the gradient of the scores that `capped_shares` takes, by that of its result."""
+    """Return the gradient of the scores that `capped_shares` takes, `[b, h, m, n]`.
+
+    share_grads: the gradient of its result. The shares are computed again.
+    """
     shares, tangents = _compute_softmax(scores, reach=reach, softcap=softcap, scale=scale)
     wide_grads = share_grads.to(shares.dtype)
     grad = shares * (wide_grads - (wide_grads * shares).sum(dim=-1, keepdim=True))
@@ -238,9 +258,9 @@ def _compute_softmax(
 
     Scores in fp64 stay in fp64.
     """
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    # In one expression each: a name would hold another tensor of scores up to the end.
-    tangents = torch.tanh((scores * scale).to(wide) / softcap)
+    wide_dtype = torch.promote_types(scores.dtype, torch.float32)
+    # In one expression each: a name would hold a further tensor `[b, h, m, n]` up to the end.
+    tangents = torch.tanh((scores * scale).to(wide_dtype) / softcap)
     capped = (softcap * tangents).masked_fill(
         ~make_visible_mask(reach, scores.shape[3]), float("-inf")
     )
@@ -265,13 +285,16 @@ def attend_with_sinks(
 ) -> Tensor:
     """Return causal attention with sinks, `[b, h, s, e]`.
 
-    boundaries, longest, mask, documents: see `AttentionInfo`; boundaries None: no varlen kernel.
-    window: the most keys that a token sees, its own included. scale: multiplies the scores.
+    sinks: a score for each head, `[h]`. boundaries: the cu_seqlens of the varlen kernel, int32;
+    None: another kernel is used. longest: the most tokens between two boundaries. mask: True where
+    a query sees a key, for the CPU's kernel; None: causal. documents, window: see `compute_reach`.
+    scale: multiplies the scores.
     """
     settings = (boundaries, longest, mask, documents, window, scale)
     return cast(Tensor, _SinkAttention.apply(q, k, v, sinks, *settings))
 
 
+# The node of `attend_with_sinks`: a kernel without sinks, corrected as the module's head says.
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *settings: Any) -> Tensor:
@@ -311,7 +334,7 @@ class _SinkAttention(torch.autograd.Function):
         q, k, v, sinks, out, log_sums, boundaries, mask, documents, rng_state = ctx.saved_tensors
         sink_grad = None
         if ctx.needs_input_grad[3]:
-            # A sink's share of the softmax takes from every key's, in proportion to the result.
+            # d out / d sink = -(the sink's share) * out: the share is taken from every key's.
             shares = torch.exp(sinks.to(log_sums.dtype).view(1, -1, 1) - log_sums)
             sink_grad = (
                 -(shares * (out_grad * out).sum(dim=-1, dtype=log_sums.dtype))
@@ -344,8 +367,8 @@ class _SinkAttention(torch.autograd.Function):
         return (*input_grads, sink_grad, *(None,) * 6)
 
 
-# Each kernel, forward: results `[b, h, s, e]` and log-sum-exps `[b, h, s]`; backward: the gradients
-# of q, k and v.
+# The kernels. Each has a forward that returns results `[b, h, s, e]` and log-sum-exps `[b, h, s]`,
+# and a backward that returns the gradients of q, k and v.
 
 
 def flatten_tokens(tensor: Tensor) -> Tensor:
@@ -359,7 +382,7 @@ def unflatten_tokens(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def get_left_window(window: int | None) -> int:
-    """Return a window as the varlen kernel takes it, which counts the tokens left of its own."""
+    """Return a window as the varlen kernel takes it: the keys left of the token's own; -1: all."""
     return -1 if window is None else window - 1
 
 
@@ -373,8 +396,8 @@ def _run_varlen(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # The operator below `varlen_attn`, for its random state: there is no dropout, but the kernel's
-    # backward asks for it.
+    # The operator below torch's `varlen_attn`, for the random state that it returns: there is no
+    # dropout, but the kernel's backward asks for it.
     flat_out, flat_log_sums, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
         flatten_tokens(q),
         flatten_tokens(k),
@@ -434,24 +457,28 @@ def _run_varlen_backward(
 
 
 def _is_plain_causal(q: Tensor, mask: Tensor | None) -> bool:
-    # A single query, as in decoding, sees all keys.
+    # A single query, as in decoding, sees all keys; `is_causal` would let it see the first alone.
     return mask is None and q.shape[2] > 1
 
 
 def _run_in_pieces(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend by matmuls, some queries at a time: for what no kernel takes, as fp32 on a GPU."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    """Attend by matmuls, some queries at a time, where no kernel serves, as for fp32 on a GPU."""
+    wide_dtype = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    log_sums = torch.empty(q.shape[:3], dtype=wide, device=q.device)
-    for part, _, reach, keys, values in split_queries(
+    log_sums = torch.empty(q.shape[:3], dtype=wide_dtype, device=q.device)
+    for query_slice, _, reach, keys, values in split_queries(
         q, k=k, v=v, documents=documents, window=window
     ):
-        scores = _compute_scores(q[:, :, part], k, keys, reach=reach, scale=scale, wide=wide)
-        log_sums[:, :, part] = scores.logsumexp(dim=-1)
+        scores = _compute_scores(
+            q[:, :, query_slice], k, keys, reach=reach, scale=scale, wide_dtype=wide_dtype
+        )
+        log_sums[:, :, query_slice] = scores.logsumexp(dim=-1)
         shares = scores.softmax(dim=-1).to(q.dtype)
-        out[:, :, part] = torch.bmm(stack_heads(shares, k), values).view(out[:, :, part].shape)
+        out[:, :, query_slice] = torch.bmm(stack_heads(shares, k), values).view(
+            out[:, :, query_slice].shape
+        )
     return out, log_sums
 
 
@@ -467,37 +494,46 @@ def _run_backward_in_pieces(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    wide = log_sums.dtype
+    wide_dtype = log_sums.dtype
     q_grad = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Every piece adds to the gradients of keys and values: in bf16 the sum would lose bits.
-    k_grad, v_grad = (torch.zeros(tensor.shape, dtype=wide, device=k.device) for tensor in (k, v))
-    # The sum over the keys of share x its gradient, which softmax's backward subtracts.
-    row_sums = (out_grad * out).sum(dim=-1, keepdim=True, dtype=wide)
-    for part, seen, reach, keys, values in split_queries(
+    k_grad, v_grad = (
+        torch.zeros(tensor.shape, dtype=wide_dtype, device=k.device) for tensor in (k, v)
+    )
+    # The sum over the keys of share times its gradient, which softmax's backward subtracts.
+    row_sums = (out_grad * out).sum(dim=-1, keepdim=True, dtype=wide_dtype)
+    for query_slice, key_slice, reach, keys, values in split_queries(
         q, k=k, v=v, documents=documents, window=window
     ):
-        queries, slopes = (stack_heads(tensor[:, :, part], k) for tensor in (q, out_grad))
-        # Nested: a name for the scores would hold one more tensor of their size.
+        queries, out_grads = (stack_heads(tensor[:, :, query_slice], k) for tensor in (q, out_grad))
+        # In one expression: a name for the scores would hold one more tensor of their size.
         shares = torch.exp(
-            _compute_scores(q[:, :, part], k, keys, reach=reach, scale=scale, wide=wide)
-            - log_sums[:, :, part].unsqueeze(-1)
+            _compute_scores(
+                q[:, :, query_slice], k, keys, reach=reach, scale=scale, wide_dtype=wide_dtype
+            )
+            - log_sums[:, :, query_slice].unsqueeze(-1)
         )
-        v_grad[:, :, seen] += torch.bmm(
-            stack_heads(shares.to(q.dtype), k).transpose(1, 2), slopes
-        ).view_as(v[:, :, seen])
-        share_grads = multiply_heads(slopes, keys=values, reach=reach, heads=q.shape[1])
+        v_grad[:, :, key_slice] += torch.bmm(
+            stack_heads(shares.to(q.dtype), k).transpose(1, 2), out_grads
+        ).view_as(v[:, :, key_slice])
+        share_grads = multiply_heads(out_grads, keys=values, reach=reach, heads=q.shape[1])
         score_grads = stack_heads(
-            (shares * (share_grads - row_sums[:, :, part]) * scale).to(q.dtype), k
+            (shares * (share_grads - row_sums[:, :, query_slice]) * scale).to(q.dtype), k
         )
-        q_grad[:, :, part] = torch.bmm(score_grads, keys).view(q_grad[:, :, part].shape)
-        k_grad[:, :, seen] += torch.bmm(score_grads.transpose(1, 2), queries).view_as(k[:, :, seen])
+        q_grad[:, :, query_slice] = torch.bmm(score_grads, keys).view(
+            q_grad[:, :, query_slice].shape
+        )
+        k_grad[:, :, key_slice] += torch.bmm(score_grads.transpose(1, 2), queries).view_as(
+            k[:, :, key_slice]
+        )
     return q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype)
 
 
 def _compute_scores(
-    q: Tensor, k: Tensor, keys: Tensor, *, reach: Tensor, scale: float, wide: torch.dtype
+    q: Tensor, k: Tensor, keys: Tensor, *, reach: Tensor, scale: float, wide_dtype: torch.dtype
 ) -> Tensor:
     scores = (
-        multiply_heads(stack_heads(q, k), keys=keys, reach=reach, heads=q.shape[1]).to(wide) * scale
+        multiply_heads(stack_heads(q, k), keys=keys, reach=reach, heads=q.shape[1]).to(wide_dtype)
+        * scale
     )
     return scores.masked_fill(~make_visible_mask(reach, keys.shape[1]), float("-inf"))

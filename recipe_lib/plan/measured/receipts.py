@@ -115,8 +115,7 @@ def make_receipt(
     # optimizer states and compiles kernels.
     later_steps = [line for line in steps if "loss" in line][1:]
     for name in _TIMES:
-        values = [line[name] for line in later_steps if line.get(name)]
-        if values:
+        if values := [line[name] for line in later_steps if line.get(name)]:
             measured[name] = median(values)
     return Receipt(
         format=FORMAT,
@@ -213,13 +212,14 @@ def find_nearest(receipts: list[Receipt], planned: ReceiptRun) -> Receipt | None
     """
 
     def count_differences(receipt: Receipt) -> int:
-        settings = receipt.run.settings
-        names = settings | planned.settings
-        return sum(settings.get(name) != planned.settings.get(name) for name in names)
+        differing_items = receipt.run.settings.items() ^ planned.settings.items()
+        return len({name for name, _ in differing_items})
 
     def is_same_card(run: ReceiptRun) -> bool:
-        difference = abs(run.card_memory / planned.card_memory - 1)
-        return run.card == planned.card and difference <= _MEMORY_TOLERANCE
+        return (
+            run.card == planned.card
+            and abs(run.card_memory / planned.card_memory - 1) <= _MEMORY_TOLERANCE
+        )
 
     comparable = [
         receipt
