@@ -30,9 +30,8 @@ THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 # Messages and a tool of the small conversations that templates are tried with. Mistral's templates
 # refuse ids of calls that have not nine letters and digits.
-_CALL_ID = "call00001"
 _ASK = {"role": "user", "content": "a"}
-_RESULT = {"role": "tool", "content": "b", "name": "f", "tool_call_id": _CALL_ID}
+_RESULT = {"role": "tool", "content": "b", "name": "f", "tool_call_id": "call00001"}
 _TOOL = {
     "type": "function",
     "function": {
@@ -181,7 +180,7 @@ def _build_call(letter: str, as_text: bool) -> dict[str, Any]:
         "name": "f",
         "arguments": json.dumps(arguments, ensure_ascii=False) if as_text else arguments,
     }
-    call = {"id": _CALL_ID, "type": "function", "function": function}
+    call = {"id": _RESULT["tool_call_id"], "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
@@ -284,9 +283,8 @@ def complete_thought(
         if rendering.startswith(begin) and letter in rendering:
             return (thought or "") + rendering[rendering.index(letter) + 1 :]
     answer = strip_thought(alone[len(begin) :])
-    # After a thought, the line ends above take the place of those that the template writes.
-    answer = answer if thought is None else answer.lstrip("\n")
-    return f"{thought or ''}\n</think>\n\n{answer}"
+    # After a thought, the line ends written here take the place of those of the template.
+    return f"{thought or ''}\n</think>\n\n" + (answer if thought is None else answer.lstrip("\n"))
 
 
 def strip_thought(rendered_answer: str) -> str:

@@ -380,11 +380,10 @@ class CachingAllocator:
         return Block(address, segment_size, pool)
 
     def _would_exceed(self, num_bytes: int) -> bool:
-        """Return True if the cap has no room for `num_bytes` more."""
         return self.settings.cap is not None and self.reserved + num_bytes > self.settings.cap
 
     def _record_reserved(self, action: str, address: int, *, change: int, stream: int) -> None:
-        """Count and log memory taken from the device, or given back. change: bytes, signed."""
+        # change: bytes that were taken from the device; negative if they were given back.
         self.reserved += change
         self.peaks.reserved = max(self.peaks.reserved, self.reserved)
         self.log.append((action, address, abs(change), stream))

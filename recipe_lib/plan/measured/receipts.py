@@ -212,13 +212,14 @@ def find_nearest(receipts: list[Receipt], planned: ReceiptRun) -> Receipt | None
     """
 
     def count_differences(receipt: Receipt) -> int:
-        settings = receipt.run.settings
-        names = settings | planned.settings
-        return sum(settings.get(name) != planned.settings.get(name) for name in names)
+        differing_items = receipt.run.settings.items() ^ planned.settings.items()
+        return len({name for name, _ in differing_items})
 
     def is_same_card(run: ReceiptRun) -> bool:
-        memory_ratio = run.card_memory / planned.card_memory
-        return run.card == planned.card and abs(memory_ratio - 1) <= _MEMORY_TOLERANCE
+        return (
+            run.card == planned.card
+            and abs(run.card_memory / planned.card_memory - 1) <= _MEMORY_TOLERANCE
+        )
 
     comparable = [
         receipt
