@@ -208,8 +208,8 @@ class Heartbeat:
         self._last_entered: tuple[str, str, dict[str, int]] = ("", "", {})
         self._stack: list[StackLine] = []
         self._is_store_lost = False  # the store does not answer any more
-        # When the stack last changed, when `_last_entered` did, and when the store last answered, by
-        # time.monotonic().
+        # When the stack last changed, when `_last_entered` did, and when the store last answered,
+        # by time.monotonic().
         self._moved_at = self._advanced_at = self._answered_at = time.monotonic()
         self._wake = threading.Event()  # lets `_talk` run at once
         self._closed = threading.Event()  # ends both threads

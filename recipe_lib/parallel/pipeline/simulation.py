@@ -132,9 +132,7 @@ class _Simulation:
         while moved:
             moved = False
             for rank, order in self._orders.items():
-                while self._next[rank] < len(order) and self._run_action(
-                    rank, order[self._next[rank]]
-                ):
+                while self._next[rank] < len(order) and self._run(rank, order[self._next[rank]]):
                     self._next[rank] += 1
                     moved = True
         stuck = [
@@ -149,7 +147,7 @@ class _Simulation:
         self._transfers.sort(key=lambda sent: (sent.start, sent.sender, sent.receiver))
         return Timeline(len(self._orders), self._spans, self._transfers)
 
-    def _run_action(self, rank: int, action: Action) -> bool:
+    def _run(self, rank: int, action: Action) -> bool:
         """Run an action of a rank; return False, and change nothing, if its input is not there."""
         if action.kind not in COMPUTE:
             self._exchange(rank, action)
