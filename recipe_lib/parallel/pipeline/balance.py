@@ -183,7 +183,7 @@ def _count_attention_weights(spec: Sizes) -> int:
 
 
 def _count_attention_channels(spec: Sizes) -> int:
-    """Return the channels of a token's queries and keys; outputs and values have as many."""
+    """Return the channels of a token's queries and keys together, (h + k) e."""
     return (spec.num_heads + spec.num_kv_heads) * spec.head_width
 
 
