@@ -44,7 +44,7 @@ class _MarkingTracer(Tracer):
         self.trace: MarkedTrace = MarkedTrace()
 
     def mark(self, tensor: Tensor, stream: int) -> None:
-        self.trace.marks[self.find_number(tensor)].add(stream)
+        self.trace.marks[self.find_storage_index(tensor)].add(stream)
 
 
 @contextmanager

@@ -1,12 +1,13 @@
-"""Conversations written out, by the tokenizer's chat template or by the built-in plain one.
+"""Render conversations as text, by the tokenizer's chat template or by the built-in plain one.
+
+`label_masks.py` makes a `Template` for its tokenizer, and a `RenderedChat` for each conversation,
+whose renderings `trained_spans.py` compares to find the answers in them.
 
 Samples have the thought of an answer in a field of its own or between `<think>` tags; templates
 read it from one of these, from none, or leave it to the prompt. `probe_template` finds out which,
 by rendering small conversations, and `TemplateFields` which keys of messages a template reads.
-
-`Template` is what writes conversations for one tokenizer, `RenderedChat` one conversation with its
-renderings. The plain template exists twice: in Python for training, and as Jinja for the exports of
-what it has trained.
+The plain template exists twice: in Python for training (`render_plain`), and as Jinja for the
+exports of models that it has trained (`build_plain_jinja`).
 """
 
 import json
@@ -23,10 +24,12 @@ from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest, Tokenizer
 from recipe_lib.tokenizers.chat_template import TurnEnd
 
-# Where samples have the thought of an answer apart from its words.
+# Keys of a message in which samples have the thought of an answer apart from its content.
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+# Messages and a tool of the small conversations that templates are tried with. Mistral's templates
+# refuse ids of calls that have not nine letters and digits.
 _ASK = {"role": "user", "content": "a"}
 _RESULT = {"role": "tool", "content": "b", "name": "f", "tool_call_id": "call00001"}
 _TOOL = {
@@ -38,12 +41,15 @@ _TOOL = {
     },
 }
 
-# Jinja's blocks of a template, texts in quotes, and names that are no attributes.
+# What the names that a template reads are found by: Jinja's blocks, texts in quotes inside of
+# them, which are removed, and names that no point precedes, as one does an attribute's.
 _BLOCKS = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 _TEXTS = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'", re.DOTALL)
 _NAMES = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
-_UNUSED = "zqj"  # a text that no template holds
+_UNUSED = "zqj"  # a text that no template contains
 
+# Renders messages, once for each request, with tools: `Tokenizer.render_chats`. Where the template
+# objects, a DataError stands in place of the text.
 Render = Callable[
     [Sequence[Message], Sequence[RenderRequest], Sequence[Mapping[str, Any]] | None],
     Sequence[str | DataError],
@@ -55,22 +61,23 @@ class TemplateFeatures:
     """The ways in which a chat template treats thoughts and tool calls."""
 
     thought_key: str = ""  # the field of an answer that it reads a thought from; empty: none
-    tags: bool = True  # it reads one from between `<think>` and `</think>` as well
+    tags: bool = True  # it reads a thought between `<think>` and `</think>` of the content as well
     text_arguments: bool = False  # it wants a call's arguments as JSON text, not as an object
-    after_call: str = ""  # the special token that follows a call at once, if there is one
-    marks: bool = False  # it says with `{% generation %}` what an answer is
+    after_call: str = ""  # the special token that directly follows a tool call; empty: none
+    marks: bool = False  # it has `{% generation %}` around what the model writes
 
 
 def probe_template(
     render: Render, source: str, special: re.Pattern[str] | None, letter: str
 ) -> TemplateFeatures:
-    """Return what a template makes of thoughts and tool calls.
+    """Find out how a template treats thoughts and tool calls, by rendering small conversations.
 
-    render: renders messages, with tools. source: the template's Jinja. letter: one that it does not
-    hold.
+    source: the template's Jinja. special: finds special tokens; None: there are none. letter: a
+    character that the template does not contain. It is put where a value stands: the template has
+    written the value if the rendering contains it.
     """
     text_arguments = False
-    renderings = ["", ""]  # up to a call, and up to its result
+    renderings = ["", ""]  # of the conversation up to a call, and up to the call's result
     for as_text in (False, True):
         messages = [_ASK, _build_call(letter, as_text), _RESULT]
         texts = [
@@ -81,17 +88,17 @@ def probe_template(
             text_arguments = as_text
             renderings = texts
             break
-    key = next(
+    thought_key = next(
         (
             key
             for key in THOUGHT_KEYS
-            if _can_read_thought(render, key, letter=letter, text_arguments=text_arguments)
+            if _can_read_thought(render, key=key, letter=letter, text_arguments=text_arguments)
         ),
         "",
     )
     return TemplateFeatures(
-        thought_key=key,
-        tags=not key or _can_read_tags(render, key, letter),
+        thought_key=thought_key,
+        tags=not thought_key or _can_read_tags(render, thought_key, letter),
         text_arguments=text_arguments,
         after_call=_find_next_token(renderings[0], renderings[1], special),
         marks=bool(_GENERATION.search(source)),
@@ -104,22 +111,26 @@ class TemplateFields:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         """Take the tokenizer that has the template.
 
-        None: no template reads anything but roles and contents.
+        None: conversations are written by the plain template, which reads roles and contents alone.
         """
         self._tokenizer = tokenizer
         source = (tokenizer.chat_template if tokenizer else None) or ""
         code = " ".join(_TEXTS.sub("", block) for block in _BLOCKS.findall(source))
-        self.names = frozenset(_NAMES.findall(code))  # all that the template speaks of
+        # All names in the template's code but attributes: variables, filters, Jinja's own words.
+        self.names = frozenset(_NAMES.findall(code))
+        # By (role, key, type of the value, or the value of a bool).
         self._reads_key = dict[tuple[str, str, Any], bool]()
 
     def reads_key(self, role: str, key: str, value: Any) -> bool:
-        """Return True if the template writes a message of this role otherwise with this key, or
-        refuses it.
+        """Return True if this key changes how the template writes a message of this role.
+
+        Also if the template refuses a message with the key.
         """
         if self._tokenizer is None:
             return False
-        # Each kind of value is tried once, by one that no template holds.
-        case = role, key, value if isinstance(value, bool) else type(value)
+        # One rendering for each type of value, and for each value of a bool, as a template may only
+        # ask whether it is true. A text is tried as one that no template contains.
+        case = (role, key, value if isinstance(value, bool) else type(value))
         if case not in self._reads_key:
             self._reads_key[case] = self._writes_key(
                 role, key, _UNUSED if isinstance(value, str) else value
@@ -135,19 +146,22 @@ class TemplateFields:
         assert self._tokenizer is not None
         answer = {"role": "assistant", "content": "b"}
         call = _build_call("c", as_text=False)
+        # By role, conversations and the index of the message that gets the key.
         chats: dict[str, list[tuple[list[Message], int]]] = {
             "system": [([{"role": "system", "content": "s"}, _ASK, answer], 0)],
-            "user": [([_ASK, answer, _ASK, answer], at) for at in (0, 2)],
-            "assistant": (
-                [([_ASK, answer, _ASK, answer], at) for at in (1, 3)] + [([_ASK, call, _RESULT], 1)]
-            ),
+            "user": [([_ASK, answer, _ASK, answer], 0), ([_ASK, answer, _ASK, answer], 2)],
+            "assistant": [
+                ([_ASK, answer, _ASK, answer], 1),
+                ([_ASK, answer, _ASK, answer], 3),
+                ([_ASK, call, _RESULT], 1),
+            ],
             "tool": [([_ASK, call, _RESULT, answer], 2)],
         }
-        for messages, at in chats[role]:
-            without_key = {name: field for name, field in messages[at].items() if name != key}
+        for messages, index in chats[role]:
+            without_key = {name: field for name, field in messages[index].items() if name != key}
             texts = set[str]()
             for message in (without_key, {**without_key, key: value}):
-                chat = [*messages[:at], message, *messages[at + 1 :]]
+                chat = [*messages[:index], message, *messages[index + 1 :]]
                 (rendering,) = self._tokenizer.render_chats(
                     chat, [RenderRequest(len(chat))], [_TOOL]
                 )
@@ -158,20 +172,21 @@ class TemplateFields:
 
 
 def _build_call(letter: str, as_text: bool) -> dict[str, Any]:
-    """Return an answer that calls the tool with this letter. as_text: the arguments are JSON
-    text.
+    """Return an answer that calls the tool `_TOOL` with this letter as its argument.
+
+    as_text: the arguments are JSON text, else an object.
     """
     arguments: Any = {"x": letter}
     function = {
         "name": "f",
         "arguments": json.dumps(arguments, ensure_ascii=False) if as_text else arguments,
     }
-    call = {"id": "call00001", "type": "function", "function": function}
+    call = {"id": _RESULT["tool_call_id"], "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _can_read_thought(render: Render, key: str, letter: str, text_arguments: bool) -> bool:
-    """Return True if a thought in this field is written, after a question or before a tool call."""
+    """Return True if the template writes a thought in this key of an answer, or of a tool call."""
     answers = ({"role": "assistant", "content": "b"}, _build_call("c", text_arguments))
     renderings = [
         render([_ASK, answer | {key: letter}], [RenderRequest(2)], [_TOOL])[0] for answer in answers
@@ -180,9 +195,9 @@ def _can_read_thought(render: Render, key: str, letter: str, text_arguments: boo
 
 
 def _can_read_tags(render: Render, key: str, letter: str) -> bool:
-    """Return True if a thought between tags is written as one in its field is, but for white space.
+    """Return True if a thought between tags is written as one in this key, but for white space.
 
-    Also if a thought in its field is not written at all.
+    Also if a thought in this key is not written at all in an answer without a tool call.
     """
     apart = {"role": "assistant", "content": "b", key: letter}
     tagged = {"role": "assistant", "content": f"<think>\n{letter}\n</think>\n\nb"}
@@ -192,13 +207,11 @@ def _can_read_tags(render: Render, key: str, letter: str) -> bool:
     return letter not in texts[0] or "".join(texts[0].split()) == "".join(texts[1].split())
 
 
-def _find_next_token(last: str, followed: str, special: re.Pattern[str] | None) -> str:
-    """Return the special token at which `followed` goes on from `last`; empty: none."""
-    token = (
-        special.match(followed, len(last))
-        if special and last and followed.startswith(last)
-        else None
-    )
+def _find_next_token(beginning: str, text: str, special: re.Pattern[str] | None) -> str:
+    """Return the special token that follows `beginning` in `text` at once; empty: none."""
+    if not special or not beginning or not text.startswith(beginning):
+        return ""
+    token = special.match(text, len(beginning))
     return token.group() if token else ""
 
 
@@ -207,34 +220,41 @@ def _get_text(rendering: str | DataError) -> str:
     return "" if isinstance(rendering, DataError) else rendering
 
 
-# A prompt for an answer may end with a thought that is begun, or with one that is over.
-OPENED = re.compile(r"<think>\s*\Z")
-CLOSED = re.compile(r"<think>\s*</think>\s*\Z")
-_WRITTEN = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+# At the end of a prompt for an answer: a thought that is begun, for the model to go on with, or an
+# empty one, so that the model does not think. In an answer: the thought that it begins with.
+OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
+EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
+_LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
 def split_thought(message: Message) -> tuple[str | None, str]:
-    """Return the thought of an answer, None if there is none, and its words."""
+    """Return (thought, content without it) of an answer; thought is None if it has none."""
     for key in THOUGHT_KEYS:
         if isinstance(message.get(key), str):
             return message[key].strip("\n"), message["content"]
-    written = _WRITTEN.match(message["content"])
-    if written is None:
+    tagged = _LEADING_THOUGHT.match(message["content"])
+    if tagged is None:
         return None, message["content"]
-    return written.group(1).strip("\n"), message["content"][written.end() :].lstrip("\n")
+    return tagged.group(1).strip("\n"), message["content"][tagged.end() :].lstrip("\n")
 
 
 def move_thought(message: dict[str, Any], features: TemplateFeatures) -> dict[str, Any]:
-    """Return the message with its thought in the field that the template reads, if it reads one."""
+    """Return the message with its thought in the key that the template reads a thought from.
+
+    It is the message itself if there is no thought, no such key, or the template reads the thought
+    where it is.
+    """
     key = next((name for name in THOUGHT_KEYS if isinstance(message.get(name), str)), None)
     if message["role"] != "assistant" or not features.thought_key or key == features.thought_key:
         return message
-    thought, words = split_thought(message)
+    thought, content = split_thought(message)
     if thought is None or (key is None and features.tags):
         return message
     return {name: value for name, value in message.items() if name != key} | {
+        # The line ends around a thought are stripped between tags alone, where they belong to the
+        # tags: a thought of another key is kept as it is.
         features.thought_key: thought if key is None else message[key],
-        "content": words,
+        "content": content,
     }
 
 
@@ -249,67 +269,77 @@ def complete_thought(
 ) -> str:
     """Return what a model must write after a prompt that has begun a thought.
 
-    That is the thought, its end, and the answer. The template's own words are taken where it writes
-    thoughts, else those of DeepSeek-R1, whose template does not.
+    That is the thought, its end, and the answer. What stands between thought and answer is the
+    template's own markup if it writes thoughts, else that of DeepSeek-R1, whose template does not.
 
-    alone: the rendering in which the answer comes last and its thought is missing or written in
-    another way. begin: the prompt without the beginning of a thought, which `alone` goes on from.
-    letter: one that nothing holds. render: the rendering up to this message, with another in its
-    place; empty if there is none.
+    alone: the rendering of the conversation up to the answer, in which the thought is missing or
+    written in another way. begin: the prompt without the beginning of a thought; `alone` begins
+    with it. letter: a character that neither the conversation nor the template contains. render:
+    renders the conversation up to the answer, with another message in its place; returns an empty
+    text if the template objects.
     """
-    thought, words = split_thought(message)
+    thought, content = split_thought(message)
     if features.thought_key:
-        rendering = render({**message, "content": words, features.thought_key: letter})
+        rendering = render({**message, "content": content, features.thought_key: letter})
         if rendering.startswith(begin) and letter in rendering:
             return (thought or "") + rendering[rendering.index(letter) + 1 :]
-    rest = strip_thought(alone[len(begin) :])
-    return (thought or "") + "\n</think>\n\n" + (rest if thought is None else rest.lstrip("\n"))
+    answer = strip_thought(alone[len(begin) :])
+    # After a thought, the line ends written here take the place of those of the template.
+    return f"{thought or ''}\n</think>\n\n" + (answer if thought is None else answer.lstrip("\n"))
 
 
-def strip_thought(written: str) -> str:
-    """Return an answer as a template writes it, without the thought at its beginning."""
-    thought = _WRITTEN.match(written)
-    return written[thought.end() :].lstrip("\n") if thought else written
+def strip_thought(rendered_answer: str) -> str:
+    """Return the rendering of an answer without the thought between tags that it begins with."""
+    thought = _LEADING_THOUGHT.match(rendered_answer)
+    return rendered_answer[thought.end() :].lstrip("\n") if thought else rendered_answer
 
 
 Tools = Sequence[Mapping[str, Any]] | None
 
 
 class Template:
-    """A writer of conversations for one tokenizer, with what is known of its template."""
+    """The template by which conversations of one tokenizer are rendered, with what is known of it.
+
+    It is the tokenizer's chat template, or the built-in plain one.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, special: SpecialTokens, is_chat: bool, add_bos: bool
     ) -> None:
-        """Take the parts of a template.
+        """Choose the template of a tokenizer.
 
-        special: looks for special tokens. is_chat: the tokenizer's own template, not the plain one.
-        add_bos: for the plain one.
+        special: finds the tokenizer's special tokens in texts. is_chat: its own chat template is
+        used, not the plain one. add_bos: the plain template begins conversations with BOS.
         """
         self.tokenizer = tokenizer
         self.special = special
         self.is_chat = is_chat
-        # It is written, so that what follows is encoded as it is after BOS.
+        # As text in front of the conversation, not as an id: so the first word is encoded as it is
+        # after BOS.
         self._bos = get_bos_text(tokenizer, add_bos)
         # The tokens that generation stops at, as text.
         self.stops = {
-            tokenizer.get_token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids
+            tokenizer.get_token_bytes(token_id).decode(errors="replace")
+            for token_id in tokenizer.stop_ids
         }
 
     @cached_property
     def end(self) -> TurnEnd:
-        """The end of an answer; the plain template has no token but EOS for it."""
+        """Return the end of an answer; the plain template has no token but EOS for it."""
         return self.tokenizer.turn_end if self.is_chat else TurnEnd()
 
     @cached_property
     def features(self) -> TemplateFeatures:
-        """The features of the template: how it treats thoughts and tool calls."""
+        """Return how the template treats thoughts and tool calls. It is probed at the first use."""
         source = self.tokenizer.chat_template
         if not self.is_chat or source is None:
             return TemplateFeatures()
         letter = self.special.find_unused_letters([], 1)[0]
         return probe_template(
-            self.tokenizer.render_chats, source, special=self.special.pattern, letter=letter
+            render=self.tokenizer.render_chats,
+            source=source,
+            special=self.special.pattern,
+            letter=letter,
         )
 
     def render(
@@ -319,41 +349,49 @@ class Template:
         tools: Tools = None,
         options: Mapping[str, Any] | None = None,
     ) -> Sequence[str | DataError]:
-        """Return renderings of one conversation, all made in one go; where the template objects,
-        its words.
+        """Return renderings of one conversation, one for each request, all made in one go.
 
-        options: as `ChatTemplate.render_many` has them. Raises DataError: the template cannot be
-        run at all.
+        Where the template objects to a request, its error stands in place of the text. options:
+        `marks`, two letters to write around what `{% generation %}` holds, and `variables`, more
+        names that the template sees; the plain template has neither. Raises DataError if the
+        template cannot be run at all.
         """
         if self.is_chat:
             return self.tokenizer.render_chats(
-                messages, requests=requests, tools=tools, options=options
+                messages=messages, requests=requests, tools=tools, options=options
             )
         eos = get_eos_text(self.tokenizer)
-        return [try_render_plain(messages, request, eos=eos, bos=self._bos) for request in requests]
+        return [
+            try_render_plain(messages=messages, request=request, eos=eos, bos=self._bos)
+            for request in requests
+        ]
 
 
 class RenderedChat:
     """A conversation and its renderings, each of which is made once."""
 
     def __init__(self, template: Template, conversation: Conversation, escape: Escape) -> None:
-        """Take a conversation. escape: how special tokens in its texts are written."""
+        """Take a conversation in which special tokens are escaped already.
+
+        escape: the letter that stands in each special token which a message spells out, so that
+        the template's own tokens can be told from it, and what becomes of it in encoding.
+        """
         self.template = template
         self.escape = escape
         self.messages = conversation.messages
-        self.tools = conversation.tools
-        self.places = conversation.places
-        self._variables = conversation.variables
+        self.tools = conversation.tools  # None: the conversation has none
+        self.places = conversation.places  # where in which file each message stands, for errors
+        self._variables = conversation.variables  # more names that the template sees
         self._renderings = dict[RenderRequest, str | DataError]()
 
     @property
     def whole(self) -> str:
-        """The rendering of all messages. Raises SampleFault like `get_text`."""
+        """Return the rendering of all messages. Raises SampleFault like `get_text`."""
         return self.get_text(RenderRequest(len(self.messages)))
 
     @cached_property
     def letters(self) -> Sequence[str]:
-        """Two letters that neither the conversation nor the template holds."""
+        """Return two letters that neither the conversation nor the template contains."""
         content = [self.messages, self.tools, self._variables]
         return self.template.special.find_unused_letters(content, 2)
 
@@ -363,41 +401,52 @@ class RenderedChat:
         messages: Sequence[Message] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Sequence[str | DataError]:
-        """Return renderings as `Template.render` does.
+        """Return renderings as `Template.render` does, without keeping them.
 
-        messages: other ones than the conversation's. The sample's variables win over those in
-        options.
+        messages: in place of the conversation's; None: these. The conversation's variables win over
+        those in options.
         """
-        merged = dict(options or {})
+        merged_options = dict(options or {})
         if self._variables:
-            merged["variables"] = {**merged.get("variables", {}), **self._variables}
+            merged_options["variables"] = {
+                **merged_options.get("variables", {}),
+                **self._variables,
+            }
         return self.template.render(
-            messages or self.messages, requests, tools=self.tools, options=merged or None
+            messages=messages or self.messages,
+            requests=requests,
+            tools=self.tools,
+            options=merged_options or None,
         )
 
-    def fetch(self, requests: Iterable[RenderRequest]) -> None:
-        """Make the renderings that will be asked for, in one go."""
-        missing = [key for key in dict.fromkeys(requests) if key not in self._renderings]
+    def cache_renderings(self, requests: Iterable[RenderRequest]) -> None:
+        """Make and keep the renderings that `get_text` will be asked for.
+
+        All in one go: a template that came with a checkpoint renders in another process.
+        """
+        missing = [
+            request for request in dict.fromkeys(requests) if request not in self._renderings
+        ]
         if missing:
             self._renderings |= zip(missing, self.render(missing), strict=True)
 
     def get_text(self, request: RenderRequest) -> str:
-        """Return a rendering. Raises SampleFault for what the template objects to."""
-        self.fetch([request])
+        """Return a rendering, made at the first call. Raises SampleFault if it is refused."""
+        self.cache_renderings([request])
         return require_text(self._renderings[request])
 
-    def show_tokens(self, text: str) -> list[str]:
-        """Return a text as tokens, for error lines."""
+    def split_into_tokens(self, text: str) -> list[str]:
+        """Return the tokens of a rendering as texts, for error lines."""
         tokenizer = self.template.tokenizer
         ids = encode_escaped(tokenizer, [text], self.escape)[0]
-        return [tokenizer.get_token_bytes(i).decode(errors="replace") for i in ids]
+        return [tokenizer.get_token_bytes(token_id).decode(errors="replace") for token_id in ids]
 
 
 def require_text(rendering: str | DataError) -> str:
-    """Return a rendering.
+    """Return a rendering that is a text.
 
-    Raises SampleFault: a template that objects to a conversation makes the sample a bad one, not
-    the run.
+    Raises SampleFault for an error: a template that objects to a conversation makes the sample a
+    bad one, and does not end the run.
     """
     if isinstance(rendering, DataError):
         raise SampleFault("refused by the chat template", str(rendering))
@@ -409,13 +458,15 @@ NO_TOOLS = (
     "the plain template does not show tools; leave them out, or use a tokenizer with a chat"
     " template"
 )
-# Formats that no template writes, unless a row of the second has messages.
-WITHOUT_TURNS = ("text", "prompt_completion")
+# Values of data.format whose samples are not rendered by a template, but for samples of the second
+# one that are lists of messages.
+FORMATS_WITHOUT_TURNS = ("text", "prompt_completion")
 
-_ANSWER = "Assistant:\n"
+_ANSWER = "Assistant:\n"  # the prompt for an answer in the plain template
 
-# The same as `render_plain`, and the readers' checks of roles and contents, which other programs do
-# not have.
+# Renders as `render_plain` does, and checks roles and contents. In training the readers of samples
+# check these before, and make "developer" a "system"; other programs that use the exported Jinja
+# have no such checks. A tool is refused unless its name stands in the text: it would not be shown.
 _JINJA = """\
 {%- set ns = namespace(text=BOS, content='', asks=false) -%}
 {%- for message in messages -%}
@@ -460,14 +511,15 @@ def render_plain(messages: Sequence[Message], eos: str, bos: str = "", prompt: b
     """Return a conversation in the plain template.
 
     `User:`, `Tool:` and `Assistant:` stand on lines of their own before each turn, in any order,
-    EOS after each answer. A question that comes last is followed by the prompt for its answer;
-    prompt: whatever comes last is. Raises DataError for a tool call.
+    EOS after each answer. The prompt for an answer follows if the last message is a question or a
+    tool's result, or if `prompt` is True. Raises DataError for a tool call.
     """
     parts = [bos]
     for message in messages:
         content = message["content"]
         if message.get("tool_calls"):
             raise DataError(NO_CALLS)
+        # Readers have refused other roles than these and "user".
         turns = {
             "system": f"{content}\n\n",
             "assistant": f"{_ANSWER}{content}{eos}",
@@ -482,34 +534,38 @@ def render_plain(messages: Sequence[Message], eos: str, bos: str = "", prompt: b
 def try_render_plain(
     messages: Sequence[Message], request: RenderRequest, eos: str, bos: str
 ) -> str | DataError:
-    """Return one rendering of a conversation, as a tokenizer's `render_chats` does."""
-    stop, prompt, replacements = request
-    contents = dict(replacements)
+    """Return one rendering in the plain template, or the DataError of what it cannot write.
+
+    So a tokenizer's `render_chats` answers a request.
+    """
+    num_messages, add_prompt, replacements = request
+    contents = dict(replacements)  # by index of the message
     replaced = [
-        {**message, "content": contents.get(n, message["content"])}
-        for n, message in enumerate(messages)
+        {**message, "content": contents.get(index, message["content"])}
+        for index, message in enumerate(messages)
     ]
     try:
-        return render_plain(replaced[:stop], eos, bos=bos, prompt=prompt)
+        return render_plain(messages=replaced[:num_messages], eos=eos, bos=bos, prompt=add_prompt)
     except DataError as error:
         return error
 
 
 def build_plain_jinja(eos: str, bos: str = "") -> str:
-    """Return the Jinja that writes what `render_plain` does.
+    """Return the Jinja that writes what `render_plain` does, for an export's chat template.
 
-    It is for transformers' `apply_chat_template` and what else reads it, and raises an exception
-    where training refuses a sample: tool calls, tools that are not shown, unknown roles.
+    Where training refuses a sample, it raises an exception: tool calls, tools that are not shown,
+    unknown roles.
     """
-    # Written out: what a tokenizer calls its EOS may be set to something else later.
+    # The tokens are written out in it, not as the variables `eos_token` and `bos_token`, since a
+    # tokenizer's may be set to something else later.
     values = {"BOS": bos, "EOS": eos, "NO_CALLS": NO_CALLS, "NO_TOOLS": NO_TOOLS}
     return re.sub(
-        "|".join(values), lambda name: json.dumps(values[name[0]], ensure_ascii=False), _JINJA
+        "|".join(values), lambda match: json.dumps(values[match[0]], ensure_ascii=False), _JINJA
     )
 
 
 def get_eos_text(tokenizer: Tokenizer) -> str:
-    """Return the EOS token as it is written. Raises DataError: there is none."""
+    """Return the EOS token as text. Raises DataError if the tokenizer has none."""
     if tokenizer.eos_id is None:
         raise DataError(
             f"{tokenizer.place}: the tokenizer has no EOS token to end an answer with; "
@@ -519,27 +575,31 @@ def get_eos_text(tokenizer: Tokenizer) -> str:
 
 
 def get_bos_text(tokenizer: Tokenizer, add_bos: bool) -> str:
-    """Return what a conversation begins with: BOS as it is written, or nothing.
+    """Return the text that a conversation of the plain template begins with: BOS, or nothing.
 
-    BOS where the tokenizer begins texts with it.
+    It is BOS if `add_bos`, and the tokenizer begins texts with BOS.
     """
     if not add_bos or tokenizer.bos_id is None or not tokenizer.add_bos_by_default:
         return ""
     bos = tokenizer.get_token_bytes(tokenizer.bos_id).decode(errors="replace")
+    # Only if its text is encoded as the one token: else the model would be trained on its letters.
     return bos if tokenizer.encode_pieces([bos])[0] == [tokenizer.bos_id] else ""
 
 
 def find_trained_template(
     cfg: FullFinetuneConfig, tokenizer: Tokenizer, chats: int = 0
 ) -> str | None:
-    """Return the template that wrote the conversations of a run; None: the tokenizer's own files
-    hold it.
+    """Return the Jinja of the template that rendered a run's conversations, for its exports.
 
-    None also where no sample of the run is a conversation. One that asks for today's date has that
-    of training instead. tokenizer: as the run loads it, with the file that tokenizer.chat_template
-    names. chats: how many samples a template wrote, where that is known; else their formats decide.
+    None: the tokenizer's own files have it, or no sample of the run is a conversation. A template
+    that asks for today's date is returned with the date of training in its place.
+
+    tokenizer: as the run loads it, with the file that tokenizer.chat_template names. chats: number
+    of samples that a template rendered; 0: not known, and the formats of the samples decide.
     """
-    if not chats and all(source.format in WITHOUT_TURNS for source in resolve_sources(cfg.data)):
+    if not chats and all(
+        source.format in FORMATS_WITHOUT_TURNS for source in resolve_sources(cfg.data)
+    ):
         return None
     if cfg.data.template == "plain" or tokenizer.chat_template is None:
         return build_plain_jinja(get_eos_text(tokenizer), get_bos_text(tokenizer, cfg.data.add_bos))

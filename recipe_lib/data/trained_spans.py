@@ -16,8 +16,8 @@ from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.chat_templates import (
-    CLOSED,
-    OPENED,
+    EMPTY_THOUGHT,
+    OPEN_THOUGHT,
     THOUGHT_KEYS,
     RenderedChat,
     TemplateFeatures,
@@ -98,7 +98,7 @@ def find_other_spans(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
     requests = [RenderRequest(len(chat.messages))]
     for number in numbers:
         requests += _list_requests(chat, number)
-    chat.fetch(requests)
+    chat.cache_renderings(requests)
     return [_find_span(chat, number) for number in numbers]
 
 
@@ -324,7 +324,7 @@ def find_answer(chat: RenderedChat, number: int) -> Answer:
     if not alone.startswith(prompt):
         prompt, alone = _go_on_from_thought(chat, number, prompt=prompt, alone=alone)
     text, added = _take_to_end(chat, number, alone=alone, start=len(prompt))
-    begun = OPENED.search(prompt)
+    begun = OPEN_THOUGHT.search(prompt)
     check_written(message, text[begun.start() if begun else len(prompt) :], chat.places.at(number))
     span = Span(len(prompt), len(text))
     ends = bool(added) or ends_with_stop(chat, text)
@@ -348,7 +348,9 @@ def _build_difference(
         "what stands before it differently once it is there" if is_past else "it otherwise later on"
     )
     when = "as when generating" if is_past else "as when the answer comes last"
-    difference = describe_difference(chat.show_tokens(found), chat.show_tokens(expected))
+    difference = describe_difference(
+        chat.split_into_tokens(found), chat.split_into_tokens(expected)
+    )
     return SampleFault(
         f"template writes {what} anew",
         f"{chat.places.at(number)}: the chat template writes {then}: {difference} {when}; set"
@@ -366,7 +368,7 @@ def _go_on_from_thought(
     """
     message = chat.messages[number]
     thought, _ = split_thought(message)
-    closed = CLOSED.search(prompt)
+    closed = EMPTY_THOUGHT.search(prompt)
     if closed and thought:  # the prompt asks for no thought: take the one that asks for it
         request = RenderRequest(number, add_generation_prompt=True)
         (rendering,) = chat.render([request], options=_THINKING)
@@ -375,7 +377,7 @@ def _go_on_from_thought(
             return prompt, alone
     elif closed and alone.startswith(prompt[: closed.start()]):
         return prompt, prompt + strip_thought(alone[closed.start() :])
-    opened = OPENED.search(prompt)
+    opened = OPEN_THOUGHT.search(prompt)
     if opened is None or not alone.startswith(prompt[: opened.start()]):
         return prompt, prompt + _take_after_turn_begins(chat, number, prompt=prompt, alone=alone)
 

@@ -1,9 +1,10 @@
 """Layer streaming: layers in pinned host memory, on the device only while they run.
 
-`stream_layers(model, cfg.memory, device)` marks the parameters and wraps the forwards. A unit is a
-decoder layer; the embedding or output head, if these are two matrices or frozen; or the experts of
-a layer alone, which are most of a mixture's weights. The device holds at most two units: the one
-that computes, and the next (in backward the one before), whose copy is under way.
+`parallelize` calls `stream_layers(model, cfg.memory, device)`, which marks the parameters and wraps
+the forwards. A unit is what is copied at once: a decoder layer; the embedding or output head, if
+these are two matrices or frozen; or the experts of a layer alone, which are most of a mixture's
+weights. The device holds at most two units: the one that computes, and the next (in backward the
+one before), whose copy is under way.
 
 Between its uses a unit's parameters are those in host memory, which checkpoints, exports and
 optimizers see. Frozen ones are never copied back. A trained one is stepped on the device when
@@ -36,28 +37,37 @@ from recipe_lib.units import format_bytes, pluralize
 
 EXPERTS = "experts"  # value of `memory.stream_layers` that streams these alone
 
-# Steps a parameter in host memory, given it and its stand-in on the device, which has the gradient.
+# `step(host, stand_in)`: runs the optimizer for one parameter. It changes the stand-in, which is on
+# the device, in place, by the stand-in's gradient, with the optimizer's states of the host's
+# parameter. The new values are then copied to the host by `LayerStream`.
 StepParameter = Callable[[nn.Parameter, nn.Parameter], None]
 
 
 class StreamedUnit:
     """Parameters that are on the device at the same time.
 
-    Each parameter in host memory has one stand-in on the device, as in FSDP2: its memory is given
-    and taken, the tensor stays, so that what autograd saved of it in forward has its values again
-    in backward.
+    Each parameter in host memory has one stand-in, a parameter on the device. As in FSDP2, its
+    memory is freed and allocated again while the tensor object stays. So a tensor that autograd
+    saved of it in forward has its values again in backward.
     """
 
     def __init__(
         self, name: str, entries: Mapping[str, tuple[dict[str, Any], str]], *, is_layer: bool
     ) -> None:
-        """entries: by parameter name, `module._parameters` and the name there."""
+        """Describe the parameters of a unit; nothing is copied or allocated.
+
+        name: of the module in the model. entries: by a parameter's name in the model, (the
+        `_parameters` of the module that has it, its name there). is_layer: a decoder layer, or its
+        experts; else an embedding or an output head.
+        """
         self.name = name
         self.is_layer = is_layer
-        self.names = list(entries)
-        self.in_use = False  # the stand-ins are the module's parameters
+        self.in_use = False  # True while the stand-ins are the module's parameters
+        # Four lists with an item for each parameter, in the same order:
+        self.names = list(entries)  # names in the model
         self._entries = list(entries.values())
-        self._hosts: list[nn.Parameter] = []  # while in use
+        self._hosts: list[nn.Parameter] = []  # those in host memory, while in use; else empty
+        # The stand-ins; None: not made yet.
         self._on_device: list[nn.Parameter | None] = [None] * len(entries)
 
     def list_host_parameters(self) -> list[nn.Parameter]:
@@ -67,7 +77,10 @@ class StreamedUnit:
         return [parameters[name] for parameters, name in self._entries]
 
     def get_device_parameter(self, index: int, device: torch.device) -> nn.Parameter:
-        """Return a parameter's stand-in on the device, made, with memory, at the first call."""
+        """Return a parameter's stand-in, by its index in `names`; the first call makes it.
+
+        It is made with memory, which has no values yet.
+        """
         parameter = self._on_device[index]
         if parameter is None:
             host = self.list_host_parameters()[index]
@@ -88,7 +101,7 @@ class StreamedUnit:
         return any(host.requires_grad for host in self.list_host_parameters())
 
     def begin_use(self) -> None:
-        """Make the stand-ins, which have their values, the module's parameters."""
+        """Make the stand-ins the module's parameters; their values must have been copied."""
         if not self.in_use:
             self._hosts = self.list_host_parameters()
             self.in_use = True
@@ -96,7 +109,7 @@ class StreamedUnit:
                 parameters[name] = parameter
 
     def end_use(self) -> None:
-        """Make those in host memory the module's parameters again."""
+        """Make the parameters in host memory the module's parameters again."""
         if self.in_use:
             for (parameters, name), host in zip(self._entries, self._hosts, strict=True):
                 parameters[name] = host
@@ -108,27 +121,33 @@ class LayerStream:
     """Copies units to the device, each before it is needed."""
 
     def __init__(self, units: Sequence[StreamedUnit], device: torch.device, part: str = "") -> None:
-        """units: in the order of forward. part: what of a layer is streamed; "": all of it."""
+        """Stream units to a device.
+
+        units: in the order in which forward runs them. part: the part of a layer that is streamed,
+        EXPERTS; "": all of it.
+        """
         self.units = list(units)
         self._part = part
+        # Indices of the units that are prefetched in backward. A frozen embedding or output head is
+        # not: the embedding's backward reads tokens alone, the head's comes first of all.
         self._backward_units = [
             index for index, unit in enumerate(self.units) if unit.is_layer or unit.trains()
         ]
         self._copies = HostCopies(device)
         self._prefetch = Prefetch(self._copies, self._allocate, self._free)
         self._stepped: dict[nn.Parameter, nn.Parameter] = {}  # host parameter -> its stand-in
-        self._backward = -1  # autograd's id of the backward whose end is awaited
-        # The unit that stays on the device from backward to the next forward: frozen experts
-        # of the first layer.
+        self._backward = -1  # autograd's id of the backward whose end is awaited; -1: none
+        # Index of the unit that stays on the device from backward to the next forward, which begins
+        # with it: the first layer's, if frozen experts are streamed. None: no unit stays.
         self._first = 0 if part and not self.trains() else None
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return those in host memory, each once."""
+        """Return the streamed parameters in host memory, each once."""
         hosts = {id(host): host for unit in self.units for host in unit.list_host_parameters()}
         return list(hosts.values())
 
     def num_bytes(self) -> int:
-        """Return the bytes of this rank's parameters in host memory."""
+        """Return the bytes of this rank's streamed parameters, which are in host memory."""
         return sum(get_detached_local(parameter).nbytes for parameter in self.parameters())
 
     def get_device_parameters(self) -> dict[str, nn.Parameter]:
@@ -139,24 +158,25 @@ class LayerStream:
         return stand_ins
 
     def trains(self) -> bool:
-        """Return True if there are trained parameters among them."""
+        """Return True if a streamed parameter is trained."""
         return any(unit.trains() for unit in self.units)
 
     def describe(self) -> str:
-        """Return what is streamed, for the log, where it follows the units of FSDP."""
+        """Return what is streamed, for the log's line on FSDP, which it is appended to."""
         names = [unit.name for unit in self.units if not unit.is_layer]
         layers = pluralize(len(self.units) - len(names), "layer")
-        *first, last = [f"{self._part} of {layers}" if self._part else layers, *names]
-        streamed = f"{', '.join(first)} and {last}" if first else last
+        names.insert(0, f"{self._part} of {layers}" if self._part else layers)
+        listed_names = f"{', '.join(names[:-1])} and {names[-1]}" if names[1:] else names[0]
+        suffix = ", each stepped there in backward" if self.trains() else ""
         return (
-            f"; {streamed} in host memory ({format_bytes(self.num_bytes())}), copied to the device"
-            f" one ahead{', each stepped there in backward' if self.trains() else ''}"
+            f"; {listed_names} in host memory ({format_bytes(self.num_bytes())}), copied to the"
+            f" device one ahead{suffix}"
         )
 
     def set_step(self, step: StepParameter) -> None:
-        """Let `step` step a trained parameter when its gradient is on the device.
+        """Let `step` update each trained parameter in backward, as soon as its gradient is made.
 
-        Call it once, when parameters have memory.
+        Call it once, when the parameters have memory.
         """
         for unit in self.units:
             for index, host in enumerate(unit.list_host_parameters()):
@@ -170,7 +190,7 @@ class LayerStream:
                     )
 
     def get_stepped_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what has the gradient of a parameter: its stand-in, or itself if not streamed."""
+        """Return the parameter that gets the gradient: the stand-in, or itself if not streamed."""
         return self._stepped.get(parameter, parameter)
 
     def run(
@@ -181,10 +201,12 @@ class LayerStream:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run a unit's forward with the unit on the device.
+        """Run a unit's forward with the unit on the device, in place of the module's own.
 
-        is_needed_in_backward: True if backward needs the parameters, given the call's arguments.
+        index: of the unit. forward: the module's own. is_needed_in_backward: given the arguments of
+        the call, True if backward needs the unit's parameters.
         """
+        # Private, as in torch's own activation checkpointing: torch has no public name for it.
         if torch._C._current_graph_task_id() != -1:  # in backward: recomputed by checkpointing
             self._use(index, backward=True)
             return forward(*args, **kwargs)
@@ -208,9 +230,11 @@ class LayerStream:
                 self._prefetch.drop(index)
 
     def _begin_backward(self, index: int, _: Tensor) -> None:
+        # Called when the gradient of the unit's output is made: backward reaches the unit.
         task = torch._C._current_graph_task_id()
         if task != self._backward:
             self._backward = task
+            # Private, as in FSDP2: the only way to be called when a backward has ended.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._use(index, backward=True)
 
@@ -221,26 +245,29 @@ class LayerStream:
             self.units[self._first].end_use()
 
     def _use(self, index: int, *, backward: bool = False) -> None:
-        """Let what is issued from here on find a unit on the device, and begin to copy the next."""
+        """Put a unit on the device for all that is issued from here on; begin to copy the next."""
         self._prefetch.use(index, self._find_next(index, backward))
         self.units[index].begin_use()
 
     def _find_next(self, index: int, backward: bool) -> int | None:
-        """Return the unit that is needed next, if a rank's units run in their order."""
-        before = [unit for unit in self._backward_units if unit < index]
+        """Return the index of the unit that is needed after this one, None if there is none.
+
+        Units are taken to run in their order, in backward in the opposite one.
+        """
+        earlier = [unit for unit in self._backward_units if unit < index]
         if backward:
-            return before[-1] if before else None
+            return earlier[-1] if earlier else None
         if index + 1 < len(self.units):
             return index + 1
         # Forward has ended. Backward begins with the last layer, if that stayed on the device.
-        return before[-1] if before and before[-1] in self._prefetch.on_device else None
+        return earlier[-1] if earlier and earlier[-1] in self._prefetch.on_device else None
 
     @torch.no_grad()
     def _allocate(self, index: int) -> list[Pair]:
-        """Give a unit memory on the device, and return what is copied there."""
+        """Give a unit memory on the device; return the pairs (to there, from the host) to copy."""
         pairs = []
-        for number, host in enumerate(self.units[index].list_host_parameters()):
-            stand_in = self.units[index].get_device_parameter(number, self._copies.device)
+        for position, host in enumerate(self.units[index].list_host_parameters()):
+            stand_in = self.units[index].get_device_parameter(position, self._copies.device)
             target = get_detached_local(stand_in)
             target.untyped_storage().resize_(get_detached_local(host).nbytes)
             pairs.append((target, get_detached_local(host)))
@@ -253,7 +280,7 @@ class LayerStream:
             get_detached_local(parameter).untyped_storage().resize_(0)
 
     def _step_and_send(self, step: StepParameter, host: nn.Parameter, parameter: Tensor) -> None:
-        """Step a parameter on the device, and send it to the host."""
+        """Update a stand-in on the device, send its values to `host`, then free its memory."""
         assert isinstance(parameter, nn.Parameter)
         if parameter.grad is None:  # torch calls hooks also where backward has given none
             return
@@ -261,8 +288,8 @@ class LayerStream:
         stepped = get_detached_local(parameter)
         free = partial(stepped.untyped_storage().resize_, 0)
         self._copies.copy_to_host([(get_detached_local(host), stepped)], free)
-        # The one before is freed, by now it has most likely arrived; waiting for this one would
-        # hold up the computing stream.
+        # Frees the parameter that was sent before: by now it has most likely arrived. Waiting for
+        # this one would hold up the computing stream.
         self._copies.free_sent(keep=1)
 
 
@@ -274,16 +301,17 @@ def stream_layers(
     *,
     is_stage: bool = False,
 ) -> LayerStream | None:
-    """Mark each layer's parameters as lying on the host, in place; `materialize` puts them there.
+    """Let a model's layers be streamed as `memory.stream_layers` says, in place.
 
-    All frozen parameters of a unit are streamed, or those of its experts alone. With
-    `memory.optimizer_in_backward` and `memory.optimizer_offload` so are the trained ones, but for
-    an adapter's and those that are used twice. Call it when layers are checkpointed and compiled,
-    before FSDP wraps the rest. On a CPU the model is left as it is.
+    It marks their parameters as those of the host, where `materialize` puts them, and wraps the
+    layers' forwards. All frozen parameters of a unit are streamed, or those of its experts alone.
+    With `memory.optimizer_in_backward` and `memory.optimizer_offload` so are the trained ones, but
+    for an adapter's and those that are used twice. Call it when layers are checkpointed and
+    compiled, before FSDP wraps the rest. Returns None if nothing is streamed, as on a CPU.
 
-    ranks: that have tokens of their own. is_stage: the model is a rank's part of a pipeline, which
-    may have no layer with experts. Raises ConfigError for a model without experts whose experts are
-    to be streamed, and for trained layers on several ranks.
+    ranks: number of ranks that have tokens of their own (data-parallel ranks). is_stage: the model
+    is a rank's part of a pipeline, which may have no layer with experts. Raises ConfigError for a
+    model without experts whose experts are to be streamed, and for trained layers on several ranks.
     """
     only_experts = memory.stream_layers == EXPERTS
     if only_experts and not is_stage and not any(map(_is_expert, model.modules())):
@@ -308,16 +336,17 @@ def stream_layers(
     model.on_host = frozenset(name for unit in units for name in unit.names)
     for index, unit in enumerate(units):
         module = model.get_submodule(unit.name)
-        is_needed = _make_needed_in_backward(module, always=unit.is_layer or unit.trains())
+        is_needed = _build_backward_predicate(module, always=unit.is_layer or unit.trains())
         module.forward = partial(stream.run, index, module.forward, is_needed)
         for owner in module.modules():
             if isinstance(owner, QuantizedLinear):
+                # It quantizes on this device, though its parameters are in host memory then.
                 owner.computes_on = device
     return stream
 
 
 def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit]:
-    """Return what is streamed, in the order of forward."""
+    """Return the units to stream, in the order in which forward runs them; empty: none."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     streams_trained = memory.optimizer_in_backward and memory.optimizer_offload
 
@@ -336,15 +365,16 @@ def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit
     only_experts = memory.stream_layers == EXPERTS
     layers = list_layer_names(model)
     units = []
-    for name in layers if only_experts else _find_unit_names(model, layers, is_streamed):
+    unit_names = layers if only_experts else _find_unit_names(model, layers, is_streamed)
+    for name in unit_names:
         entries: dict[str, tuple[dict[str, Any], str]] = {}
         for inner, owner in model.get_submodule(name).named_modules():
             if only_experts and not _is_expert(owner):
                 continue
             for local, parameter in owner._parameters.items():
-                full = ".".join(part for part in (name, inner, local) if part)
-                if parameter is not None and is_streamed(full, parameter):
-                    entries[full] = (owner._parameters, local)
+                full_name = ".".join(part for part in (name, inner, local) if part)
+                if parameter is not None and is_streamed(full_name, parameter):
+                    entries[full_name] = (owner._parameters, local)
         if entries:
             units.append(StreamedUnit(name, entries, is_layer=name in layers))
     return units
@@ -355,7 +385,7 @@ def _is_expert(module: nn.Module) -> bool:
 
 
 def list_streamed_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of streamed units; call it when none of these runs."""
+    """Return the streamed parameters, in host memory; call it outside of forward and backward."""
     names = model.on_host if isinstance(model, LanguageModel) else ()
     if not names:
         return []
@@ -365,7 +395,7 @@ def list_streamed_parameters(model: nn.Module) -> list[nn.Parameter]:
 def _find_unit_names(
     model: LanguageModel, layers: list[str], is_streamed: Callable[[str, nn.Parameter], bool]
 ) -> list[str]:
-    """Return the layers, and the modules outside of them whose matrices are all streamed."""
+    """Return the names of the layers, and of modules outside whose matrices are all streamed."""
     units: list[str] = []
     for name, module in model.named_modules():
         is_inside = name.startswith(tuple(f"{unit}." for unit in units))
@@ -383,8 +413,11 @@ def _find_unit_names(
     return units
 
 
-def _make_needed_in_backward(module: nn.Module, *, always: bool) -> Callable[..., bool]:
-    """Return a predicate of a call's arguments: True if backward needs the unit's parameters."""
+def _build_backward_predicate(module: nn.Module, *, always: bool) -> Callable[..., bool]:
+    """Return a function of a forward's arguments: True if backward needs the unit's parameters.
+
+    module: the unit's. always: it needs them whatever the arguments are.
+    """
     if always:
         return lambda *args, **kwargs: True
     if isinstance(module, nn.Embedding):  # its backward reads tokens alone

@@ -58,7 +58,7 @@ def blind_mask(monkeypatch) -> None:
     reach = attention.compute_reach
     for module in (attention, special_attention):
         monkeypatch.setattr(
-            module, "compute_reach", lambda documents, *arguments: reach(None, *arguments)
+            module, "compute_reach", lambda documents, **arguments: reach(None, **arguments)
         )
 
 

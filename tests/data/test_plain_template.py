@@ -134,6 +134,7 @@ def test_training_goes_on_with_its_jinja(
         assert plain.encode_prompt(messages[:number]) == whole.ids[:start]
     assert len(plain.encode_sample(Conversation(messages)).sequences) == 1
     template = build_plain_jinja(get_eos_text(plain.tokenizer), get_bos_text(plain.tokenizer, True))
+    monkeypatch.setattr(made, "chat_template", template)
     monkeypatch.setattr(made, "_template", ChatTemplate(template, "own", {}))
     chat = Encoder(made, "auto")
     assert chat.template == "chat"

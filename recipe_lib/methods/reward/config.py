@@ -15,7 +15,7 @@ from recipe_lib.config.schema import LoraFinetuneConfig
 
 @dataclass
 class RewardConfig:
-    """A score head in place of the output head, read at the last token of each sequence."""
+    """A score head in place of the output projection, read at the last token of each sequence."""
 
     loss: str = key(
         "pairwise",
@@ -139,7 +139,6 @@ class RewardFinetuneConfig(LoraFinetuneConfig):
     @property
     def validation_numbers(self) -> tuple[str, ...]:
         """Return the names of the metrics that validation averages over all pairs or sequences."""
-        metrics: tuple[str, ...] = ("loss", "accuracy")
-        if self.reward.loss == "pairwise":
-            metrics = ("loss", "reward_chosen", "reward_rejected", "accuracy", "reward_margin")
+        pair_metrics = ("loss", "reward_chosen", "reward_rejected", "accuracy", "reward_margin")
+        metrics = pair_metrics if self.reward.loss == "pairwise" else ("loss", "accuracy")
         return tuple(f"validation_{name}" for name in metrics)

@@ -266,8 +266,8 @@ def _make_kernel(tracer: "Tracer", types: Sequence[str], name: str) -> Callable[
                 phase=tracer.phase,
                 bytes=sum(tensor.nbytes for tensor in read + written),
                 dtype=format_dtype(written[0].dtype) if written else "",
-                reads=tracer.list_numbers(read),
-                makes=tracer.list_numbers(written),
+                reads=tracer.list_storage_indices(read),
+                makes=tracer.list_storage_indices(written),
             ),
         )
 

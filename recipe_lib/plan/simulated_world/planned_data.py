@@ -1,11 +1,11 @@
-"""Lengths of the sequences that a plan is made for, and batches of them in place of a dataset's.
+"""Choose the sequence lengths that a plan is made for, and make batches of them without data.
 
-`choose_sequence` takes the lengths from the data where it is on this machine, else max_seq_len.
-What decides on memory is the widest micro-batch of a run: the longest sequence, or with packing the
-fullest pack, which all packs of an epoch are padded to.
+`choose_sequence` takes the lengths from the data where they are on this machine, else max_seq_len.
+The widest micro-batch of a run decides on memory: the longest sequence, or with packing the fullest
+pack, which all packs of an epoch are padded to.
 
-`simulate` sets a `PlannedData` as the recipe's `data`. Its sequences are as long as the plan is
-for, and every token is trained. A step has all of its micro-batches, but going through them yields
+`trace_rank.simulate` sets a `PlannedData` as the recipe's `data`. Its sequences have the planned
+length, and every token is trained. A step has all of its micro-batches, but a loop over them yields
 only as many as are simulated.
 """
 
@@ -48,33 +48,35 @@ from recipe_lib.plan.tracing.simulated_micro_batches import MicroBatchMarks
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.units import MIB, format_bytes
 
-# Sources up to this size are tokenized for a plan: a minute at most.
+# Bytes of sources up to which they are tokenized for a plan: a minute at most.
 MAX_BYTES_READ = 64 * MIB
-FEW_BYTES = 4 * MIB  # a second's work; the samples of more are enough for a step of any batch
-POLL_SECONDS = 0.5
+# Bytes of sources up to which it is checked that they have samples for a step: a second's work.
+# Larger sources have enough of them for a step of any batch.
+FEW_BYTES = 4 * MIB
+POLL_SECONDS = 0.5  # between two looks for a dataset that another process tokenizes
 
 
 @dataclass(frozen=True)
 class PlannedSequence:
-    """The sequences of a plan."""
+    """The sequences that a plan is made for."""
 
-    # Of a sequence, before padding to data.pad_to_multiple_of; of packed pairs, half of a pack.
+    # Tokens of a sequence, before padding to data.pad_to_multiple_of. Of packed pairs, half a pack.
     tokens: int
-    # Where that is from, a phrase for the report.
+    # Where `tokens` is from, a phrase for the report.
     source: str
-    # Lengths of the documents, in tokens: `sequences` (how many), `p50`, `p90`, `p99`, `max`. None
-    # where they are not known.
+    # Number of documents as `sequences`; lengths in tokens as `p50`, `p90`, `p99` (percentiles) and
+    # `max`. None where they are not known.
     histogram: dict[str, int] | None = None
-    # Optimizer steps of the run, where known.
+    # Optimizer steps of the run; None where not known.
     steps: int | None = None
-    # Sequences that stay together: 2 for pairs.
+    # Sequences of one item that stay together: 2 for pairs, else 1.
     group: int = 1
     # Documents (pairs) in a packed sequence, on average; 1 without packing or where not known.
     pack: float = 1.0
 
     @property
     def documents(self) -> int:
-        """Documents (pairs) of a packed sequence, as a whole number."""
+        """Return the documents (pairs) of a packed sequence as a whole number, at least 1."""
         return max(1, round(self.pack))
 
 
@@ -83,11 +85,12 @@ def choose_sequence(
 ) -> PlannedSequence:
     """Return the sequences that a config is planned for.
 
-    choice: `auto`, the longest sequence (fullest pack) of the data if they are there, else `max`;
-    `max`, max_seq_len; a number of tokens; `p50`, `p90` or `p99` of the sequences' lengths. ranks:
-    those that have different batches. wait: seconds for another process to tokenize the data; None:
-    small files that are not in the cache are tokenized here. Nothing comes over the network. Raises
-    ConfigError.
+    choice: the value of `--sequence`. `auto`: the longest sequence (fullest pack) of the data if
+    they are on this machine, else max_seq_len. `max`: max_seq_len. A number of tokens. `p50`, `p90`
+    or `p99`: that percentile of the sequences' lengths. ranks: size of data parallelism. wait:
+    seconds to wait for another process that tokenizes the data; None: small files that are not in
+    the cache are tokenized here. Downloads nothing. Raises ConfigError for a choice that does not
+    fit the config or the data.
     """
     check_choice(choice)
     tokens = int(choice) if choice.isdigit() else None
@@ -98,7 +101,8 @@ def choose_sequence(
         )
     group = 2 if cfg.trains_on_pairs else 1
     if cfg.samples in ("labeled answers", "classes"):
-        # The recipe finds their format. Others would read such samples too, without their labels.
+        # The recipe sets the format of such samples. A format of other recipes would read them too,
+        # but without their labels.
         cfg = deepcopy(cfg)
         with suppress(UserError):  # reading the data raises it again
             settle_formats(cfg)
@@ -121,7 +125,7 @@ def choose_sequence(
 
 
 def _measure_dataset(cfg: Any, dataset: Dataset, choice: str, ranks: int) -> PlannedSequence:
-    """Return the sequences of a plan from the lengths of tokenized ones."""
+    """Return the planned sequences from the lengths in a tokenized dataset."""
     lengths = dataset.lengths
     percentiles = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
     histogram = {
@@ -129,19 +133,20 @@ def _measure_dataset(cfg: Any, dataset: Dataset, choice: str, ranks: int) -> Pla
         **dict(zip(PERCENTILES, percentiles, strict=True)),
         "max": int(lengths.max()),
     }
+    # A slot is a pack, or without packing an item. With one a step, an epoch's steps are its slots.
     order = _order_dataset(cfg, dataset, slots_per_step=1)
     num_slots = order.total_steps(1)
     steps = _check_steps(cfg, dataset, ranks)
-    fullest = order.pack_length(0)
-    count = f"{len(dataset):,} sequences"
+    fullest_pack = order.pack_length(0)  # tokens; None without packing
+    dataset_text = f"{len(dataset):,} sequences"
     if dataset.report.split_sequences:
-        count += f" from {dataset.report.samples_read:,} samples"
+        dataset_text += f" from {dataset.report.samples_read:,} samples"
     choice = choice if choice in PERCENTILES else "max"
-    source = f"{'longest' if choice == 'max' else choice} of {count}"
-    if fullest is not None:
-        source = f"fullest of {num_slots:,} packs of {count}"
+    source = f"{'longest' if choice == 'max' else choice} of {dataset_text}"
+    if fullest_pack is not None:
+        source = f"fullest of {num_slots:,} packs of {dataset_text}"
     return PlannedSequence(
-        tokens=histogram[choice] if fullest is None else -(-fullest // dataset.group),
+        tokens=histogram[choice] if fullest_pack is None else -(-fullest_pack // dataset.group),
         source=source,
         histogram=histogram,
         steps=steps,
@@ -151,6 +156,7 @@ def _measure_dataset(cfg: Any, dataset: Dataset, choice: str, ranks: int) -> Pla
 
 
 def _order_dataset(cfg: Any, dataset: Dataset, slots_per_step: int) -> DataPlan:
+    """Return the order of a dataset in a run. slots_per_step: packs, or items, of all ranks."""
     return DataPlan(
         dataset,
         seed=cfg.seed,
@@ -163,19 +169,19 @@ def _order_dataset(cfg: Any, dataset: Dataset, slots_per_step: int) -> DataPlan:
 def _check_steps(cfg: Any, dataset: Dataset | None, ranks: int) -> int | None:
     """Return the optimizer steps of the run; None without a dataset.
 
-    Raises the DataError of a run whose epochs have not one step.
+    Raises DataError, as a run does, if an epoch has less than one step.
     """
     if dataset is None:
         return None
-    per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks
-    order = _order_dataset(cfg, adapt_to_recipe(cfg, dataset), slots_per_step=per_step)
+    slots_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks
+    order = _order_dataset(cfg, adapt_to_recipe(cfg, dataset), slots_per_step=slots_per_step)
     return order.total_steps(cfg.epochs, cfg.max_steps)
 
 
 def _load_few_samples(cfg: Any, wait: float | None) -> Dataset | None:
     """Return the dataset if an earlier run has tokenized it, else None.
 
-    wait None: also a dataset that is so small that it may not have a step's sequences.
+    wait: None: also tokenize a dataset that is so small that it may lack the samples of one step.
     """
     try:
         stored = _load_stored(cfg, _load_tokenizer(cfg), 0.0)
@@ -192,9 +198,10 @@ def _load_few_samples(cfg: Any, wait: float | None) -> Dataset | None:
 
 
 def _load_dataset(cfg: Any, wait: float | None) -> tuple[Dataset | None, str]:
-    """Return the tokenized dataset of a config and "", or None and why it is not there.
+    """Return (the tokenized dataset of a config, ""), or (None, why it is not there).
 
-    wait None: raises DataErrors of samples that are there, those for validation included.
+    wait: as in `choose_sequence`. With None, raises DataError for samples on this machine that a
+    run could not read, those for validation included.
     """
     try:
         tokenizer = _load_tokenizer(cfg)
@@ -204,43 +211,44 @@ def _load_dataset(cfg: Any, wait: float | None) -> tuple[Dataset | None, str]:
     except UserError as error:
         return None, error.faults[0].partition(";")[0]
     _check_validation(cfg, tokenizer)
-    # What cannot be read raises again below, where files that are not on this machine are a reason
-    # and no fault.
+    # Suppressed, as the call below raises again. There, files that are not on this machine are a
+    # reason for having no dataset, and no error.
     with suppress(UserError):
         stored = _load_stored(cfg, tokenizer, 0.0)
         if stored is not None:
             return stored, ""
     try:
-        size = sum(map(_count_bytes, resolve_sources(cfg.data)))
+        num_bytes = sum(map(_count_bytes, resolve_sources(cfg.data)))
     except UserError as error:
         return None, error.faults[0].partition(";")[0]
-    if size > MAX_BYTES_READ:
-        return None, f"{format_bytes(size)} that are not tokenized yet"
+    if num_bytes > MAX_BYTES_READ:
+        return None, f"{format_bytes(num_bytes)} that are not tokenized yet"
     return build_dataset(cfg.data, tokenizer, cfg.max_seq_len), ""
 
 
 def _check_validation(cfg: Any, tokenizer: Tokenizer) -> None:
-    """Raise the DataError of a run that finds none of its samples for validation.
+    """Raise DataError, as a run does, if no sample for validation can be used.
 
-    Only small local files are read.
+    Reads only local files up to MAX_BYTES_READ.
     """
     source = cfg.validation.source
     if not source or is_hub(source):
         return
-    size = sum(path.stat().st_size for path in find_files(source, "validation.source"))
-    if size <= MAX_BYTES_READ:
+    num_bytes = sum(path.stat().st_size for path in find_files(source, "validation.source"))
+    if num_bytes <= MAX_BYTES_READ:
         build_validation_dataset(cfg, tokenizer)
 
 
 def _load_tokenizer(cfg: Any) -> Tokenizer:
+    """Load the tokenizer of a config from this machine. Raises UserErrors."""
     path = cfg.tokenizer.path or (find_checkpoint(cfg.model.path) if cfg.model.path else "")
     return load_tokenizer(Path(path), cfg.tokenizer.chat_template)
 
 
 def _load_stored(cfg: Any, tokenizer: Tokenizer, wait: float) -> Dataset | None:
-    """Return the dataset that a run has left in the cache, or leaves within `wait` seconds.
+    """Return the dataset that a run has left in the cache, or leaves there in `wait` seconds.
 
-    Else None: nothing is tokenized here.
+    Return None if there is none after that; this process tokenizes nothing.
     """
     builder = DatasetBuilder(cfg.data, tokenizer, cfg.max_seq_len)
     key = builder.find_key()
@@ -263,14 +271,14 @@ def _count_bytes(source: Any) -> int:
 
 
 class PlannedData:
-    """The data of a planned recipe, in place of what its `setup_data` would have made.
+    """The `data` of a planned recipe, in place of the object that its `setup_data` makes.
 
-    Its datasets have one item, or with packing those of one pack. `batches` yields one step,
+    Its datasets have one item, or with packing the items of one pack. `batches` yields one step,
     `validation_batches` one micro-batch, both on the device.
     """
 
-    # Nothing was read for these, but recipes of users' own may ask for them in any method that is
-    # planned.
+    # A plan has none of these, but recipes that users have written may read them in any method that
+    # is planned.
     tokenizer = chat_template = tokenizer_path = plan = None
     total_steps = 1
 
@@ -285,9 +293,9 @@ class PlannedData:
     ) -> None:
         """Make data for a plan.
 
-        traced_micro_batches: all of a step's are there, but going through them yields so many;
-        None: all of them, in plain lists. marks, mismatched_marks: note where each micro-batch,
-        and each of the mismatched ones (of KTO's KL estimate), begins and ends.
+        traced_micro_batches: a loop over a step's micro-batches yields so many, though all are
+        there; None: it yields all, from plain lists. marks, mismatched_marks: note where each
+        micro-batch, and each mismatched one (of KTO's KL estimate), begins and ends.
         """
         self._cfg = cfg
         self._world = world
@@ -299,7 +307,7 @@ class PlannedData:
         self.global_batch_size = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
 
     def batches(self, first_step: int = 0) -> Iterator[StepBatches]:
-        """Yield one step of this rank."""
+        """Yield one step of this rank, whatever `first_step` is."""
         yield self._make_step(*compute_micro_batches(self._cfg))
 
     def validation_batches(self) -> Iterator[StepBatches]:
@@ -307,14 +315,15 @@ class PlannedData:
         yield self._make_step(self._cfg.validation.batch_size or self._cfg.batch_size, 1)
 
     def report(self) -> list[str]:
-        """Return no lines: nothing was read."""
+        """Return no lines for the log, as nothing was read."""
         return []
 
     def identity(self) -> dict[str, Any]:
-        """Return nothing that a checkpoint could be compared by."""
+        """Return {}: a plan's data have no identity that a checkpoint could be compared by."""
         return {}
 
     def _make_step(self, batch_size: int, accumulation: int) -> StepBatches:
+        """Make a step of `accumulation` micro-batches of `batch_size` slots."""
         ranks = self._world.data_ranks
         packing = self._cfg.data.packing
         slot = np.arange(self.dataset.items if packing else 1)
@@ -331,7 +340,7 @@ class PlannedData:
                 pack_length=self._sequence.tokens * self.dataset.group if packing else None,
                 mismatched=self._cfg.max_seq_len if self._cfg.compares_mismatched else None,
             )
-        # All ranks have as much as this one.
+        # Totals are of all ranks, each of which has as much as this one.
         step = replace(
             step,
             num_label_tokens=ranks * step.num_label_tokens,
@@ -352,9 +361,9 @@ class PlannedData:
 
 
 class _FirstMicroBatches(list[Batch]):
-    """All micro-batches of a step, of which going through the list yields the first ones only.
+    """A list of all micro-batches of a step, of which iteration yields only the first `count`.
 
-    Its length is that of what it yields. The others are held, as a run holds them on the device.
+    `len` returns how many it yields. The others are kept alive, as a run has them on the device.
     """
 
     def __init__(self, batches: list[Batch], count: int, marks: MicroBatchMarks | None) -> None:
@@ -371,7 +380,7 @@ class _FirstMicroBatches(list[Batch]):
 
 
 def _make_fake(step: StepBatches) -> StepBatches:
-    """Return a step whose tensors are the simulation's; the same step outside of one."""
+    """Return a step with fake tensors; outside of a FakeTensorMode the same step."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     if mode is None:
         return step
@@ -391,7 +400,7 @@ def _make_fake(step: StepBatches) -> StepBatches:
 
 
 def _build_dataset(cfg: FullFinetuneConfig, sequence: PlannedSequence) -> Dataset:
-    """Build the items of one packed sequence, or one item."""
+    """Build a dataset with one item, or with packing those of one pack. All ids are 0."""
     group = 2 if cfg.trains_on_pairs else 1
     # No document is shorter than two tokens.
     documents = max(1, min(sequence.documents, sequence.tokens // 2)) if cfg.data.packing else 1

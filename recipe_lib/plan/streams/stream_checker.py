@@ -1,10 +1,10 @@
 """A race detector for the streams of a simulated device.
 
+`tune plan --check-streams` gives a `StreamChecker` to the tracer, which tells it of each operator.
 A race is what two streams, or a stream and the host, do to the same memory without a wait between
-them. `StreamChecker` is told by a tracer of each operator as it is issued. It goes by vector
-clocks, as torch's own sanitizer for CUDA does (`torch.cuda._sanitizer`), and beyond that covers
-memory that the caching allocator hands out again while another stream still uses it, buffers on the
-host, collectives with streams of their own, and waits of the host.
+them. Vector clocks find it, as in `torch.cuda._sanitizer`. Beyond that it covers memory that the
+caching allocator hands out again while another stream still uses it, buffers on the host,
+collectives on streams of their own, and waits of the host.
 """
 
 import sys
@@ -31,16 +31,17 @@ from recipe_lib.plan.tracing.trace import HOST, Op, Storage
 
 Line = tuple[str, int]  # file, line
 
-_PACKAGE = Path(__file__).parents[2]
+# Folders, by which files are told apart.
+_PACKAGE = Path(__file__).parents[2]  # recipe_lib
 _TORCH = str(Path(torch.__file__).parent)
 _FSDP = str(Path(_TORCH, "distributed", "fsdp"))
-_STANDARD = sysconfig.get_paths()["stdlib"]
-_PACKAGES = sysconfig.get_paths()["purelib"]
+_STANDARD = sysconfig.get_paths()["stdlib"]  # Python's standard library
+_PACKAGES = sysconfig.get_paths()["purelib"]  # site-packages, which may lie inside of it
 _PLAN = str(_PACKAGE / "plan")
 
 
 def find_code_line() -> Line:
-    """Return the line of the innermost frame that is worth showing; ("", 0): there is none."""
+    """Return the line of the innermost frame of such code; ("", 0): there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None and not _is_shown(frame.f_code.co_filename):
         frame = frame.f_back
@@ -56,43 +57,43 @@ def _is_shown(file: str) -> bool:
 
 
 def is_of_user(file: str) -> bool:
-    """Return whether a file is neither ours nor of an installed package."""
+    """Return True if a file is neither recipe_lib's nor of an installed package or Python."""
     return not file.startswith((str(_PACKAGE), _TORCH, _STANDARD, _PACKAGES, "<"))
 
 
 def format_line(line: Line) -> str:
     """Return a line as text, such as `recipe_lib/memory/activation_offload.py:250`."""
     file, number = line
-    # Paths are as short as can be: in their package, in this checkout or in the working folder.
+    # Relative to site-packages, to this checkout or to the working folder, for a short path.
     for root in (_PACKAGES, str(_PACKAGE.parent), str(Path.cwd())):
         file = file.removeprefix(f"{root}/")
     return f"{file}:{number}" if file else "unknown line"
 
 
-Clock = dict[int, int]  # stream -> the number of the last of its works that is known to be done
+Clock = dict[int, int]  # stream -> number of its last work (operator) that is known to be done
 
 
 class VectorClocks:
     """Vector clocks (Mattern, 1989): what happens before what, on streams and on the host.
 
-    The host issues works on streams, one after the other; a stream does its own in order. An event
-    holds what its stream will have done when it comes; who waits for it knows the same. Streams are
-    numbers, and `HOST` is the host. Works are numbered as they are issued, from 1 on.
+    A work is an operator, on a stream or on the host. The host issues works one after the other; a
+    stream runs its works in order. Who waits for an event comes after all that the event's stream
+    comes after. Streams are numbers, `HOST` the host. Works are numbered as issued, from 1 on.
     """
 
     def __init__(self) -> None:
         self._num_issued = 0
-        self.last: Clock = {}  # stream -> its last work
-        self._known: dict[int, Clock] = defaultdict(dict)  # stream -> what it has waited for
+        self.last: Clock = {}  # stream -> its last issued work
+        self._known: dict[int, Clock] = defaultdict(dict)  # stream -> the works it has waited for
 
     def issue(self, stream: int) -> int:
-        """Return the number of a work that the host issues on a stream, or does itself."""
+        """Issue a work on a stream (`HOST`: the host does it itself) and return its number."""
         self._num_issued += 1
         self.last[stream] = self._num_issued
         return self._num_issued
 
     def is_before(self, stream: int, work: int, waiter: int) -> bool:
-        """Return whether a work of `stream` is done before what `waiter` does next."""
+        """Return True if a work of `stream` is done before what `waiter` does next."""
         # The host has done its works before it issues the next one.
         return stream == HOST or self.find_last_done(stream, waiter) >= work
 
@@ -104,30 +105,32 @@ class VectorClocks:
         return max(self._known[HOST].get(stream, 0), self._known[waiter].get(stream, 0))
 
     def take_snapshot(self, waiter: int) -> Clock:
-        """Return what is done when all that a stream has so far is."""
-        return {by: self.find_last_done(by, waiter) for by in self.last if by != HOST}
+        """Return the works that are done when all issued on stream `waiter` so far are done."""
+        return {
+            source: self.find_last_done(source, waiter) for source in self.last if source != HOST
+        }
 
     def wait(self, waiter: int, clock: Clock) -> None:
-        """Let what a stream (or the host) does next come after what a snapshot holds."""
+        """Let what a stream (or the host) does next come after the works of a snapshot."""
         known = self._known[waiter]
         for stream, work in clock.items():
             known[stream] = max(work, known.get(stream, 0))
 
 
-_COMMUNICATORS = 10_000  # numbers of their streams begin here
-_NUMBER = torch.ops.aten._local_scalar_dense.default
+_COMMUNICATORS = 10_000  # communicators' streams have numbers from here on, others smaller ones
+_NUMBER = torch.ops.aten._local_scalar_dense.default  # what `.item()` calls
 _INDEX_PUTS = ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
 
 
 @dataclass(frozen=True)
 class Access:
-    """A use of memory."""
+    """A use of memory by an operator."""
 
-    stream: int
-    work: int  # its number among the works of the clocks
-    does: str  # `reads`, `writes`, or `has`: its owner had the memory before
+    stream: int  # HOST: the host uses it
+    work: int  # number of the operator among the works of `VectorClocks`
+    does: str  # `reads`, `writes`, or `has`: the stream was given the memory by the allocator
     op: Op
-    line: Line
+    line: Line  # of the code that called the operator
 
 
 @dataclass(slots=True)
@@ -136,73 +139,76 @@ class _Memory:
 
     storage: Storage
     written: Access | None = None  # the last write
-    read: dict[int, Access] = field(default_factory=dict)  # the last read of each stream since
-    before: list[Access] = field(default_factory=list)  # by owners of its bytes before it
-    num_sent: int = 0  # asynchronous collectives that hold it
+    # Stream -> its last read since the last write.
+    read: dict[int, Access] = field(default_factory=dict)
+    # Unfinished uses of the same bytes by storages that had them earlier.
+    before: list[Access] = field(default_factory=list)
+    num_sent: int = 0  # asynchronous collectives that hold it and were not waited for
     recorded: set[int] = field(default_factory=set)  # streams that `record_stream` named
-    freed: bool = False
+    freed: bool = False  # no tensor has it, but a collective may still hold it
 
 
 @dataclass
 class _Work:
     """An asynchronous collective."""
 
-    clock: Clock  # what is done when it is
-    storages: list[int]  # numbers of those that it holds until somebody waits for it
-    operator: str
-    line: Line
-    on_host: bool  # its tensors are on the host, which then waits for it
+    clock: Clock  # works that are done when the collective is
+    storages: list[int]  # indices of the storages that it holds until it is waited for
+    operator: str  # its name
+    line: Line  # of the code that called it
+    on_host: bool  # True: its tensors are on the host, and the host waits for it, not a stream
 
 
 class StreamChecker:
     """Finds races and waits of the host. A Tracer tells it what happens, in the order of issue.
 
-    A collective that runs on the current stream is like any operator. An asynchronous one runs on
-    its communicator's stream, holds its tensors until somebody waits for it, and is waited for
-    through its work or `wait_tensor` (torch 2.8 and later).
+    Storages are known by their index in the trace. A collective on the current stream is like any
+    operator. An asynchronous one runs on its communicator's stream, holds its tensors until it is
+    waited for, through its work or `wait_tensor` (torch 2.8 and later).
     """
 
     def __init__(self, device: str) -> None:
-        self.device = device
-        # One race of each kind, in words, by what is the same for all races of the same two lines.
+        self.device = device  # type of the accelerator
+        # (operators, their lines, ...) -> the race in words. One of all with the same two lines.
         self.races: dict[Any, str] = {}
-        # Waits of the host in the last `train_step`: (`.item()`, ..., the line).
+        # Waits of the host in the last `train_step`: (how it waits, such as `.item()`; the line).
         self.waits: list[tuple[str, Line]] = []
-        # Lines that wait for an event that nothing has recorded, which CUDA lets pass.
+        # Lines that wait for an event that nothing has recorded, which CUDA lets pass; in order.
         self.unrecorded: dict[Line, None] = {}
-        self.counts_waits = False
-        self.calls: list[CollectiveCall] = []
-        # By stream, (work, index in `calls`) of each call.
+        self.counts_waits = False  # True inside of `follow_step`
+        self.calls: list[CollectiveCall] = []  # all collectives on the device, as issued
+        # Stream -> (work, index into `calls`) of each of its collectives.
         self._issued: dict[int, list[tuple[int, int]]] = {}
         self._clocks = VectorClocks()
-        self._memory: dict[int, _Memory] = {}  # by the number of its storage
-        # By the stream that allocates, then by stream, what may still use memory that is free.
+        self._memory: dict[int, _Memory] = {}  # index of a storage -> its uses
+        # Stream that allocates -> stream -> its last use of memory that was freed to the former.
         self._freed: dict[int, dict[int, Access]] = {}
-        self._events: dict[int, Clock] = {}  # what their streams will have done when they come
-        self._stream_names = {HOST: "on the host"}
-        self._communicators: dict[tuple[Any, ...], int] = {}  # the numbers of their streams
-        # Works of functional collectives, by the storage that each made.
+        self._events: dict[int, Clock] = {}  # event -> works that are done when it comes
+        self._stream_names = {HOST: "on the host"}  # in words; others have a number
+        self._communicators: dict[tuple[Any, ...], int] = {}  # -> the number of its stream
+        # Functional collectives that were not waited for, by the storage that each made.
         self._results: dict[int, _Work] = {}
-        # Works of others, by the id of the object that `wait` is called on.
+        # Other collectives that were not waited for, by the id of the object with `wait`.
         self._works: dict[int, _Work] = {}
-        self._last_work: _Work | None = None  # whose object has not been returned yet
-        self._num_on_device = 0  # operators issued to it
-        self._last_wait: tuple[Line, int] = (("", 0), -1)  # its line, operators issued until then
+        # A collective that was issued and whose object has not been returned to its caller yet.
+        self._last_work: _Work | None = None
+        self._num_on_device = 0  # operators that were issued to the device
+        # (line of the host's last wait, `_num_on_device` at that time).
+        self._last_wait: tuple[Line, int] = (("", 0), -1)
 
     @contextmanager
     def follow_step(self) -> Iterator[None]:
-        """Count a step's waits inside the block, then read what it leaves, as for a saved state."""
+        """Count the host's waits inside the block, then read the state as a checkpoint would."""
         self.waits = []
         self.counts_waits = True
         yield
         self.counts_waits = False
-        for number, memory in list(self._memory.items()):
+        for index, memory in list(self._memory.items()):
             if memory.storage.kind in ("parameters", "optimizer") and not memory.freed:
-                # The host reads its own; the stream that computes copies the device's, and the host
-                # waits for these copies.
+                # Stream 0, which computes, copies memory of the device; the host reads its own.
                 stream = 0 if memory.storage.device else HOST
                 self._use(
-                    number,
+                    index,
                     Access(
                         stream=stream,
                         work=self._clocks.issue(stream),
@@ -213,26 +219,29 @@ class StreamChecker:
                 )
 
     def list_faults(self) -> list[str]:
-        """Return all that was found but waits of the host, in words."""
-        works = dict.fromkeys(
+        """Return races, collectives never waited for and waits for no event, in words."""
+        unfinished_works = dict.fromkeys(
             (work.operator, work.line) for work in (*self._works.values(), *self._results.values())
         )
-        never = [f"{name} at {format_line(line)} is never waited for" for name, line in works]
-        passed = [
+        never_waited_for = [
+            f"{name} at {format_line(line)} is never waited for" for name, line in unfinished_works
+        ]
+        passed_waits = [
             f"{format_line(line)} waits for an event that nothing has recorded, which CUDA lets"
             " pass"
             for line in self.unrecorded
         ]
-        return [*self.races.values(), *never, *passed]
+        return [*self.races.values(), *never_waited_for, *passed_waits]
 
     # Memory
 
-    def note_allocation(self, number: int, storage: Storage) -> None:
+    def note_allocation(self, index: int, storage: Storage) -> None:
         """Note that a storage was made, or has another size."""
-        memory = self._memory[number] = _Memory(storage)
+        memory = self._memory[index] = _Memory(storage)
         if storage.device:
-            # It belongs to the stream that is current. Freed memory can be in the next allocation
-            # of that stream at once, so whoever has it is checked against all that still uses it.
+            # It belongs to the stream that is current. The allocator may give freed memory to the
+            # next allocation of that stream at once: its uses are checked against all unfinished
+            # uses of memory that was freed there.
             pool = storage.stream
             memory.before.append(
                 Access(
@@ -251,36 +260,36 @@ class StreamChecker:
             self._freed[pool] = {use.stream: use for use in unfinished}
             memory.before += unfinished
 
-    def note_free(self, number: int) -> None:
+    def note_free(self, index: int) -> None:
         """Note that a storage is gone."""
-        memory = self._memory.get(number)
+        memory = self._memory.get(index)
         if memory is not None:
             memory.freed = True
-            self._give_back(number)
+            self._give_back(index)
 
-    def _give_back(self, number: int) -> None:
-        """Let whoever is given freed memory next come after its uses."""
-        memory = self._memory[number]
+    def _give_back(self, index: int) -> None:
+        """Give freed memory that no collective holds back to its stream, with its last uses."""
+        memory = self._memory[index]
         if not memory.freed or memory.num_sent:
             return
-        del self._memory[number]
+        del self._memory[index]
         # Pinned memory of the host is given out again when the copies that torch issued on it are
         # done.
         if not memory.storage.device:
             return
         unfinished = self._freed.setdefault(memory.storage.stream, {})
         for use in filter(None, [memory.written, *memory.read.values(), *memory.before]):
-            # The allocator waits for recorded streams.
+            # The allocator waits for recorded streams before it gives the memory out again.
             if use.stream in memory.recorded or use.stream == HOST or use.does == "has":
                 continue
             # A stream's last work ends after its others, so it is enough to keep that one.
             if use.stream not in unfinished or unfinished[use.stream].work < use.work:
                 unfinished[use.stream] = use
 
-    def note_record_stream(self, number: int, stream: int) -> None:
+    def note_record_stream(self, index: int, stream: int) -> None:
         """Note that the allocator keeps memory until a stream is done with it (`record_stream`)."""
-        if number in self._memory:
-            self._memory[number].recorded.add(stream)
+        if index in self._memory:
+            self._memory[index].recorded.add(stream)
 
     # Streams and the host
 
@@ -289,7 +298,7 @@ class StreamChecker:
         self._events[event] = self._clocks.take_snapshot(stream)
 
     def note_wait(self, stream: int, event: int) -> None:
-        """Note that a stream waits for an event; one below 0 was never recorded."""
+        """Note that a stream waits for an event; below 0: the event was never recorded."""
         self._clocks.wait(stream, self._find_clock(event))
 
     def _find_clock(self, event: int) -> Clock:
@@ -298,14 +307,14 @@ class StreamChecker:
         return self._events.get(event, {})
 
     def note_synchronize(self, call: str, stream: int | None, event: int | None) -> None:
-        """Note that the host waits for an event, for a stream, or for all of them (both None)."""
+        """Note that the host waits for an event, for a stream, or for the device (both None)."""
         if event is not None:
             clock = self._find_clock(event)
         elif stream is not None:
             clock = self._clocks.take_snapshot(stream)
         else:
             clock = dict(self._clocks.last)
-        # It does not wait for what is behind something that it has waited for already.
+        # No wait if all of it was waited for before; one for the whole device always counts.
         is_held_up = any(
             self._clocks.find_last_done(done_by, HOST) < work for done_by, work in clock.items()
         )
@@ -313,11 +322,10 @@ class StreamChecker:
             self._note_host_wait(call, clock)
 
     def _note_host_wait(self, call: str, clock: Clock) -> None:
-        """Note a wait of the host. call: how it waits, in words."""
+        """Note that the host waits for the works of `clock`. call: how it waits, in words."""
         self._clocks.wait(HOST, clock)
         line = find_code_line()
-        # A wait that follows another of the same line, with nothing issued to the device in
-        # between, is a part of it.
+        # Waits of one line with nothing issued to the device between them count as one.
         if self.counts_waits and (line, self._num_on_device) != self._last_wait:
             self.waits.append((call, line))
         self._last_wait = (line, self._num_on_device)
@@ -332,18 +340,20 @@ class StreamChecker:
         kwargs: Mapping[str, Any],
         result: Any,
         op: Op,
-        list_numbers: Callable[[Any], tuple[int, ...]],
+        list_storage_indices: Callable[[Any], tuple[int, ...]],
     ) -> None:
-        """Check an operator that was issued.
+        """Check an operator that was issued: its uses of memory, its waits, its collective.
 
-        list_numbers: returns the numbers of the known storages of a value's tensors.
+        list_storage_indices: returns the indices, in the trace, of a value's tensors' storages.
         """
         if op.name.endswith("wait_tensor"):
-            self._finish(self._results.pop(next(iter(list_numbers(args)), -1), None), op.stream)
+            self._finish(
+                self._results.pop(next(iter(list_storage_indices(args)), -1), None), op.stream
+            )
             return
         tensors_read, tensors_written = find_accesses(func, args=args, kwargs=kwargs, result=result)
-        read = dict.fromkeys(list_numbers(tensors_read))
-        written = dict.fromkeys(list_numbers(tensors_written))
+        read = dict.fromkeys(list_storage_indices(tensors_read))
+        written = dict.fromkeys(list_storage_indices(tensors_written))
         on_device = any(
             tensor.device.type == self.device
             for tensor in list_tensors((args, tuple(kwargs.values()), result))
@@ -359,17 +369,17 @@ class StreamChecker:
         line = find_code_line()
         if op.collective is not None and on_device:
             self._note_call(op, stream=stream, work=work, line=line)
-        for does, numbers in (("reads", read), ("writes", written)):
+        for does, indices in (("reads", read), ("writes", written)):
             access = Access(stream=stream, work=work, does=does, op=op, line=line)
-            for number in numbers:
-                memory = self._memory.get(number)
-                # The host gives a kernel the value of a tensor of its own when it issues it.
+            for index in indices:
+                memory = self._memory.get(index)
+                # A kernel gets a host tensor's value as it is issued: the host reads it then.
                 at_issue = memory and on_device and not op.transfer and not memory.storage.device
-                self._use(number, replace(access, stream=HOST) if at_issue else access)
+                self._use(index, replace(access, stream=HOST) if at_issue else access)
         if is_sent:
-            sent = [number for number in {**read, **written} if number in self._memory]
-            for number in sent:
-                self._memory[number].num_sent += 1
+            sent = [index for index in {**read, **written} if index in self._memory]
+            for index in sent:
+                self._memory[index].num_sent += 1
             self._last_work = _Work(
                 clock=self._clocks.take_snapshot(stream),
                 storages=sent,
@@ -378,7 +388,7 @@ class StreamChecker:
                 on_host=not on_device,
             )
             if op.name.startswith("_c10d_functional"):
-                self._results |= dict.fromkeys(list_numbers(result), self._last_work)
+                self._results |= dict.fromkeys(list_storage_indices(result), self._last_work)
                 self._last_work = None
         reason = ""
         if func is _NUMBER and on_device:
@@ -386,26 +396,28 @@ class StreamChecker:
         elif op.name in _INDEX_PUTS and self._has_mask(args[1]):
             reason = "indexing by a mask"
         elif op.transfer:
-            reason = self._explain_copy_wait(args, kwargs=kwargs, op=op, numbers=[*read, *written])
+            reason = self._explain_copy_wait(args, kwargs=kwargs, op=op, indices=[*read, *written])
         if reason:
             self._note_host_wait(reason, self._clocks.take_snapshot(stream))
 
     def _has_mask(self, indices: Sequence[Tensor | None]) -> bool:
-        # CUDA counts its elements for the host (`nonzero`).
+        """Return True if one of an indexing's index tensors is a mask on the device."""
+        # The host waits for the number of its True elements (`nonzero`).
         return any(
             index.dtype in (torch.bool, torch.uint8) and index.device.type == self.device
             for index in list_tensors(indices)
         )
 
     def _explain_copy_wait(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], op: Op, numbers: Sequence[int]
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], op: Op, indices: Sequence[int]
     ) -> str:
         """Return why the host waits in a copy between it and the device; "": it does not.
 
-        A copy to memory that is not pinned is done when it returns; one from there waits for its
-        stream first (CUDA's documentation, "API synchronization behavior").
+        indices: of the copy's storages. A copy to memory that is not pinned is done when the call
+        returns; one from such memory waits for its stream first (CUDA's documentation, "API
+        synchronization behavior").
         """
-        known = [self._memory[number].storage for number in numbers if number in self._memory]
+        known = [self._memory[index].storage for index in indices if index in self._memory]
         host = [storage for storage in known if not storage.device]
         direction = "to the host" if op.transfer == "to_host" else "to the device"
         if not host or not all(storage.pinned for storage in host):
@@ -413,8 +425,9 @@ class StreamChecker:
             return f"a copy {direction} {preposition} memory that is not pinned"
         return f"a blocking copy {direction}" if is_blocking(op.name, args, kwargs) else ""
 
-    def _use(self, number: int, access: Access) -> None:
-        memory = self._memory.get(number)
+    def _use(self, index: int, access: Access) -> None:
+        """Compare a use of a storage with the earlier ones, and note it for later ones."""
+        memory = self._memory.get(index)
         if memory is None:
             return
         for earlier in memory.before:
@@ -433,7 +446,7 @@ class StreamChecker:
     def _compare(
         self, memory: _Memory, earlier: Access, access: Access, *, reused: bool = False
     ) -> None:
-        """Note a race, if two uses of the same memory have no wait between them."""
+        """Note a race if two uses have no wait between them. reused: of two storages, in turn."""
         if self._clocks.is_before(earlier.stream, earlier.work, access.stream):
             return
         first = self._describe(earlier)
@@ -450,7 +463,7 @@ class StreamChecker:
                 f"memory that {first} still {earlier.does} is given out again: {second}"
                 f" {access.does} it"
             )
-            if earlier.does != "has":  # whoever is given the memory next
+            if earlier.does != "has":  # one race for all storages that get the memory next
                 key = (earlier.op.name, earlier.line, earlier.does)
         else:
             words = (
@@ -470,9 +483,9 @@ class StreamChecker:
     # Asynchronous collectives
 
     def _find_communicator(self, op: Op, after: int) -> int:
-        """Return the stream of a collective's communicator.
+        """Return the number of the stream that a collective's communicator runs on.
 
-        What is issued on it comes after all of the stream `after`.
+        What is issued on it from here on comes after all that stream `after` has so far.
         """
         collective: Any = op.collective
         # Two ranks exchange on a communicator of their own.
@@ -485,6 +498,7 @@ class StreamChecker:
         return stream
 
     def _note_call(self, op: Op, stream: int, work: int, line: Line) -> None:
+        """Add a collective to `calls`, to be compared with those of other ranks."""
         collective: Any = op.collective
         is_exchange = is_transfer(op)
         call = CollectiveCall(
@@ -500,7 +514,7 @@ class StreamChecker:
         self.calls.append(call)
 
     def _list_done_calls(self, stream: int) -> tuple[int, ...]:
-        """Return the last call of each stream that is done before what `stream` does next."""
+        """Return, as indices into `calls`, each stream's last one done before `stream` goes on."""
         last_calls = []
         for issued_on, calls in self._issued.items():
             last_done = self._clocks.find_last_done(issued_on, stream)
@@ -510,27 +524,28 @@ class StreamChecker:
         return tuple(last_calls)
 
     def note_start(self, work: Any) -> None:
-        """Note that a call has returned the work of the last asynchronous collective."""
+        """Note the `Work` object that the call of the last asynchronous collective returns."""
         if self._last_work is not None:
             self._works[id(work)] = self._last_work
             self._last_work = None
 
     def note_work_wait(self, work: Any, stream: int) -> None:
-        """Note that a stream waits for a collective."""
+        """Note that a stream waits for a collective. work: as given to `note_start`."""
         self._finish(self._works.pop(id(work), None), stream)
 
     def _finish(self, work: _Work | None, stream: int) -> None:
+        """Let a stream go on after a collective, and release the storages that this held."""
         if work is None:
             return
         self._clocks.wait(HOST if work.on_host else stream, work.clock)
-        for number in work.storages:
-            if number in self._memory:
-                self._memory[number].num_sent -= 1
-                self._give_back(number)
+        for index in work.storages:
+            if index in self._memory:
+                self._memory[index].num_sent -= 1
+                self._give_back(index)
         work.storages.clear()
 
 
-# Operators whose schema does not say what they write -> the index of that argument.
+# Operators whose schema does not say what they write -> index of the argument that they write.
 _WRITES = {
     "c10d::_allgather_base_": 0,
     "c10d::allgather_": 0,
@@ -551,7 +566,7 @@ _WRITES = {
     "c10d::recv_any_source_": 0,
     "fsdp::all_gather_copy_in": 1,
 }
-# What these write they do not read.
+# Operators that do not read the arguments that they write.
 _ONLY_WRITES = frozenset(
     {"aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy_", "aten::_foreach_zero_"}
 )
@@ -560,7 +575,7 @@ _ONLY_WRITES = frozenset(
 def find_accesses(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (tensors read, tensors written); what is changed in place is among both."""
+    """Return (tensors read, tensors written); results are written, arguments in place are both."""
     names = [argument.name for argument in func._schema.arguments]
     values = {**dict(zip(names, args, strict=False)), **kwargs}
     written_names = _find_written(func)
@@ -572,7 +587,7 @@ def find_accesses(
 
 @cache
 def _find_written(func: Any) -> frozenset[str]:
-    """Return the names of the arguments that an operator writes."""
+    """Return the names of the arguments that an operator writes into."""
     arguments = func._schema.arguments
     if func._schema.name in _WRITES:
         return frozenset({arguments[_WRITES[func._schema.name]].name})

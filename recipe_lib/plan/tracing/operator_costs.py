@@ -1,8 +1,8 @@
-"""Costs of an operator, read from its schema and its tensors.
+"""Read the costs of an operator from its schema and its tensors.
 
-`compute_cost` gives arithmetic, bytes moved and whether new memory is taken; `read_collective`
-gives the ranks and bytes of a communication. The tracer asks both for every operator it sees, so
-nothing here runs anything.
+`compute_cost` returns arithmetic, bytes moved and whether new memory is taken; `read_collective`
+returns the ranks and bytes of a communication. `Tracer` calls both for the operators that it sees;
+no function here runs an operator.
 """
 
 import itertools
@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from recipe_lib.memory.budget import GROUPED, count_grouped_flops
 from recipe_lib.plan.tracing.trace import Collective
 
+# Namespaces of operators that communicate with other ranks.
 _COMMUNICATES = ("c10d::", "_c10d_functional::", "_dtensor::")
 DTYPE_NAMES = {
     torch.float32: "fp32",
@@ -43,19 +44,19 @@ class Cost:
     """The cost of one call of an operator."""
 
     name: str  # with its namespace, such as `aten::mm`
-    flops: int  # a multiply and an add are two
+    flops: int  # of a matmul or attention, a multiply and an add counted as two; else 0
     bytes: int  # read and written
-    dtype: str  # that the device's rate is looked up for, such as `bf16`
-    is_view: bool
-    makes_memory: bool  # its outputs may be new storages
-    communicates: bool  # it is a collective, a send or a receive
-    transfer: str = ""  # `to_host` or `to_device`, for a copy between the two
-    shape: tuple[int, ...] = ()  # of a matmul or attention, as `Op.shape` has it
-    on_host: bool = False  # all of its tensors are in host memory
+    dtype: str  # type that the device's rate is looked up for, such as `bf16`; "": no such type
+    is_view: bool  # True: it does no work and moves no bytes
+    makes_memory: bool  # True: its outputs may be new storages
+    communicates: bool  # True: it is a collective, a send or a receive
+    transfer: str = ""  # `to_host` or `to_device` for a copy between the two; "": no such copy
+    shape: tuple[int, ...] = ()  # of a matmul or attention, see the functions `read_..._shape`
+    on_host: bool = False  # True: all of its tensors are in host memory
 
 
 def compute_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Cost:
-    """Return the cost of one call of an operator."""
+    """Return the cost of one call of an operator. func, args, kwargs: as of a dispatch mode."""
     schema = func._schema
     name = schema.name
     returns = schema.returns
@@ -63,15 +64,15 @@ def compute_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
         value.alias_info is not None and not value.alias_info.is_write for value in returns
     )
     is_view = aliases or name in _VIEWS or name.startswith("profiler::")
-    # Their schemas speak of a view, but they copy where the strides leave no other way.
+    # Views by their schema, but they copy where strides allow no view.
     may_copy = name in ("aten::reshape", "aten::contiguous", "aten::_reshape_copy")
     makes_memory = may_copy or (not is_view and any(value.alias_info is None for value in returns))
     outputs = list_tensors(result)
-    flops = size = 0
+    flops = num_bytes = 0
     shape: tuple[int, ...] = ()
     inputs = list_tensors((args, tuple(kwargs.values())))
     if not is_view:
-        size = _count_bytes(inputs) + (
+        num_bytes = _count_bytes(inputs) + (
             _count_bytes(outputs) if outputs else _count_written_bytes(schema, args)
         )
         shape = (
@@ -80,17 +81,17 @@ def compute_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
             or read_attention_shape(func, args, kwargs)
         )
         if name == "aten::embedding":
-            size = 2 * _count_bytes(outputs)  # it reads rows, not the whole table
+            num_bytes = 2 * _count_bytes(outputs)  # it reads rows, not the whole table
         elif name == "aten::copy_":
-            size = _count_bytes(inputs)  # its output is one of its arguments
+            num_bytes = _count_bytes(inputs)  # its output is one of its arguments
         elif name == "fsdp::all_gather_copy_in":
             # It copies this rank's shards to their place in the buffer of all ranks.
-            size = 2 * _count_bytes(args[0])
+            num_bytes = 2 * _count_bytes(args[0])
         elif name == "tune_recipes::label_log_probs":
             # It reads the logits twice: for each row's maximum, and for the sum.
-            size += args[0].nbytes
+            num_bytes += args[0].nbytes
         if name in _EMPTY:
-            size = 0
+            num_bytes = 0
         flops = _count_flops(func, args=args, kwargs=kwargs, result=result, shape=shape)
     results = outputs or list_tensors(args)
     dtype = _EIGHT_BITS.get(name) or (DTYPE_NAMES.get(results[0].dtype, "") if results else "")
@@ -100,7 +101,7 @@ def compute_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     return Cost(
         name=name,
         flops=flops,
-        bytes=size,
+        bytes=num_bytes,
         dtype=dtype,
         is_view=is_view,
         makes_memory=makes_memory,
@@ -119,9 +120,9 @@ def _count_flops(
     result: Any,
     shape: tuple[int, ...],
 ) -> int:
-    """Return the operations of a matmul or attention, 0 of other operators.
+    """Return the arithmetic operations of a matmul or attention; 0 for other operators.
 
-    shape: of a matmul or attention, () where it is not known.
+    shape: of a matmul or attention, as `Cost.shape`; () for other operators.
     """
     name = func._schema.name
     count_registered = flop_registry.get(
@@ -157,7 +158,8 @@ def _count_written_bytes(schema: Any, args: Sequence[Any]) -> int:
 
 
 def is_blocking(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a copy between host and device is not said to be `non_blocking`."""
+    """Return True if a copy between host and device is not called with `non_blocking=True`."""
+    # The third argument of `copy_` is `non_blocking`.
     return not kwargs.get("non_blocking", name == "aten::copy_" and len(args) > 2 and args[2])
 
 
@@ -165,15 +167,15 @@ def _find_transfer(args: Sequence[Any], results: Sequence[Tensor]) -> str:
     """Return `to_host` or `to_device` for a copy between the two, else ""."""
     devices = [tensor.device.type for tensor in list_tensors(args)]
     source = devices[-1]
-    # `copy_` has the tensor that it writes first.
+    # The first argument of `copy_` is the tensor that it writes.
     target = results[0].device.type if results else devices[0]
     if (source == "cpu") == (target == "cpu") or "meta" in (source, target):
         return ""
     return "to_host" if target == "cpu" else "to_device"
 
 
-# Attention over documents in one flat list -> its products with scores: two in forward, five in
-# backward. torch's own count of aten's operators takes all documents to be as long as the longest.
+# Attention over packed documents -> number of its matmuls: two in forward, five in backward.
+# torch's own count of aten's operators takes all documents to be as long as the longest.
 _VARLEN = {
     "torch_attn::_varlen_attn": 2,
     "torch_attn::_varlen_attn_backward": 5,
@@ -183,9 +185,10 @@ _VARLEN = {
 
 
 def _count_varlen_flops(args: Sequence[Any]) -> int:
-    """Return the operations of one product of queries and keys, all scores counted.
+    """Return the operations of one matmul of queries and keys, masked scores counted too.
 
-    Simulated tensors have no values, so documents are taken to be equally long.
+    args: with queries `[tokens, heads, head width]` and int32 document bounds (cu_seqlens). Fake
+    tensors have no values, so documents are taken to be equally long.
     """
     tensors = [value for value in args if isinstance(value, Tensor)]
     tokens, heads, width = next(tensor.shape for tensor in tensors if tensor.dim() == 3)
@@ -193,19 +196,20 @@ def _count_varlen_flops(args: Sequence[Any]) -> int:
     return 2 * heads * width * tokens * tokens // max(1, documents)
 
 
-# torch counts these by the operator that returns a new tensor.
+# Operators in place -> the operator that torch's `flop_registry` has the same count for.
 _WITH_RESULT = {
     torch.ops.aten.addmm_: torch.ops.aten.addmm,
     torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
 }
 
-# Matmuls that run at the rate of their operands' type, not of their result's.
+# Matmuls that run at the rate of their operands' type, not of their result's -> that type.
 _EIGHT_BITS = {"aten::_int_mm": "int8", "aten::_scaled_mm": "fp8"}
 
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy"})
 
 # Views whose schema does not say so.
 _VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"})
+# Operators that take memory and neither read nor write it.
 _EMPTY = frozenset(
     {
         "aten::empty",
@@ -218,7 +222,7 @@ _EMPTY = frozenset(
 
 
 def list_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors among an operator's arguments or results, in order."""
+    """Return the tensors in a value or its nested lists and tuples, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -232,6 +236,7 @@ def _count_bytes(tensors: Sequence[Tensor]) -> int:
 
 # Shapes that decide how fast a matmul or attention runs.
 
+# Matmuls of three-dimensional and of two-dimensional tensors.
 _BATCHED = frozenset({"aten::bmm", "aten::baddbmm", "aten::baddbmm_"})
 _FLAT = frozenset({"aten::mm", "aten::addmm", "aten::addmm_", "aten::_int_mm", "aten::_scaled_mm"})
 
@@ -241,7 +246,7 @@ def read_matmul_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
     if name not in _FLAT and name not in _BATCHED:
         return ()
     dims = 3 if name in _BATCHED else 2
-    # `addmm` has the tensor that the product is added to first.
+    # The first argument of `addmm` is the tensor that the product is added to.
     first = 1 if name.startswith(("aten::addmm", "aten::baddbmm")) else 0
     left, right = args[first : first + 2]
     if left.dim() != dims or right.dim() != dims:
@@ -255,15 +260,15 @@ def read_matmul_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def read_grouped_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
-    """Return `(matrices, m, k, n, index of rows)` of a matmul of many experts' weights, else ().
+    """Return `(matrices, m, k, n, row_index)` of a matmul of many experts' weights, else ().
 
-    Rows `[r, k]` by weights `[E, k, n]`: m is r / E, taking all experts to have as many rows; the
-    index is 1. Gradients of weights, `[m, r]` by `[r, n]`: the inner dimension is r / E, the index
-    2. Fewer rows than experts are experts of one row each.
+    All experts are taken to have as many rows; row_index tells which entry those are. Rows `[r, k]`
+    by weights `[E, k, n]`: m is r / E, row_index 1. Gradients of weights, `[m, r]` by `[r, n]`: k
+    is r / E, row_index 2. Where r < E, r experts have one row each.
     """
     if name not in GROUPED:
         return ()
-    left, right, ends = args[:3]
+    left, right, ends = args[:3]  # ends: where each expert's rows end
     if left.dim() != 2:
         return ()
     if right.dim() == 3:
@@ -277,7 +282,7 @@ def read_grouped_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _share_rows(rows: int, experts: int) -> tuple[int, int]:
-    """Return (experts that have rows, rows of each): shared out evenly, rounded up."""
+    """Return (experts that have rows, rows of each), with rows shared out evenly, rounded up."""
     return max(1, min(rows, experts)), max(1, -(-rows // experts))
 
 
@@ -286,32 +291,34 @@ def read_attention_shape(
 ) -> tuple[int, ...]:
     """Return the shape of an attention operator, () for any other.
 
-    It is (rows times heads, queries, keys, keys that a query sees on average, head width).
-    Documents of one flat list count as rows of equal length.
+    It is (rows times heads, queries, keys, keys that a query sees on average, head width). Packed
+    documents count as rows of equal length.
     """
-    named = {
+    values = {
         argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
     }
-    named.update(kwargs)
-    query = named.get("query")
-    key = named.get("key")
+    values.update(kwargs)
+    query = values.get("query")
+    key = values.get("key")
     if not isinstance(query, Tensor) or not isinstance(key, Tensor):
         return ()
     window = None
-    if query.dim() == 4:
+    if query.dim() == 4:  # [b, h, s, d], else packed [s, h, d]
         rows, heads, queries, width = query.shape
         keys = key.shape[2]
     else:
         tokens, heads, width = query.shape
-        bounds = named.get("cu_seq_q", named.get("cum_seq_q"))
+        # cu_seqlens, under the names of `_varlen_attn` and of aten's flash attention.
+        bounds = values.get("cu_seq_q", values.get("cum_seq_q"))
         rows = len(bounds) - 1 if isinstance(bounds, Tensor) and bounds.dtype == torch.int32 else 1
         queries = keys = max(1, tokens // max(1, rows))
-        window = named.get("window_size") or [
-            named.get("window_size_left"),
-            named.get("window_size_right"),
+        window = values.get("window_size") or [
+            values.get("window_size_left"),
+            values.get("window_size_right"),
         ]
+    # Keys that a query sees before and after itself; None or -1: all.
     left, right = window or (None, None)
-    causal = bool(named.get("is_causal")) or right == 0  # right: keys after itself that it sees
+    causal = bool(values.get("is_causal")) or right == 0
     return (
         rows * heads,
         queries,
@@ -322,28 +329,29 @@ def read_attention_shape(
 
 
 def _count_seen_keys(keys: int, *, causal: bool, window: int) -> int:
-    """Return the keys that a query sees on average.
+    """Return how many of `keys` keys a query sees on average.
 
-    window: how many keys before itself a query sees, -1 for all.
+    window: how many keys before itself a query sees; -1: all.
     """
     if not causal:
         return keys
-    reach = min(keys, window + 1) if window >= 0 else keys
-    return max(1, round(reach - reach * (reach - 1) / (2 * keys)))
+    most_seen = min(keys, window + 1) if window >= 0 else keys
+    # The first queries see fewer: 1, 2, ... up to most_seen.
+    return max(1, round(most_seen - most_seen * (most_seen - 1) / (2 * keys)))
 
 
-# Tensors with memory of their own, and the wrappers around them.
+# Types of tensors that have memory of their own. Others are wrappers around such tensors.
 
 PLAIN_TENSORS = frozenset({FakeTensor, Tensor, nn.Parameter})
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory of its own; a wrapper (DTensor, torchao's) has none."""
+    """Return True if a tensor has memory of its own; a wrapper (DTensor, torchao's) has none."""
     return type(tensor) in PLAIN_TENSORS or not hasattr(tensor, "__tensor_flatten__")
 
 
 def list_plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors inside a tensor: a DTensor's local shard, what a wrapper holds."""
+    """Return the tensors with memory inside a tensor: itself, a DTensor's local shard, ..."""
     if has_memory(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -351,28 +359,29 @@ def list_plain_tensors(tensor: Tensor) -> list[Tensor]:
     return list(itertools.chain.from_iterable(map(list_plain_tensors, inner)))
 
 
-# Sums of gradients by autograd's engine, which are made in place where no dispatch mode looks on.
+# Sums of gradients by autograd's engine, which are made in place in a run without a dispatch mode.
 #
 # Where several operators read a tensor, the engine sums its gradients as they arrive. It adds to
 # the one that it has if nothing else holds that memory (torch/csrc/autograd/input_buffer.cpp). But
-# under a dispatch mode in Python, as the tracer is one, it always makes a new tensor: for a tied
+# under a dispatch mode in Python, such as the tracer, it always makes a new tensor: for a tied
 # embedding, one more gradient of the whole matrix than a run has.
 
 ADD = torch.ops.aten.add.Tensor
 ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 
 # Reference counts of a gradient that only the engine holds, as the mode sees it: of the tensor in
-# C++ (the engine, the operator's arguments, Python's object), of its memory, and of the object in
-# Python. They are those of torch 2.11 to 2.13 and Python 3.11; with other counts a sum is traced as
-# it comes, and a plan says too much.
+# C++ (by the engine, the operator's arguments, Python's object), of its storage, and of the object
+# in Python. They are those of torch 2.11 to 2.13 and Python 3.11. With other counts a sum is traced
+# as a new tensor, and a plan shows too many bytes.
 _ALONE = (4, 2, 4)
 
 
 def is_summed_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operator that a mode sees would have been `add_` without the mode.
+    """Return True if an operator that a mode sees would have been `add_` without the mode.
 
-    Call it with the mode's own arguments: another reference to them changes the answer.
+    Pass the objects that `__torch_dispatch__` was given: more references to them change the answer.
     """
+    # Autograd's engine runs backward without gradients, as a graph task; -1: no task runs.
     if (
         func is not ADD
         or kwargs
@@ -383,16 +392,16 @@ def is_summed_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     accumulated, arrived = args
     if not isinstance(arrived, Tensor) or accumulated.shape != arrived.shape:
         return False
-    counts = (
+    reference_counts = (
         accumulated._use_count(),
         torch._C._storage_Use_Count(accumulated.untyped_storage()._cdata),
         sys.getrefcount(accumulated),
     )
-    return counts == _ALONE and is_non_overlapping_and_dense_or_false(accumulated)
+    return reference_counts == _ALONE and is_non_overlapping_and_dense_or_false(accumulated)
 
 
-# Operator -> (kind of collective, index of the argument with its tensors, whether the whole tensor
-# is that argument times the number of ranks).
+# Operator -> (kind of collective; index of the argument whose tensors give its bytes; True if that
+# argument is one rank's part, False if it is the whole tensor).
 _COLLECTIVES = {
     "c10d::_allgather_base_": ("all_gather", 0, False),
     "c10d::allgather_": ("all_gather", 0, False),
@@ -417,14 +426,14 @@ _COLLECTIVES = {
 
 
 def read_collective(func: Any, args: Sequence[Any], groups: Mapping[str, str]) -> Collective | None:
-    """Return the collective that an operator is, or None (a wait, a barrier).
+    """Return a communicating operator's collective; None if it moves no data (a wait, a barrier).
 
-    groups: name of a process group -> its mesh dimension.
+    groups: name of a process group -> its mesh dimension; others count as the group of all ranks.
     """
     name = func._schema.name
     if name not in _COLLECTIVES:
         return None
-    operation, tensors_index, grows = _COLLECTIVES[name]
+    operation, tensors_index, is_part = _COLLECTIVES[name]
     group: Any = dist.group.WORLD
     if func.namespace != "c10d":
         group = torch._C._distributed_c10d._resolve_process_group(args[-1])
@@ -440,7 +449,7 @@ def read_collective(func: Any, args: Sequence[Any], groups: Mapping[str, str]) -
         operation=operation,
         dim=groups.get(group.group_name, "world"),
         ranks=tuple(ranks),
-        bytes=(len(ranks) if grows else 1) * _count_bytes(tensors),
+        bytes=(len(ranks) if is_part else 1) * _count_bytes(tensors),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
         dtype=format_dtype(tensors[0].dtype) if tensors else "",
         waits=func.namespace == "c10d" and not _is_asynchronous(func, args),
@@ -448,7 +457,7 @@ def read_collective(func: Any, args: Sequence[Any], groups: Mapping[str, str]) -
 
 
 def _is_asynchronous(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether a collective of c10d returns before its stream has waited for it."""
+    """Return True if a collective of c10d returns before its stream has waited for it."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.name in ("async_op", "asyncOp"):
             # torch leaves an argument out where it has its default.

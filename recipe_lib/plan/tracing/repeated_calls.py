@@ -93,7 +93,7 @@ def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None
             notes.append((OP, trace.ops[number]))
         else:
             return None
-    numbers = [tracer.find_number(result) for result in list_tensors(returned)]
+    numbers = [tracer.find_storage_index(result) for result in list_tensors(returned)]
     num_left = len(order) - sum(kind == FREE for kind, _ in notes)
     call = remember(returned, [])
     # All that is left has to be the results', each with memory of its own: what else the call keeps

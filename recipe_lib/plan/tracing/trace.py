@@ -1,10 +1,10 @@
-"""A trace: what a simulated run did, as plain numbers.
+"""Define the trace of a run: its allocations, operators and waits, as plain numbers.
 
-It says which memory was taken and given back, by which operator, and why. `tracer.py` records it;
-the allocator, the time line and the views read it. Bytes are those asked for, before an allocator
-rounds them; times do not exist yet: a trace is an order of events, as the host issues them. When it
-is complete, `classify_activations` and `give_to_children` say what of it activations are, and which
-module keeps them. No torch in here.
+`tracer.Tracer` records one. The models of the allocator and of a step's time read it, and so do the
+reports. Bytes are those asked for, before an allocator rounds them. There are no times yet: events
+are in the order in which the host issues them. `trace_rank` calls `classify_activations` and
+`give_to_children` on a complete trace, to find activations and the modules that keep them.
+No torch in here.
 """
 
 from collections import defaultdict
@@ -30,13 +30,13 @@ STORAGE_KINDS = (
 # Parts of a step.
 PARTS = ("setup", "forward", "backward", "recompute", "optimizer", "other")
 
-# Kinds of events: (kind, number). ALLOC, FREE: of a storage. OP: an operator was issued. RECORD,
-# WAIT: an event of the device was recorded on, waited for by a stream (numbers of `Trace.syncs`).
-# PHASE: a phase began. ACTION: what a rank of a pipeline does next began, or all of it ended
-# (numbers of `Trace.actions`). USE: `record_stream` named a stream for a storage (numbers of
-# `Trace.uses`).
+# Kinds of events. An event is (kind, index into the list of the trace that `_LISTS` names).
+# ALLOC, FREE: a storage was taken or released. OP: an operator was issued. RECORD: a stream
+# recorded an event of the device. WAIT: a stream waited for one. PHASE: a phase began. ACTION: the
+# next action of a pipeline's rank began, or its last one ended. USE: `record_stream` named a stream
+# that uses a storage.
 ALLOC, FREE, OP, RECORD, WAIT, PHASE, ACTION, USE = range(8)
-# The list of a `Trace` that an event's number is of; FREE has that of its allocation.
+# FREE is not here: it makes no new entry, and has the index of its storage.
 _LISTS = {
     ALLOC: "storages",
     OP: "ops",
@@ -46,7 +46,7 @@ _LISTS = {
     ACTION: "actions",
     USE: "uses",
 }
-HOST = -1  # in place of a stream
+HOST = -1  # in place of a stream's number
 WORK_WAIT = "c10d::Work.wait"  # name of an `Op` that does nothing but wait for a collective
 
 
@@ -54,26 +54,16 @@ WORK_WAIT = "c10d::Work.wait"  # name of an `Op` that does nothing but wait for 
 class Storage:
     """One allocation."""
 
-    # As asked for.
-    bytes: int
-    # On the accelerator, else on the host.
-    device: bool = True
-    # That it was made on; 0 computes.
-    stream: int = 0
-    # Of STORAGE_KINDS.
-    kind: str = "temporary"
-    # Dotted path of the module that was running; empty: outside of modules.
-    module: str = ""
-    # The parameter's name where one is known.
-    label: str = ""
-    # The operator that made it.
-    op: str = ""
-    # Of PARTS.
-    part: str = "other"
-    # Index into `Trace.phases`.
-    phase: int = 0
-    # Host memory that a copy need not wait for.
-    pinned: bool = False
+    bytes: int  # as asked for, before an allocator rounds it
+    device: bool = True  # True: on the accelerator; False: on the host
+    stream: int = 0  # current stream when it was allocated; 0 is the one that computes
+    kind: str = "temporary"  # one of STORAGE_KINDS
+    module: str = ""  # dotted path of the module that was running; "": outside of modules
+    label: str = ""  # name of the parameter that it belongs to; "": none is known
+    op: str = ""  # name of the operator that made it
+    part: str = "other"  # part of the step that made it, one of PARTS
+    phase: int = 0  # index into `Trace.phases`
+    pinned: bool = False  # page-locked host memory, which copies without blocking the host
 
 
 @dataclass(slots=True)
@@ -84,16 +74,16 @@ class Collective:
     operation: str
     # Mesh dimension of the group, such as `data_shard`; `world`: all ranks.
     dim: str
-    # Members of the group; of `send` and `recv` the two that exchange.
+    # Ranks of the group; of `send` and `recv` the two that exchange.
     ranks: tuple[int, ...]
-    # Of the whole tensor: the gathered one, the one before it is scattered, the reduced one, the
-    # message.
+    # Bytes of the whole tensor: the gathered one, the one before it is scattered, the reduced one,
+    # the message.
     bytes: int
-    # Of the tensors of this rank.
+    # Shapes of this rank's tensors.
     shapes: tuple[tuple[int, ...], ...] = ()
-    # Such as `bf16`.
+    # Type of the tensors, such as `bf16`.
     dtype: str = ""
-    # The stream that issued it waits for it at once.
+    # True: the stream that issued it waits for it at once; False: it is asynchronous.
     waits: bool = True
 
 
@@ -101,59 +91,48 @@ class Collective:
 class Op:
     """One operator that does work; views do none."""
 
-    name: str
-    # That it was issued on.
-    stream: int = 0
-    # Of PARTS.
-    part: str = "other"
-    # Dotted path of what was running.
-    module: str = ""
-    # Index into `Trace.phases`.
-    phase: int = 0
-    # Of matmuls and attention; multiply and add are two.
-    flops: int = 0
-    # Read and written.
-    bytes: int = 0
-    # Of the result, for the rate that the device computes it with.
-    dtype: str = ""
-    collective: Collective | None = None
-    # So many alike were issued one after another; this one stands for all of them, with flops and
-    # bytes of one.
+    name: str  # with its namespace, such as `aten::mm`
+    stream: int = 0  # number of the stream that it was issued on
+    part: str = "other"  # part of the step, one of PARTS
+    module: str = ""  # dotted path of the module that was running; "": outside of modules
+    phase: int = 0  # index into `Trace.phases`
+    flops: int = 0  # of a matmul or attention, a multiply and an add counted as two; else 0
+    bytes: int = 0  # read and written
+    dtype: str = ""  # type that the device's rate is looked up for, such as `bf16`
+    collective: Collective | None = None  # None: it communicates nothing
+    # It stands for so many operators like it; flops and bytes are those of one.
     repeats: int = 1
     # `to_host` or `to_device` for a copy between the two, whose bytes are counted on both sides.
     transfer: str = ""
-    # Of a matmul (matrices, m, k, n), of a grouped one which of m and k is the rows of an expert (1
-    # or 2) besides; of attention (rows times heads, queries, keys, keys seen by a query, width).
+    # Of a matmul: (matrices, m, k, n). Of a grouped matmul also the index (1 or 2) of the dimension
+    # that an expert's rows are. Of attention: (rows times heads, queries, keys, keys that a query
+    # sees on average, head width).
     shape: tuple[int, ...] = ()
-    # It is the host that computes it.
-    on_host: bool = False
-    # In forward and recomputation, the storages of its arguments.
+    on_host: bool = False  # True: the host computes it, not the accelerator
+    # Indices of its arguments' storages; () but in forward and recomputation.
     reads: tuple[int, ...] = ()
-    # In forward and recomputation, the storages of its results.
+    # Indices of its results' storages; () but in forward and recomputation.
     makes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class Sync:
-    """An event that a stream records or waits for."""
+    """An event of the device (`torch.cuda.Event`) that a stream records or waits for."""
 
-    # Number of the event.
-    event: int
-    # That records or waits; HOST: the host waits.
-    stream: int
+    event: int  # its number: one for each time that it is recorded
+    stream: int  # number of the stream that records or waits; HOST: the host waits
 
 
 @dataclass(slots=True)
 class ActionMark:
-    """The next action of a rank of a pipeline."""
+    """The begin of the next action of a pipeline's rank."""
 
-    # That it does it for.
-    stage: int = -1
-    # F, B, I, W, or SF, RF, SB, RB: as the pipeline's schedule has it; empty: the end of all of it.
+    stage: int = -1  # pipeline stage that it is done for; -1: none
+    # F: forward. B: backward. I: backward of inputs only, W: of weights only. SF, RF: send, receive
+    # activations. SB, RB: send, receive gradients. "": the step's last action has ended.
     kind: str = ""
-    # Number in the step.
-    micro_batch: int = -1
-    # This one stands for as many, of later micro-batches; the operators in it say so too.
+    micro_batch: int = -1  # index in the step; -1: none
+    # It stands for so many actions of the step; `repeats` of the operators in it counts them too.
     repeats: int = 1
 
 
@@ -161,73 +140,76 @@ class ActionMark:
 class Trace:
     """Everything one rank did, phase by phase."""
 
-    storages: list[Storage] = field(default_factory=list)
-    ops: list[Op] = field(default_factory=list)
-    syncs: list[Sync] = field(default_factory=list)
-    phases: list[str] = field(default_factory=list)
-    actions: list[ActionMark] = field(default_factory=list)
-    # (storage, stream that uses it too).
+    storages: list[Storage] = field(default_factory=list)  # all allocations, in order
+    ops: list[Op] = field(default_factory=list)  # all operators that do work, in order
+    syncs: list[Sync] = field(default_factory=list)  # records of events and waits for them
+    phases: list[str] = field(default_factory=list)  # names, such as `setup` or `step`
+    actions: list[ActionMark] = field(default_factory=list)  # [] without a pipeline
+    # (index of a storage, another stream that uses it).
     uses: list[tuple[int, int]] = field(default_factory=list)
-    # (kind, number), in the order in which the host issued them.
+    # (kind, index into the list of that kind), in the order in which the host issued them.
     events: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, kind: int, entry: Any) -> int:
-        """Add an event, and what it is about to the list of such; return its number there."""
+        """Add an event, and its entry (a Storage, Op, ...) to its list; return the index there.
+
+        kind: any but FREE, whose events have no entry.
+        """
         entries: list[Any] = getattr(self, _LISTS[kind])
         entries.append(entry)
-        number = len(entries) - 1
-        self.events.append((kind, number))
-        return number
+        index = len(entries) - 1
+        self.events.append((kind, index))
+        return index
 
     def iterate_events(self, phase: str) -> Iterator[tuple[int, int]]:
         """Yield the events of one phase, in order; ValueError if it was not traced."""
-        phase_number = self.phases.index(phase)
-        current = -1
-        for kind, number in self.events:
+        phase_index = self.phases.index(phase)
+        current_phase = -1
+        for kind, index in self.events:
             if kind == PHASE:
-                current = number
-            elif current == phase_number:
-                yield kind, number
+                current_phase = index
+            elif current_phase == phase_index:
+                yield kind, index
 
     def iterate_ops(self, phase: str) -> Iterator[Op]:
         """Yield the operators of one phase, in order; ValueError if it was not traced."""
-        return (self.ops[number] for kind, number in self.iterate_events(phase) if kind == OP)
+        return (self.ops[index] for kind, index in self.iterate_events(phase) if kind == OP)
 
     def walk(
         self, device: bool = True
     ) -> Iterator[tuple[int, int, int, str, int, dict[int, Storage]]]:
-        """Yield of each event (index, kind, number, phase, bytes, storages).
+        """Yield for each event (its index, kind, entry index, name of the phase, bytes, storages).
 
-        bytes, storages: what is alive after it on the accelerator, or on the host. Storages are by
-        number, in a dict that goes on changing.
+        bytes, storages: what is alive after it on the accelerator, or on the host. storages: index
+        -> Storage, one dict that changes from event to event.
         """
         phase = ""
         live_bytes = 0
         alive: dict[int, Storage] = {}
-        for index, (kind, number) in enumerate(self.events):
+        for event_index, (kind, index) in enumerate(self.events):
             if kind == PHASE:
-                phase = self.phases[number]
-            elif kind == ALLOC and self.storages[number].device == device:
-                alive[number] = self.storages[number]
-                live_bytes += alive[number].bytes
-            elif kind == FREE and number in alive:
-                live_bytes -= alive.pop(number).bytes
-            yield index, kind, number, phase, live_bytes, alive
+                phase = self.phases[index]
+            elif kind == ALLOC and self.storages[index].device == device:
+                alive[index] = self.storages[index]
+                live_bytes += alive[index].bytes
+            elif kind == FREE and index in alive:
+                live_bytes -= alive.pop(index).bytes
+            yield event_index, kind, index, phase, live_bytes, alive
 
     def iterate_action_ops(self, phase: str) -> Iterator[tuple[ActionMark, int, Op]]:
-        """Yield (what a rank of a pipeline does meanwhile, number, operator) of one phase."""
+        """Yield (action of the pipeline's rank, index of the operator, operator) of one phase."""
         action = ActionMark()
-        for kind, number in self.iterate_events(phase):
+        for kind, index in self.iterate_events(phase):
             if kind == ACTION:
-                action = self.actions[number]
+                action = self.actions[index]
             elif kind == OP:
-                yield action, number, self.ops[number]
+                yield action, index, self.ops[index]
 
     def find_peaks(self, device: bool = True) -> dict[str, tuple[int, int]]:
-        """Return by phase (the most bytes live at a time, index of the event that led there).
+        """Return phase -> (the most bytes alive at a time, index of the event that led there).
 
-        Bytes are on the accelerator or on the host, before any rounding. The index is -1 if the
-        event was before the phase.
+        Bytes are those on the accelerator, or on the host, before any rounding. The index is -1 if
+        the event was before the phase.
         """
         peaks: dict[str, tuple[int, int]] = {}
         for index, kind, _, phase, live_bytes, _ in self.walk(device):
@@ -238,13 +220,13 @@ class Trace:
         return peaks
 
     def find_active_peaks(self, device: bool = True) -> dict[str, int]:
-        """Return by phase the most bytes live at a time."""
-        return {phase: most for phase, (most, _) in self.find_peaks(device).items()}
+        """Return phase -> the most bytes alive at a time."""
+        return {phase: peak_bytes for phase, (peak_bytes, _) in self.find_peaks(device).items()}
 
     def list_alive_at_peak(self, phase: str) -> list[int]:
-        """Return the numbers of the storages that are live when the most bytes of a phase are.
+        """Return the indices of the storages on the accelerator that are alive at a phase's peak.
 
-        KeyError if the phase is not there.
+        Raises KeyError if the phase was not traced.
         """
         peak = self.find_peaks()[phase][1]
         if peak < 0:  # where the phase begins
@@ -261,35 +243,39 @@ class Trace:
 
 
 def classify_activations(trace: Trace) -> None:
-    """Mark as activations what forward or recomputation made and backward finds when it begins."""
-    waiting: dict[int, None] = {}
-    for kind, number in trace.events:
+    """Set the kind `activations` of memory from forward or recomputation that backward finds.
+
+    It is the memory of the kind `temporary` that is alive when the next operator of backward runs.
+    """
+    alive: dict[int, None] = {}  # indices of such storages, as an ordered set
+    for kind, index in trace.events:
         if kind == ALLOC:
-            storage = trace.storages[number]
+            storage = trace.storages[index]
             if storage.kind == "temporary" and storage.part in ("forward", "recompute"):
-                waiting[number] = None
+                alive[index] = None
         elif kind == FREE:
-            waiting.pop(number, None)
-        elif kind == OP and trace.ops[number].part == "backward":
-            for activation in waiting:
+            alive.pop(index, None)
+        elif kind == OP and trace.ops[index].part == "backward":
+            for activation in alive:
                 trace.storages[activation].kind = "activations"
-            waiting.clear()
+            alive.clear()
         elif kind == PHASE:
-            waiting.clear()
+            alive.clear()
 
 
 def give_to_children(trace: Trace) -> None:
     """Change `module` of activations to the child module that they belong to.
 
-    A child's output is made from its weight, or from what is that child's alone, such as queries
-    before they are rotated. Its input is read by products with its weights alone, its adapter's
-    among them. A tensor that several children read, such as gathered tokens, stays the parent's.
+    An output of a child is made from its weight, or from tensors of that child alone, such as
+    queries before they are rotated. An input of a child is multiplied only by that child's weights,
+    an adapter's among them. A tensor that several children read stays the parent's.
     """
     owners = {_find_owner(storage) for storage in trace.storages} - {""}
-    makers: dict[int, str] = {}  # number of a storage -> the child whose output it is
-    readers: dict[int, set[str]] = defaultdict(set)  # -> modules whose weights it is multiplied by
-    for kind, number in trace.events:
-        op = trace.ops[number] if kind == OP else None
+    makers: dict[int, str] = {}  # index of a storage -> the child whose output it is
+    # Index of a storage -> the modules whose weights it is multiplied by.
+    readers: dict[int, set[str]] = defaultdict(set)
+    for kind, event_entry in trace.events:
+        op = trace.ops[event_entry] if kind == OP else None
         if op is None or not op.makes:
             continue
         weights = {_find_owner(trace.storages[read]) for read in op.reads} - {""}
@@ -299,17 +285,17 @@ def give_to_children(trace: Trace) -> None:
         child = _find_child(op, trace.storages, weights=weights, makers=makers, owners=owners)
         if child:
             makers |= dict.fromkeys(op.makes, child)
-    for number, storage in enumerate(trace.storages):
+    for index, storage in enumerate(trace.storages):
         if storage.kind != "activations" or storage.part not in ("forward", "recompute"):
             continue
-        read_by = {_find_child_above(storage.module, reader) for reader in readers[number]}
-        child = makers.get(number) or (read_by.pop() if len(read_by) == 1 else "")
+        read_by = {_find_child_above(storage.module, reader) for reader in readers[index]}
+        child = makers.get(index) or (read_by.pop() if len(read_by) == 1 else "")
         if child in owners and _find_child_above(storage.module, child):
             storage.module = child
 
 
 def _find_owner(storage: Storage) -> str:
-    """Return the module of a parameter, "" for other memory."""
+    """Return the module whose parameter a storage is; "": it is none, or several share it."""
     # A label that ends in `*` is that of memory which several parameters share.
     has_owner = storage.kind in ("parameters", "gathered") and not storage.label.endswith("*")
     return storage.label.rpartition(".")[0] if has_owner else ""
@@ -336,15 +322,15 @@ def _find_child(
             continue
         if child := _find_child_above(op.module, makers.get(read) or storage.module):
             children.add(child)
-        # What modules around the running one made for all layers, such as rotations, does not
-        # count.
+        # Tensors that modules around the running one made for all layers, such as rotations, do
+        # not count.
         elif not _find_child_above(storage.module, op.module) and storage.module:
             largest_other = max(largest_other, storage.bytes)
     only_child = children.pop() if len(children) == 1 else ""
     if only_child not in owners or not only_child:
         return ""
-    # Without a weight of the child, its tensors have to be more than what else is read: a sum with
-    # the residual stream is not the norm's.
+    # Without a weight of the child, the result has to be larger than the other tensors read: a sum
+    # of a norm's output and the residual stream is not the norm's.
     smallest_result = min(storages[result].bytes for result in op.makes)
     return only_child if weights or largest_other < smallest_result else ""
 

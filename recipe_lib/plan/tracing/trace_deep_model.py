@@ -1,9 +1,10 @@
-"""Deep models, simulated with few of their layers.
+"""Simulate a deep model with few of its layers.
 
-`simulate_deep` simulates a deep model twice with few layers, one period of layers apart. A recipe
-does for each middle layer what it does for the one before it: the events that the longer run has
-once more are repeated, each with its own layer's name (`extend_trace`). Where the two runs do not
-show it beyond doubt, and where a recipe does not treat all layers alike, the whole model is run.
+`simulate_deep` simulates a deep model twice with few layers, one period of layers apart. (Kinds of
+layers repeat after a period; it is 1 where all are alike.) A recipe does for each middle layer what
+it does for the one a period before: the events that the longer run has once more are repeated, each
+with its own layer's name (`extend_trace`). Where the two runs do not show it beyond doubt, and
+where a recipe does not treat all layers alike, the whole model is run.
 """
 
 import itertools
@@ -44,16 +45,16 @@ from recipe_lib.plan.tracing.trace import (
 )
 from recipe_lib.plan.tracing.trace_rank import Simulated
 
-# Layers of the shorter run: three iterations of a loop over layers, of which the first and the last
-# may differ from the others, and two layers at the ends of a step for which FSDP gathers ahead.
+# Layers of the shorter run: _ITERATIONS periods, of which the first and the last may differ from
+# the others, and _ENDS layers at the ends of a step for which FSDP gathers ahead.
 _ITERATIONS = 3
 _ENDS = 2
-# Two shallow models have to be so much less than the whole one.
+# The whole model needs so many times the layers of both shallow models together, to save time.
 _WORTHWHILE = 1.4
-# A size that grows with the number of layers may reach a limit that few layers do not show, such as
-# that of a bucket.
+# Bytes up to which a size may grow with the number of layers. A larger one may reach a limit that
+# few layers do not show, such as that of a bucket.
 _MOST_GROWN = 2**20
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a dotted name that is a number
 
 
 def simulate_deep(
@@ -61,10 +62,10 @@ def simulate_deep(
     cfg: FullFinetuneConfig,
     run: Callable[[FullFinetuneConfig], Simulated],
 ) -> Simulated:
-    """Return `run(cfg)`, from two runs of few layers where they tell what all layers do.
+    """Return `run(cfg)`, or the same from two runs with few layers where they show all of it.
 
-    A recipe that declares that it treats all layers alike and does not is simulated as a whole,
-    with a note.
+    run: simulates a config. Where the layers of a recipe that declares that it treats them alike
+    turn out to differ, the whole model is simulated, with a note.
     """
     depths = choose_depths(recipe_class, cfg)
     simulated = None
@@ -73,13 +74,13 @@ def simulate_deep(
         lead, period = find_layer_pattern(cfg)
         # Dynamo would look into the patched methods.
         watched = [] if cfg.compile else _watch_layers(faults)
-        # What is wrong with a shallow model is told of the whole one, which was asked for.
+        # An error of a shallow model is not reported: the whole model is run then, and raises its.
         with apply_patches(watched), suppress(UserError, IndexError):
             short, long = (run(limit_layers(cfg, depth)) for depth in depths)
             middle = range(max(1, lead), depths[1] - period)
             faults += _find_different_layers(long.trace, middle, period)
-            more = (count_layers(cfg) - depths[1]) // period
-            simulated = _extend_simulation(short, long=long, more=more, period=period)
+            num_periods = (count_layers(cfg) - depths[1]) // period
+            simulated = _extend_simulation(short, long=long, more=num_periods, period=period)
     if simulated is None or faults:
         simulated = run(cfg)
     simulated.notes += [f"{fault}: the whole model is simulated" for fault in faults[:1]]
@@ -87,9 +88,9 @@ def simulate_deep(
 
 
 def _watch_layers(faults: list[str]) -> list[Patch]:
-    """Return patches that note where a user's code takes layers out of their list.
+    """Return patches that add a fault where a user's code indexes or iterates a ModuleList.
 
-    Code that treats some layers otherwise does so.
+    Code that treats some layers differently does so.
     """
 
     def watch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +122,7 @@ def _find_different_layers(trace: Trace, layers: range, period: int) -> Iterator
 
 
 def choose_depths(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] | None:
-    """Return the layers of the two simulations; None: the whole model is simulated."""
+    """Return how many layers the two simulations have; None: the whole model is simulated."""
     adapters = cfg.trained_adapters
     module_lists = [cfg.parallel.fsdp_wrap_policy, adapters.target_modules if adapters else ""]
     # A list may name single layers; a word such as `layers` does not.
@@ -142,9 +143,9 @@ def choose_depths(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int
         return None
     num_layers = count_layers(cfg)
     lead, period = find_layer_pattern(cfg)
-    # Of periods of several layers one is lost where the layers at an end differ from the others.
+    # One period more if it has several layers: one at an end may differ from the others in part.
     iterations = _ITERATIONS + (period > 1)
-    # What a compiled layer made lives a layer longer.
+    # The outputs of a compiled layer live a layer longer.
     short = lead + iterations * period + _ENDS + cfg.compile
     if cfg.memory.activation_offload:
         short += 2 * cfg.memory.activation_offload_prefetch_layers + 1
@@ -157,9 +158,9 @@ def _extend_simulation(
 ) -> Simulated | None:
     """Return the run of a model with `more` periods of layers beyond the longer run's.
 
-    None where the two runs do not tell.
+    Return None where the two runs do not show it. period: layers.
     """
-    # All but the traces, the tables of modules and the number of events has to be the same.
+    # All but the traces, the rows of modules and the number of events has to be the same.
     comparison = replace(short.comparison, events=long.comparison.events)
     if replace(short, trace=long.trace, modules=long.modules, comparison=comparison) != long:
         return None
@@ -170,23 +171,24 @@ def _extend_simulation(
 
 @dataclass
 class _Event:
-    """An event before it is an item of `LoopItems`."""
+    """An event of a trace, or a row of modules, before it is an item of `LoopItems`."""
 
-    # What has to be the same for two events to be alike.
+    # All that has to be equal for two events to be alike.
     what: Hashable
-    # Part of the key where both runs have the event with the same sizes. Where only one has, as of
-    # a sum over all layers, they are numbers that may grow.
+    # Bytes, flops and the like. Events are alike only with equal sizes, if both runs have an event
+    # with these. Else, as for a sum over all layers, sizes are numbers that may grow.
     sizes: tuple[int, ...] = ()
-    # Numbers in the names of its module and its label.
+    # Numbers in the names of its module and its label, such as that of the layer.
     name_numbers: tuple[int, ...] = ()
+    # Index of the earlier event that it refers to, such as the allocation of a release; -1: none.
     target: int = -1
 
 
 def extend_trace(short: Trace, long: Trace, more: int, period: int = 1) -> Trace | None:
     """Return the trace of a model with `more` periods of layers beyond the longer run's.
 
-    The longer run has one period more than the shorter. None where the two do not tell. Operators
-    of the result do not say what they read and make.
+    The longer run has one period more than the shorter. Return None where the two do not show how
+    it goes on. In the result `reads` and `makes` of operators are ().
     """
     if short.phases != long.phases or long.actions:
         return None
@@ -198,7 +200,7 @@ def extend_trace(short: Trace, long: Trace, more: int, period: int = 1) -> Trace
 def extend_rows(
     short: Sequence[LayerRow], long: Sequence[LayerRow], more: int, period: int = 1
 ) -> list[LayerRow] | None:
-    """Return the table of modules of the same model, in the same way."""
+    """Return the rows of modules of the same model, or None, as `extend_trace` its trace."""
     items = _make_items(list(map(_describe_row, short)), list(map(_describe_row, long)))
     continued = continue_items(*items, more, period)
     if continued is None:
@@ -215,8 +217,8 @@ def _describe_row(row: LayerRow) -> _Event:
 
 
 def _make_items(short: Sequence[_Event], long: Sequence[_Event]) -> tuple[LoopItems, LoopItems]:
-    """Return both runs' events as items with keys that mean the same in both."""
-    key_numbers: dict[Hashable, int] = {}
+    """Return both runs' events as items whose keys are equal for events that are alike."""
+    key_numbers: dict[Hashable, int] = {}  # what is compared -> a small number for it
     in_both = {(event.what, event.sizes) for event in short}
     in_both &= {(event.what, event.sizes) for event in long}
     runs = LoopItems(), LoopItems()
@@ -238,26 +240,26 @@ def _list_events(trace: Trace) -> list[_Event]:
     the record that it waits for.
     """
     events: list[_Event] = []
-    allocations: dict[int, int] = {}  # number of a storage -> index of its event
+    allocations: dict[int, int] = {}  # index of a storage -> index of its event
     records: dict[int, int] = {}  # number of an event of the device -> index of its record
-    for index, (kind, number) in enumerate(trace.events):
+    for event_index, (kind, index) in enumerate(trace.events):
         if kind == ALLOC:
-            events.append(_describe_allocation(trace.storages[number]))
-            allocations[number] = index
+            events.append(_describe_allocation(trace.storages[index]))
+            allocations[index] = event_index
         elif kind == FREE:
-            events.append(_Event((FREE,), target=allocations[number]))
+            events.append(_Event((FREE,), target=allocations[index]))
         elif kind == OP:
-            events.append(_describe_op(trace.ops[number]))
+            events.append(_describe_op(trace.ops[index]))
         elif kind in (RECORD, WAIT):
-            sync = trace.syncs[number]
+            sync = trace.syncs[index]
             events.append(_Event((kind, sync.stream), target=records.get(sync.event, -1)))
             if kind == RECORD:
-                records[sync.event] = index
+                records[sync.event] = event_index
         elif kind == USE:
-            storage_number, stream = trace.uses[number]
-            events.append(_Event((USE, stream), target=allocations[storage_number]))
+            storage_index, stream = trace.uses[index]
+            events.append(_Event((USE, stream), target=allocations[storage_index]))
         else:
-            events.append(_Event((kind, number)))
+            events.append(_Event((kind, index)))
     return events
 
 
@@ -282,10 +284,10 @@ def _describe_allocation(storage: Storage) -> _Event:
 def _describe_op(op: Op) -> _Event:
     module, module_numbers = _split_name(op.module)
     collective = op.collective
-    kinds: Hashable = None
+    collective_kind: Hashable = None
     sizes: tuple[int, ...] = (op.bytes, op.flops, op.repeats)
     if collective is not None:
-        kinds = (
+        collective_kind = (
             collective.operation,
             collective.dim,
             collective.ranks,
@@ -305,7 +307,7 @@ def _describe_op(op: Op) -> _Event:
         op.transfer,
         op.shape,
         op.on_host,
-        kinds,
+        collective_kind,
     )
     return _Event(what, sizes=sizes, name_numbers=module_numbers)
 
@@ -314,7 +316,7 @@ def _describe_op(op: Op) -> _Event:
 def _split_name(name: str) -> tuple[str, tuple[int, ...]]:
     """Split a dotted name into a pattern and its numbers.
 
-    `model.layers.3.mlp` gives `model.layers.{}.mlp` and 3.
+    `model.layers.3.mlp` gives `("model.layers.{}.mlp", (3,))`.
     """
     return _NUMBER.sub("{}", name), tuple(map(int, _NUMBER.findall(name)))
 
@@ -327,20 +329,22 @@ def _join_name(pattern: str, numbers: tuple[int, ...]) -> str:
 def _build_trace(continued: LoopItems, long: Trace) -> Trace | None:
     """Return the continued events as a trace.
 
-    None where one of them releases what is not there, or has grown too much.
+    Return None where one of them releases memory that is not alive, or has grown too much. A key in
+    `continued` is the index of the event in `long` that the continued one is like.
     """
     trace = Trace(phases=list(long.phases))
-    numbers_of_events: list[int] = []  # by event that of its storage or mark; -1: it has none
-    marks = itertools.count()  # numbers of the events of the device
-    alive: set[int] = set()
+    # For each event of the result, the storage's index or the device event's number; -1: neither.
+    referred_by_event: list[int] = []
+    device_events = itertools.count()  # numbers of the events of the device
+    alive: set[int] = set()  # indices of storages
     items = zip(continued.keys, continued.numbers, continued.targets, strict=True)
     for like, numbers, target in items:
-        kind, number = long.events[like]
-        # The storage or mark that the event refers to, or makes.
-        referred = numbers_of_events[target] if 0 <= target < len(numbers_of_events) else -1
+        kind, index = long.events[like]
+        # The storage or event of the device that this event refers to, or makes.
+        referred = referred_by_event[target] if 0 <= target < len(referred_by_event) else -1
         if kind == ALLOC:
-            storage = _copy_storage(long.storages[number], numbers)
-            if storage.bytes > max(_MOST_GROWN, long.storages[number].bytes):
+            storage = _copy_storage(long.storages[index], numbers)
+            if storage.bytes > max(_MOST_GROWN, long.storages[index].bytes):
                 return None
             referred = trace.add(ALLOC, storage)
             alive.add(referred)
@@ -350,32 +354,32 @@ def _build_trace(continued: LoopItems, long: Trace) -> Trace | None:
             alive.remove(referred)
             trace.events.append((FREE, referred))
         elif kind == OP:
-            op = _copy_op(long.ops[number], numbers)
-            before = long.ops[number].collective
-            most_bytes = max(_MOST_GROWN, before.bytes if before else 0)
+            op = _copy_op(long.ops[index], numbers)
+            collective = long.ops[index].collective
+            most_bytes = max(_MOST_GROWN, collective.bytes if collective else 0)
             if op.collective is not None and op.collective.bytes > most_bytes:
                 return None
             trace.add(OP, op)
         elif kind in (RECORD, WAIT):
-            referred = referred if referred >= 0 else next(marks)
-            trace.add(kind, Sync(referred, long.syncs[number].stream))
+            referred = referred if referred >= 0 else next(device_events)
+            trace.add(kind, Sync(referred, long.syncs[index].stream))
         elif kind == USE:
-            trace.add(USE, (referred, long.uses[number][1]))
+            trace.add(USE, (referred, long.uses[index][1]))
         else:
-            trace.events.append((kind, number))
-        numbers_of_events.append(referred)
+            trace.events.append((kind, index))
+        referred_by_event.append(referred)
     return trace
 
 
 def _copy_storage(like: Storage, numbers: tuple[int, ...]) -> Storage:
-    """Return an allocation like another, with its own size and numbers of names."""
+    """Return an allocation like another, with `numbers` for its bytes and those in its names."""
     module, module_numbers = _split_name(like.module)
     label, _ = _split_name(like.label)
-    size, *name_numbers = numbers
-    num_module = len(module_numbers)
+    num_bytes, *name_numbers = numbers
+    num_module = len(module_numbers)  # how many of the numbers are in the module's name
     # Not `dataclasses.replace`: it takes several times as long, and a trace has many of them.
     return Storage(
-        bytes=size,
+        bytes=num_bytes,
         device=like.device,
         stream=like.stream,
         kind=like.kind,
@@ -389,13 +393,13 @@ def _copy_storage(like: Storage, numbers: tuple[int, ...]) -> Storage:
 
 
 def _copy_op(like: Op, numbers: tuple[int, ...]) -> Op:
-    """Return an operator like another, with its own sizes and numbers of names."""
-    size, flops, repeats, *later_numbers = numbers
+    """Return an operator like another, with `numbers` for its sizes and those in its name."""
+    num_bytes, flops, repeats, *later_numbers = numbers
     pattern, module_numbers = _split_name(like.module)
     num_sizes = len(later_numbers) - len(module_numbers)
     sizes = later_numbers[:num_sizes]
     collective = like.collective
-    # Most are as they were; copying a collective takes time.
+    # Copying a collective takes time, and most have the sizes of the other one.
     if collective is not None and sizes != [
         collective.bytes,
         *itertools.chain(*collective.shapes),
@@ -410,7 +414,7 @@ def _copy_op(like: Op, numbers: tuple[int, ...]) -> Op:
         module=_join_name(pattern, tuple(later_numbers[num_sizes:])),
         phase=like.phase,
         flops=flops,
-        bytes=size,
+        bytes=num_bytes,
         dtype=like.dtype,
         collective=collective,
         repeats=repeats,

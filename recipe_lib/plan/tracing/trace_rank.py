@@ -1,8 +1,8 @@
-"""A recipe run in the simulated world, phase by phase, as a trace.
+"""Run a recipe phase by phase under a tracer, and return the trace of one rank.
 
 `simulate` runs `setup_model`, `setup_optimizer` and `train_step` of a recipe as one rank of many,
-on a device whose tensors have sizes and no bytes. `trace_real_run` traces a real run on a CPU in
-the same way, for comparison.
+on a device whose tensors have sizes and no bytes. A plan computes memory and time from its result.
+`trace_real_run` traces a real run on a CPU in the same way; tests compare the two.
 """
 
 import gc
@@ -68,20 +68,23 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
 from recipe_lib.plan.tracing.trace import Trace, classify_activations, give_to_children
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
 
+# Names of phases.
 FIRST = "first step"  # in it the optimizer makes its states
-STEADY = "step"
-MAKING_STATES = "states"  # in place of the first step, all gradients at once, as no run has them
+STEADY = "step"  # any later step
+# In place of the first step: states are made with all gradients at once, as no run has them.
+MAKING_STATES = "states"
+# Raised by fake tensors where an operator's result depends on a tensor's values.
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-_MANY_OBJECTS = 2_000_000
-# Answers of operators by their shapes. They hold for all simulations of this process, so that a
+_MANY_OBJECTS = 2_000_000  # after so many, Python's garbage collector runs between simulations
+# Cached results of operators by shapes. All simulations of this process share them, so that a
 # search's later trials find them.
 _known_calls: dict[Any, Any] = {}
 
 
 def list_short_steps(cfg: FullFinetuneConfig) -> tuple[str, ...]:
-    """Return the steps that are enough to see a steady one."""
-    # States that are stepped in backward come with the first step's gradients, one by one:
-    # `_make_states` cannot make them.
+    """Return the `steps` for `simulate` that are enough to see a steady one."""
+    # With `optimizer_in_backward` states are made in the first backward, one parameter after the
+    # other: `_make_states` cannot make them.
     return (FIRST, STEADY) if cfg.memory.optimizer_in_backward else (STEADY,)
 
 
@@ -90,19 +93,20 @@ class Simulated:
     """The simulated run of one rank."""
 
     trace: Trace
-    modules: list[LayerRow]  # the table of modules; no activations are counted in it yet
+    modules: list[LayerRow]  # one row a module; no activations are counted in them yet
     coordinates: dict[str, int]  # mesh dimension -> the rank's index along it
     mesh: dict[str, int]  # mesh dimension -> its size
-    tokens: int  # of a step, all ranks
-    # The second step left the memory as the first did, so that all later ones are like it.
+    tokens: int  # tokens of a step, of all ranks
+    # True: the last step left as many bytes alive as the first, so that all later ones are like it.
     repeats: bool
-    stages: dict[int, range] = field(default_factory=dict)  # of a pipeline's rank: stage -> layers
-    notes: list[str] = field(default_factory=list)
-    step_growth: int = 0  # bytes that the last step left beyond the first one
+    stages: dict[int, range] = field(default_factory=dict)  # the rank's pipeline stages -> layers
+    notes: list[str] = field(default_factory=list)  # sentences for the report
+    step_growth: int = 0  # bytes alive after the last step beyond those after the first one
     traced: int = 0  # micro-batches of a step that were simulated; 0 for a real run
+    # Of the simulated micro-batches with each other.
     comparison: MicroBatchComparison = field(default_factory=MicroBatchComparison)
-    estimate: str = ""  # why the figures are an estimate; "" if they are none
-    untraced_bytes: int = 0  # that micro-batches which were not simulated are taken to leave
+    estimate: str = ""  # why the figures are an estimate; "": they are exact
+    untraced_bytes: int = 0  # bytes that micro-batches not simulated are taken to leave alive
 
 
 def simulate(
@@ -120,12 +124,13 @@ def simulate(
     traced: int | None = None,
     checker: StreamChecker | None = None,
 ) -> Simulated:
-    """Trace set-up, two steps and the `phases` besides, as rank `rank` of `ranks`.
+    """Trace set-up, `steps` and the other `phases` of a recipe, as rank `rank` of `ranks`.
 
-    steps: (STEADY,) for one step, before which the optimizer is given its states. like_cpu: kernels
-    are a CPU's; else those of a GPU of this `capability`. kernel_memory: scratch of kernels.
-    traced: so many micro-batches of a step run, and count for themselves; None: as many as can
-    count for all. checker: follows all of it; numbers that `train_step` reads are then 1.
+    sequence: lengths of the sequences. steps: (STEADY,) for one step, before which the optimizer is
+    given its states. like_cpu: kernels are a CPU's; else those of a GPU with this compute
+    `capability`. kernel_memory: returns scratch of kernels; None: none is counted. traced: so many
+    micro-batches of a step run, and count only for themselves; None: as many as can count for all.
+    checker: follows all of it; numbers that `train_step` reads are then 1.
 
     The recipe's `setup_data` does not run: `self.data` is a PlannedData. Raises UserErrors of the
     recipe, and ConfigError where a step reads a tensor's value.
@@ -151,7 +156,7 @@ def simulate(
                 tracer.activate(),
                 trace_compiled_code(tracer) if cfg.compile else nullcontext() as code,
                 apply_patches(patches),
-                # A checker has to see every operator.
+                # A checker has to see every operator, also those that are like earlier ones.
                 repeat_shaped_work(tracer) if checker is None else nullcontext(),
             ):
                 simulated = _run_phases(
@@ -176,8 +181,8 @@ def simulate(
     simulated = run(count if not is_uniform and count <= FEW_MICRO_BATCHES else None)
     if simulated.traced == count or (simulated.comparison.alike and is_uniform):
         return simulated
-    # A recipe that may treat them differently: as many run as there is time for. In a pipeline not
-    # every number of them can count for all.
+    # A recipe that may treat micro-batches differently: as many run as there is time for. In a
+    # pipeline not every number of them can count for all.
     affordable = count_affordable(simulated.comparison, count, simulated.traced)
     if affordable > simulated.traced and (affordable == count or cfg.parallel.pipeline == 1):
         simulated = run(affordable)
@@ -193,7 +198,7 @@ def trace_real_run(
     world: World,
     sequence: PlannedSequence,
 ) -> Simulated:
-    """Trace set-up and two steps run for real on a CPU, which a simulation is compared with."""
+    """Trace set-up and two steps that run for real on a CPU, to compare a simulation with."""
     tracer = Tracer(world.device.type)
     with nf4.make_tables_anew(), pause_collector(), tracer.activate():
         return _run_phases(
@@ -221,8 +226,8 @@ def _run_phases(
 ) -> Simulated:
     """Run a recipe's phases under a tracer that is active.
 
-    num_micro_batches: of a step; None: the fewest that can count for all. stands_alone: they count
-    for themselves alone.
+    phases, steps: as in `simulate`. num_micro_batches: how many of a step run; None: the fewest
+    that can count for all. stands_alone: True if they count only for themselves.
     """
     notes: list[str] = []
     tracer.groups = _name_groups(world)
@@ -290,7 +295,7 @@ def _run_phases(
 
 
 def _name_groups(world: World) -> dict[str, str]:
-    """Return the dimension of the mesh by the name of its process group."""
+    """Return the name of a process group -> the mesh dimension that it is of."""
     dims = world.mesh.mesh_dim_names or ()
     groups = {world.mesh.get_group(dim).group_name: dim for dim in dims}
     if world.context is not None:
@@ -299,7 +304,7 @@ def _name_groups(world: World) -> dict[str, str]:
 
 
 def _find_stages(recipe: Any) -> dict[int, range]:
-    """Return the layers of each stage of a pipeline that is on this rank."""
+    """Return the layers of each pipeline stage on this rank; {} without a pipeline."""
     parallels = [value for value in vars(recipe).values() if isinstance(value, Parallel)]
     pipelines = [parallel.pipeline for parallel in parallels if parallel.pipeline]
     return pipelines[-1].layers if pipelines else {}
@@ -314,6 +319,7 @@ def _run_other_phases(
     phases: Sequence[str],
     notes: list[str],
 ) -> None:
+    """Run validation and the gathering of a save, where `phases` names them."""
     if "validation" in phases and cfg.validation.source is not None:
         _try_phase("validation", run=recipe.validate, tracer=tracer, notes=notes)
         for model in models.values():
@@ -328,7 +334,7 @@ def _run_other_phases(
 def _repeat_micro_batches(
     trace: Trace, cfg: Any, pipeline_rank: int, traced: int, marks: MicroBatchMarks
 ) -> None:
-    """Let the micro-batches that were traced count as often as a step has such ones."""
+    """Let the `traced` micro-batches of each step count for all micro-batches of a step."""
     count = compute_micro_batches(cfg)[1]
     num_different = int(is_last_different(cfg))
     if cfg.parallel.pipeline > 1:
@@ -350,9 +356,9 @@ def _set_up(
     steps: Sequence[str],
     notes: list[str],
 ) -> dict[str, nn.Module]:
-    """Make the recipe's models and its optimizer, and return the models by prefix.
+    """Make the recipe's models and optimizer, and return the models by the prefix of their names.
 
-    The optimizer is given its states where no first step makes them.
+    The optimizer is given its states here where `steps` has no first step that makes them.
     """
     recipe.setup_model()
     models = list_models(recipe)
@@ -373,13 +379,13 @@ def _set_up(
 def _run_steps(
     recipe: Any, tracer: Tracer, models: dict[str, nn.Module], steps: Sequence[str]
 ) -> tuple[int, int]:
-    """Run the steps, and return (tokens of one, bytes that the last left beyond the first)."""
+    """Run the steps. Return (tokens of one, bytes alive after the last minus after the first)."""
     bytes_left: list[int] = []
     for name in steps:
         tracer.begin_phase(name)
         tracer.makes_batches = True
         batches = next(recipe.data.batches())
-        # Their memory is numpy's, which no operator made.
+        # The memory of batches is numpy's: no operator made it, so the tracer has not seen it.
         tracer.note_memory(list_batch_tensors(batches))
         tracer.makes_batches = False
         tokens = batches.total_tokens
@@ -394,7 +400,7 @@ def _run_steps(
                 f" ({str(error).splitlines()[0]}), expected sizes only; keep .item(), .tolist() and"
                 " `if tensor` out of train_step, and log in train()"
             ) from error
-        del batches  # else they are alive while the next step's are made
+        del batches  # else they are alive while the next step's batches are made
         label_models(tracer, models)
         bytes_left.append(tracer.count_alive_bytes())
     return tokens, bytes_left[-1] - bytes_left[0]
@@ -412,9 +418,9 @@ def _run_step(recipe: Any, batches: Any, checker: StreamChecker | None) -> None:
 
 
 def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:
-    """Run a phase outside the steps, up to where it needs more than a number.
+    """Run a phase outside the steps, up to where its operators need a tensor's values.
 
-    A number that it reads is 0.
+    `.item()` returns 0 in it. notes: gets a sentence if the phase does not run to its end.
     """
     tracer.begin_phase(name)
     tracer.values_are_zero = True
@@ -437,7 +443,7 @@ def _gather_trained(model: nn.Module) -> None:
 
 
 def _make_states(recipe: Any) -> None:
-    """Make the optimizers' states as the first step leaves them."""
+    """Make the optimizers' states as the first step leaves them, by a step on zero gradients."""
     for optimizer in vars(recipe).values():
         if isinstance(optimizer, torch.optim.Optimizer):
             for group in optimizer.param_groups:
@@ -448,24 +454,24 @@ def _make_states(recipe: Any) -> None:
 
 
 class _CollectorPause:
-    """Python's collector of cycles, which does not run while a program is traced."""
+    """A switch for Python's collector of reference cycles, off while a recipe is traced."""
 
     def __init__(self) -> None:
-        # Objects that simulations left and that the collector has not looked at.
+        # Objects that simulations left behind and that the collector has not looked at.
         self._num_left = 0
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Keep the collector from running inside the block."""
-        # It costs a third of the time here, and frees at moments that no other run repeats.
-        # Simulations leave millions of objects, mostly without a cycle: it passes over them until
-        # they have become many.
+        # It would take a third of the time, and free memory at moments that differ from run to run.
+        # Simulations leave millions of objects, mostly without a cycle: the collector ignores them
+        # (`gc.freeze`) until there are _MANY_OBJECTS.
         was_enabled = gc.isenabled()
         if self._num_left > _MANY_OBJECTS:
             gc.unfreeze()
             gc.collect()
             self._num_left = 0
-        gc.freeze()  # which counts anew
+        gc.freeze()  # also sets the count that is read below to 0
         gc.disable()
         try:
             yield

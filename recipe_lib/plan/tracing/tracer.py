@@ -1,8 +1,8 @@
 """A dispatch mode that notes every allocation, release, operator and collective as a `Trace`.
 
-What it sees may be simulated (`CachedFakeMode` then answers operators without values) or real.
-Streams, waits and `record_stream` are told to it by the simulated device (`connect_streams`). The
-part of a step and the module that run it learns from `RunningModules`.
+The planner computes memory and time of a step from the trace. `trace_rank.simulate` runs a recipe
+under it on fake tensors, `trace_rank.trace_real_run` on real ones. The simulated device tells it of
+streams, waits and `record_stream`; `RunningModules` finds the running module and part of a step.
 
     tracer = Tracer(device_type)
     with tracer.activate():
@@ -66,14 +66,14 @@ from recipe_lib.plan.tracing.trace import (
     Trace,
 )
 
-_NO_NODE = 2**63  # nodes that accumulate gradients have larger numbers than any that a module made
+_NO_NODE = 2**63  # nodes that accumulate gradients have larger sequence numbers than others
 
 
 class RunningModules:
     """The modules and optimizers that run inside `with running.follow(...)`.
 
-    Hooks on them tell it in forward and in the optimizer's step. Backward runs no modules: there
-    the number of the autograd node that runs tells which module made it.
+    Global hooks of torch follow forward and the optimizer's step. Backward runs no modules: there
+    the sequence number of the running autograd node tells which module made that node.
     """
 
     def __init__(self) -> None:
@@ -83,15 +83,12 @@ class RunningModules:
         # `_sequence[i]` on were made in the module `_sequence_module[i]`.
         self._sequence: list[int] = [0]
         self._sequence_module: list[str] = [""]
-        self._backward_module = ""
-        self._num_optimizers = 0  # whose step runs
+        self._backward_module = ""  # name of the module whose backward ran last
+        self._num_optimizers = 0  # optimizers whose step runs now
 
     @contextmanager
     def follow(self, before_optimizer: Callable[[Any], None]) -> Iterator[None]:
-        """Follow what runs inside the block.
-
-        before_optimizer: called with each optimizer whose step begins.
-        """
+        """Follow what runs in the block; `before_optimizer` gets each optimizer that will step."""
 
         def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
             self._num_optimizers += 1
@@ -110,24 +107,24 @@ class RunningModules:
             yield
 
     def name_modules(self, model: nn.Module, prefix: str) -> None:
-        """Call a model's modules by their dotted names from here on."""
+        """Set the names that `locate` returns for a model's modules: `prefix` + dotted name."""
         self._names |= {id(module): prefix + name for name, module in model.named_modules()}
 
     def locate(self) -> tuple[str, str]:
-        """Return the part of the step and the name of the module that run now."""
+        """Return (part of the step, one of `trace.PARTS`; name of the module) that run now."""
         modules = self._modules
         if torch._C._current_graph_task_id() == -1:  # no backward runs
             if self._num_optimizers:
                 return "optimizer", ""
             return ("forward", modules[-1]) if modules else ("other", "")
-        if modules:
+        if modules:  # activation checkpointing runs a forward inside of backward
             return "recompute", modules[-1]
         node = torch._C._current_autograd_node()
         if node is not None:
-            number = node._sequence_nr()
+            node_number = node._sequence_nr()
             # Between two numbered nodes, as for hooks on gradients, the module stays the last one.
-            if 0 <= number < _NO_NODE:
-                index = bisect_right(self._sequence, number) - 1
+            if 0 <= node_number < _NO_NODE:
+                index = bisect_right(self._sequence, node_number) - 1
                 self._backward_module = self._sequence_module[index]
         return "backward", self._backward_module
 
@@ -146,20 +143,20 @@ class RunningModules:
 
     def _mark_sequence(self) -> None:
         """Note that nodes made from here on belong to the innermost module."""
-        number = torch.autograd._get_sequence_nr()
+        next_node = torch.autograd._get_sequence_nr()
         module = self._modules[-1] if self._modules else ""
-        if number == self._sequence[-1]:  # the module before made no node
+        if next_node == self._sequence[-1]:  # the module before made no node
             self._sequence_module[-1] = module
             return
-        self._sequence.append(number)
+        self._sequence.append(next_node)
         self._sequence_module.append(module)
 
 
-# `fn(operator's name, its arguments, stream)` returns [(bytes, whether they stay taken)]: what the
-# operator's kernel takes besides its outputs.
+# Called as (operator's name, its arguments, stream). Returns [(bytes, True if they stay taken)] for
+# the scratch memory that the operator's kernel takes besides its outputs.
 KernelMemory = Callable[[str, Sequence[Any], int], list[tuple[int, bool]]]
 
-# Operators of FSDP -> the kind of the memory that they write.
+# Operators of FSDP -> kind (of `trace.STORAGE_KINDS`) of the memory that they write.
 _FSDP_KINDS = {
     "fsdp::all_gather_copy_in": "communication",
     "fsdp::split_with_sizes_copy": "gathered",
@@ -171,10 +168,10 @@ _PIN = torch.ops.aten._pin_memory.default
 _IS_PINNED = torch.ops.aten.is_pinned.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-# Made of aten::mm and views. They are known by id: an operator hashes itself in Python, which is
-# slow, and it lives as long as torch, so its id is no other's.
+# Composites of aten::mm and views. A set of ids, as an operator hashes itself in Python, which is
+# slow. Operators live as long as torch, so that no other object has such an id.
 _MATMULS = frozenset(map(id, (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)))
-_PROFILER = frozenset(
+_PROFILER = frozenset(  # operators of `torch.profiler.record_function`
     id(overload)
     for overload in (
         torch.ops.profiler._record_function_enter_new.default,
@@ -184,7 +181,7 @@ _PROFILER = frozenset(
 
 
 class Tracer(TorchDispatchMode):
-    """A dispatch mode whose `trace` has what runs inside `with tracer.activate():`."""
+    """A dispatch mode that fills `self.trace` inside `with tracer.activate():`."""
 
     def __init__(
         self,
@@ -196,8 +193,8 @@ class Tracer(TorchDispatchMode):
         """Make a tracer.
 
         device_type: of the accelerator; memory elsewhere is the host's. cached_mode: answers the
-        operators of a simulation; None for a real run. kernel_memory: scratch of kernels that no
-        tensor shows. checker: is told all that happens.
+        operators of a simulation; None for a real run. kernel_memory: returns scratch of kernels
+        that no tensor shows. checker: told of each operator, allocation, release, event and wait.
         """
         super().__init__()
         self.supports_higher_order_operators = True
@@ -206,28 +203,26 @@ class Tracer(TorchDispatchMode):
         self.device_type = device_type
         self.cached_mode = cached_mode
         self.kernel_memory = kernel_memory
-        self.get_stream: Callable[[], int] = lambda: 0  # the number of the current stream
-        self.vocabulary: set[int] = set()  # sizes of embeddings, by which logits are known
+        self.get_stream: Callable[[], int] = lambda: 0  # returns the number of the current stream
+        self.vocabulary: set[int] = set()  # embeddings' sizes; logits have such a last dimension
         self.parameter_names: dict[int, str] = {}  # id of a parameter -> its name
         # Called between two actions of a pipeline, where the first one made gradients.
         self.between_actions: Callable[[], None] = lambda: None
-        # In a simulation, a number that is read is 0 and not refused; with a checker it is 1.
+        # In a simulation, `.item()` returns 0 (with a checker 1) where it would raise else.
         self.values_are_zero = False
-        self.makes_batches = False  # memory that is taken now is the batches'
-        self._pinned = False  # host memory that is taken now is pinned
+        self.makes_batches = False  # True: memory taken now is of the kind `batch`
+        self._pinned = False  # True: host memory taken now is pinned
         self.groups: dict[str, str] = {}  # name of a process group -> its mesh dimension
-        # Address of a storage that is alive -> its numbers in the trace, one for each size that it
-        # had, and a weak reference whose callback hears of its end.
+        # Address of a storage that is alive -> its indices into `Trace.storages`, one for each size
+        # that it had, and a weak reference whose callback notes its release.
         self._storages: dict[int, tuple[list[int], weakref.ref[Any]]] = {}
         self._running = RunningModules()
         self.locate = self._running.locate  # the part of the step and the module that run now
-        self.muted = 0  # above 0, what runs is no part of the program
-        # Where code is compiled: returns whether it is being compiled now.
+        self.muted = 0  # above 0, operators run without being noted: the recipe did not issue them
+        # Returns True while torch.compile compiles; None where nothing is compiled.
         self.is_compiling: Callable[[], bool] | None = None
-        self.phase = -1
-        self.optimizers: dict[int, Any] = {}  # by id, all that have stepped
-
-    # What runs
+        self.phase = -1  # index into `Trace.phases`; -1: none has begun
+        self.optimizers: dict[int, Any] = {}  # id -> optimizer, all that have stepped
 
     @contextmanager
     def activate(self) -> Iterator[None]:
@@ -247,33 +242,35 @@ class Tracer(TorchDispatchMode):
         self._storages.clear()  # what is released afterwards is no part of the run
 
     def begin_phase(self, name: str) -> None:
-        """Count everything from here on to a phase."""
+        """Begin a phase, such as `setup`: it has all that is noted from here on."""
         self.phase = self.trace.add(PHASE, name)
 
     def name_modules(self, model: nn.Module, prefix: str = "") -> None:
-        """Call a model's modules by their dotted names from here on, and note its vocabulary."""
+        """Set the names of a model's modules (`prefix` + dotted name), and note its vocabulary."""
         self._running.name_modules(model, prefix)
         self.vocabulary |= {
             module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
         }
 
-    def find_number(self, tensor: Tensor) -> int:
-        """Return the number of the storage that a tensor has now; -1: none is known."""
+    def find_storage_index(self, tensor: Tensor) -> int:
+        """Return the index into `Trace.storages` of a tensor's storage; -1: it was not noted."""
         history = self._find_history(tensor)
         return history[-1] if history else -1
 
     def _find_history(self, tensor: Tensor) -> list[int]:
-        """Return the numbers of a tensor's storage, one for each size it had; [] if unknown."""
+        """Return the indices of a tensor's storage, one for each size it had; []: not noted."""
         entry = self._storages.get(tensor.untyped_storage()._cdata)
         return entry[0] if entry else []
 
-    def list_numbers(self, value: Any) -> tuple[int, ...]:
-        """Return the numbers of the known storages of the tensors in a value."""
-        numbers = (self.find_number(tensor) for tensor in list_tensors(value) if has_memory(tensor))
-        return tuple(number for number in numbers if number >= 0)
+    def list_storage_indices(self, value: Any) -> tuple[int, ...]:
+        """Return the indices into `Trace.storages` of the tensors in (nested lists of) a value."""
+        indices = (
+            self.find_storage_index(tensor) for tensor in list_tensors(value) if has_memory(tensor)
+        )
+        return tuple(index for index in indices if index >= 0)
 
     def count_alive_bytes(self) -> int:
-        """Return the bytes that are alive on the device now."""
+        """Return the bytes of storages that are alive on the accelerator now."""
         storages = [self.trace.storages[history[-1]] for history, _ in self._storages.values()]
         return sum(storage.bytes for storage in storages if storage.device)
 
@@ -298,6 +295,7 @@ class Tracer(TorchDispatchMode):
             return run_higher_order_operator(self, func=func, args=args, kwargs=kwargs)
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
+        # Compiled code calls such an operator as a whole; its parts are noted one by one.
         if self.is_compiling is not None and (function := find_opaque_function(func)) is not None:
             with self:
                 return function(*args, **kwargs)
@@ -305,9 +303,9 @@ class Tracer(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         if not PLAIN_TENSORS.issuperset(types):
-            local = self.cached_mode and unwrap_shards(func, args, kwargs)
+            local_call = self.cached_mode and unwrap_shards(func, args, kwargs)
             # A wrapper's own operators come back here one by one.
-            return self.__torch_dispatch__(func, (), *local) if local else NotImplemented
+            return self.__torch_dispatch__(func, (), *local_call) if local_call else NotImplemented
         if (
             func is _NUMBER
             and self.cached_mode is not None
@@ -356,7 +354,7 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _invent_number(self, args: Sequence[Any]) -> float:
-        """Return a number in place of a value that does not exist."""
+        """Return a number for `.item()` of a fake tensor, which has no value."""
         if self.checker is not None and not self.muted:
             self.checker.check_operator(
                 _NUMBER,
@@ -364,12 +362,12 @@ class Tracer(TorchDispatchMode):
                 kwargs={},
                 result=None,
                 op=Op("aten::item", self.get_stream(), *self.locate()),
-                list_numbers=self.list_numbers,
+                list_storage_indices=self.list_storage_indices,
             )
         # A checker is to see all waits: a condition on a number is more likely to go on with 1, one
         # on a bool with False.
-        number = int(self.checker is not None and args[0].dtype is not torch.bool)
-        return float(number) if args[0].dtype.is_floating_point else number
+        value = int(self.checker is not None and args[0].dtype is not torch.bool)
+        return float(value) if args[0].dtype.is_floating_point else value
 
     def note_operator(
         self,
@@ -392,10 +390,10 @@ class Tracer(TorchDispatchMode):
         part, module = self.locate()
         stream = self.get_stream()
         scratch = self.kernel_memory(name, args, stream) if self.kernel_memory else ()
-        for size, stays in scratch:
-            number = self.note_allocation(size, device=True, name=name, kind="workspace")
+        for num_bytes, stays in scratch:
+            index = self.note_allocation(num_bytes, device=True, name=name, kind="workspace")
             if not stays:
-                self._note_free(number)
+                self._note_free(index)
         op = Op(
             name=name,
             stream=stream,
@@ -417,15 +415,15 @@ class Tracer(TorchDispatchMode):
                 kwargs=kwargs,
                 result=result,
                 op=op,
-                list_numbers=self.list_numbers,
+                list_storage_indices=self.list_storage_indices,
             )
         if part in ("forward", "recompute"):
-            op.reads = self.list_numbers((args, tuple(kwargs.values())))
-            op.makes = self.list_numbers(result)
+            op.reads = self.list_storage_indices((args, tuple(kwargs.values())))
+            op.makes = self.list_storage_indices(result)
         self.trace.add(OP, op)
         if name == "aten::copy_" and cost.transfer == "to_device" and part == "backward":
-            source = self.find_number(args[1])
-            # Forward has offloaded it for backward, which now fetches it.
+            source = self.find_storage_index(args[1])
+            # Memory of forward is copied back in backward: it was an offloaded activation.
             if source >= 0 and self.trace.storages[source].part == "forward":
                 self.set_kind(args[0], "activations")
         if cost.transfer == "to_host" and is_blocking(name, args, kwargs):
@@ -434,13 +432,13 @@ class Tracer(TorchDispatchMode):
     # Memory
 
     def note_memory(self, tensors: Sequence[Tensor], name: str = "") -> None:
-        """Note the memory of tensors, where it is new.
+        """Note the allocations of those tensors whose storage was not noted before.
 
-        name: of the operator that made it, if one did.
+        name: of the operator that made them; "": none did.
         """
         for tensor in tensors:
-            device = _get_device_type(tensor)
-            if not has_memory(tensor) or device == "meta" or self._find_history(tensor):
+            device_type = _get_device_type(tensor)
+            if not has_memory(tensor) or device_type == "meta" or self._find_history(tensor):
                 continue
             kind = "temporary"
             if self.makes_batches:
@@ -448,22 +446,23 @@ class Tracer(TorchDispatchMode):
             elif tensor.dim() >= 2 and tensor.shape[-1] in self.vocabulary:
                 kind = "logits"
             storage = tensor.untyped_storage()
-            size = storage.nbytes()
-            is_device = device == self.device_type
+            num_bytes = storage.nbytes()
+            is_device = device_type == self.device_type
             if self._pinned and not is_device:
-                size = round_up_to_pinned(size)
-            number = self.note_allocation(size, device=is_device, name=name, kind=kind)
-            self.follow_storage(storage, number)
+                num_bytes = round_up_to_pinned(num_bytes)
+            index = self.note_allocation(num_bytes, device=is_device, name=name, kind=kind)
+            self.follow_storage(storage, index)
 
-    def follow_storage(self, storage: Any, number: int) -> None:
-        """Note the end of a storage of torch's, which has this number in the trace."""
+    def follow_storage(self, storage: Any, index: int) -> None:
+        """Note a release when a storage of torch's ends. index: into `Trace.storages`."""
         key = storage._cdata
-        self._storages[key] = [number], weakref.ref(storage, lambda _: self._drop_storage(key))
+        self._storages[key] = [index], weakref.ref(storage, lambda _: self._drop_storage(key))
 
     def note_allocation(self, size: int, *, device: bool, name: str, kind: str) -> int:
-        """Note an allocation and return its number.
+        """Note an allocation and return its index into `Trace.storages`.
 
-        size: bytes. device: on the accelerator, else on the host. name: of its operator.
+        size: bytes. device: True on the accelerator, False on the host. name: of the operator that
+        makes it. kind: one of `trace.STORAGE_KINDS`.
         """
         part, module = self.locate()
         storage = Storage(
@@ -477,42 +476,42 @@ class Tracer(TorchDispatchMode):
             phase=max(self.phase, 0),
             pinned=self._pinned and not device,
         )
-        number = self.trace.add(ALLOC, storage)
+        index = self.trace.add(ALLOC, storage)
         if self.checker is not None:
-            self.checker.note_allocation(number, storage)
-        return number
+            self.checker.note_allocation(index, storage)
+        return index
 
     def _drop_storage(self, key: int) -> None:
         entry = self._storages.pop(key, None)
         if entry is not None:
             self._note_free(entry[0][-1])
 
-    def _note_free(self, number: int) -> None:
-        self.trace.events.append((FREE, number))
+    def _note_free(self, index: int) -> None:
+        self.trace.events.append((FREE, index))
         if self.checker is not None:
-            self.checker.note_free(number)
+            self.checker.note_free(index)
 
     def _note_resize(self, storage: Any, size: int) -> None:
-        """Note that a storage has another size, as a release and an allocation."""
+        """Note `storage.resize_(size)`, in bytes, as a release and an allocation."""
         entry = self._storages.get(storage._cdata)
         before = self.trace.storages[entry[0][-1]] if entry else None
         if entry is None or before is None or before.bytes == size:
             return
         self._note_free(entry[0][-1])
-        number = self.note_allocation(size, device=before.device, name="resize_", kind=before.kind)
-        self.trace.storages[number].label = before.label
-        entry[0].append(number)
+        index = self.note_allocation(size, device=before.device, name="resize_", kind=before.kind)
+        self.trace.storages[index].label = before.label
+        entry[0].append(index)
 
     # Optimizers, streams
 
     def label_optimizer(self, optimizer: Any) -> None:
-        """Label what an optimizer steps and holds with the names of its parameters."""
+        """Label gradients and states of an optimizer with the names of their parameters."""
         self.optimizers[id(optimizer)] = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 # A parameter without a name is some rows of one that has one.
-                number = self.find_number(parameter)
-                label = self.trace.storages[number].label if number >= 0 else ""
+                index = self.find_storage_index(parameter)
+                label = self.trace.storages[index].label if index >= 0 else ""
                 name = self.parameter_names.get(id(parameter), label)
                 if parameter.grad is not None:
                     self.label(parameter.grad, "gradients", name)
@@ -522,10 +521,13 @@ class Tracer(TorchDispatchMode):
                         self.label(value, "optimizer", name)
 
     def label(self, tensor: Tensor, kind: str, label: str) -> None:
-        """Set the kind and the label of a tensor's memory, now and in every size it had."""
-        for part in list_plain_tensors(tensor):
-            for number in self._find_history(part):
-                storage = self.trace.storages[number]
+        """Set the kind and the label (a parameter's name) of a tensor's memory, in all its sizes.
+
+        Memory that several parameters share gets their common label.
+        """
+        for plain_tensor in list_plain_tensors(tensor):
+            for index in self._find_history(plain_tensor):
+                storage = self.trace.storages[index]
                 if storage.kind == kind and storage.label not in ("", label):
                     storage.label = find_common_label(storage.label, label)
                 else:
@@ -533,19 +535,19 @@ class Tracer(TorchDispatchMode):
                     storage.label = label
 
     def set_kind(self, value: Any, kind: str) -> None:
-        """Set the kind of the memory of the tensors in a value."""
+        """Set the kind of memory of the tensors in a value to one of `trace.STORAGE_KINDS`."""
         for tensor in list_tensors(value):
-            for number in self._find_history(tensor):
-                self.trace.storages[number].kind = kind
+            for index in self._find_history(tensor):
+                self.trace.storages[index].kind = kind
 
     def use_on(self, tensor: Tensor, stream: int) -> None:
         """Note that a tensor's memory is used on another stream than its own (`record_stream`)."""
-        for part in list_plain_tensors(tensor):
-            number = self.find_number(part)
-            if number >= 0 and not self.muted:
-                self.trace.add(USE, (number, stream))
+        for plain_tensor in list_plain_tensors(tensor):
+            index = self.find_storage_index(plain_tensor)
+            if index >= 0 and not self.muted:
+                self.trace.add(USE, (index, stream))
                 if self.checker is not None:
-                    self.checker.note_record_stream(number, stream)
+                    self.checker.note_record_stream(index, stream)
 
     def record(self, stream: int, event: int) -> None:
         """Note that an event is recorded on a stream."""
@@ -554,7 +556,7 @@ class Tracer(TorchDispatchMode):
             self.checker.note_record(stream, event)
 
     def wait(self, stream: int, event: int) -> None:
-        """Note that a stream waits for an event; one below 0 was never recorded."""
+        """Note that a stream waits for an event; below 0: the event was never recorded."""
         if event >= 0:
             self.trace.add(WAIT, Sync(event, stream))
         if self.checker is not None:
@@ -563,7 +565,7 @@ class Tracer(TorchDispatchMode):
     def synchronize(self, call: str, stream: int | None, event: int | None) -> None:
         """Note that the host waits for an event, for a stream, or for the device (both None).
 
-        call: how it waits, in words.
+        call: the call that waits, such as `Event.synchronize`. event: -1: never recorded.
         """
         if event is None:
             self._note_host_wait(stream or 0)  # the stream that computes is number 0
@@ -579,8 +581,8 @@ class Tracer(TorchDispatchMode):
         self.trace.add(WAIT, Sync(event, HOST))
 
 
-# torch wraps a mode's method so that its compiler leaves it alone, at 5 us a call. That compiler
-# never sees this method: `ignore_compile_internals`.
+# torch wraps `__torch_dispatch__` of a mode to hide it from torch.compile, at 5 us a call. The
+# compiler never sees this one (`ignore_compile_internals`), so the wrapper is taken off.
 Tracer.__torch_dispatch__ = getattr(  # type: ignore[method-assign]
     Tracer.__torch_dispatch__, "__wrapped__", Tracer.__torch_dispatch__
 )

@@ -85,7 +85,12 @@ def compared(
         cfg = limit_layers(cfg, long + more * (long - short))
     deeper: list[Simulated | None] = []
     original = module._extend_simulation
-    module._extend_simulation = lambda *args: deeper.append(original(*args)) or deeper[-1]  # type: ignore[func-returns-value]
+
+    def note_deeper(*args: Any, **named: Any) -> Simulated | None:
+        deeper.append(original(*args, **named))
+        return deeper[-1]
+
+    module._extend_simulation = note_deeper
     found = build_plan.simulate_rank(recipe, cfg, wanted, 0, steps)
     module._extend_simulation = original
     if not deeper or deeper[-1] is None:
