@@ -70,7 +70,7 @@ class Exchanges:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a torch function with the exchanges of its boundaries; return what the model gets."""
+        """Call a torch function with its boundaries' exchanges; return what the model gets."""
         inputs: dict[str, list[Boundary]] = {}
         outputs: dict[str, list[Boundary]] = {}
         for boundary in boundaries:
@@ -106,10 +106,7 @@ class Exchanges:
         return args, kwargs
 
     def _pass(self, tensor: Tensor, boundaries: list[Boundary]) -> Tensor:
-        """Pass a tensor through the boundaries of one place, which are at most three exchanges.
-
-        Its gradient is summed over ranks if it enters or is cut; tokens are gathered or sliced.
-        """
+        """Pass a tensor through the boundaries of one place; see `Boundary` for their kinds."""
         by_kind = {boundary.kind: boundary for boundary in boundaries}
         if "assemble" in by_kind:
             return self.assemble(tensor, by_kind["assemble"])
