@@ -159,7 +159,7 @@ def _balance_layers(parallel: ParallelConfig, layers: int, cost: Cost, head: flo
 def _add_layer(counts: dict[int, int], last: int, head: float) -> dict[int, int]:
     """Return a rank's numbers of layers by stage with one more, on the stage that is fastest.
 
-    last, head: those of `_balance_layers`.
+    last: the last stage of the pipeline, whose output head takes as long as `head` layers.
     """
     chosen = min(counts, key=lambda stage: counts[stage] + (head if stage == last else 0))
     return counts | {chosen: counts[chosen] + 1}
@@ -178,12 +178,12 @@ def count_layer_weights(spec: Sizes) -> int:
 
 
 def _count_attention_weights(spec: Sizes) -> int:
-    # q and o have h e channels, k and v have k e.
+    # Of q and o h e channels each, of k and v k e each.
     return 2 * spec.width * _count_attention_channels(spec)
 
 
 def _count_attention_channels(spec: Sizes) -> int:
-    """Return the channels of a token's queries and keys; outputs and values have as many."""
+    """Return the channels of a token's queries and keys together, (h + k) e."""
     return (spec.num_heads + spec.num_kv_heads) * spec.head_width
 
 
