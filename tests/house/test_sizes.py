@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.house.files import ROOT, list_functions_with_lines, list_python_files, parse_tree, place
 
-FILE_LINES = 600
+FILE_LINES = 640
 LIBRARY_FILES = 400
 LIBRARY_STATEMENTS = 43_980  # what adds a mechanism finds one that it replaces
 RECIPE_LINES = 400
