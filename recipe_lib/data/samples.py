@@ -1,8 +1,8 @@
-"""Samples once they are read, whatever their format; and the fault of one that cannot be read.
+"""Define the kinds of samples, the fault of one that cannot be used, and readers of a row's fields.
 
-Formats make a Conversation, Completion, Document, Preference, LabeledAnswer or Classified of a row.
-Every fault names its place in the sample as jq has it (`.messages[1].content`), under the names
-that the file has. The functions below read one field of a row, or say what it holds.
+A format of `data.formats` makes a Conversation, Completion, Document, Preference, LabeledAnswer or
+Classified of a row, by the functions below. A SampleFault names its place in the row as a jq path
+(`.messages[1].content`), with the names that the file has.
 """
 
 import json
@@ -18,15 +18,15 @@ from recipe_lib.data.column_names import is_blank, is_idle
 from recipe_lib.errors import escape_invisible
 from recipe_lib.reading import parse_json
 
-# `role`, `content`, and what a chat template may know besides (`tool_calls`, `name`, ...)
+# `role`, `content`, and further keys that a chat template may read (`tool_calls`, `name`, ...)
 Message = Mapping[str, Any]
 
 
 class MessagePlace(NamedTuple):
-    """The place of a message in its sample, as jq has it: `.messages[1]`."""
+    """The place of a message in its row, as jq paths."""
 
-    path: str
-    text: str  # where its content is
+    path: str  # of the message: `.messages[1]`
+    text: str  # of its content: `.messages[1].content`
 
 
 @dataclass(frozen=True)
