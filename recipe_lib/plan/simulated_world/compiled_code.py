@@ -310,7 +310,7 @@ def run_higher_order_operator(
 def _reinterpret_tensor(
     tensor: Any, shape: Sequence[int], stride: Sequence[int], offset: int = 0
 ) -> Tensor:
-    """Return a tensor of another shape on the same memory. It is no view: compiled code has none."""
+    """Return a tensor of another shape on the same memory; no view, as compiled code has none."""
     first_element = tensor.storage_offset() + offset
     with torch._C._DisableTorchDispatch():
         meta = torch.empty(0, dtype=tensor.dtype, device="meta").set_(
