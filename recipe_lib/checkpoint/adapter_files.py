@@ -1,8 +1,9 @@
-"""Read a PEFT adapter's files, and check them against a model, a config and a base.
+"""Read the files of a PEFT adapter, and check them against a model, a config and a base model.
 
-`read_adapter` reads the headers alone. `check_fits` compares names and shapes with a model,
-`check_adapter` also with the section `lora` of a run that is to train on, and `check_base` the
-weights that it was trained on. `find_unselected` does what PEFT does when it loads an adapter.
+`read_adapter(folder)` reads adapter_config.json and the header of the tensor file. `check_fits`
+compares names and shapes with a model's; a run that trains an adapter further calls
+`check_adapter`, which also compares it with the config's section `lora`. `check_base` refuses a
+base with other weights than those it was trained on. `find_unselected` selects modules as PEFT.
 """
 
 import re
@@ -58,40 +59,43 @@ from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec, has_score_hea
 from recipe_lib.reading import parse_json
 from recipe_lib.units import name_first
 
-# Keys of the metadata of the tensor file that are ours: which base the adapter was trained on, and
-# how the run kept it.
-BASE_FINGERPRINT = "tune_base"
-BASE_DTYPE = "tune_base_dtype"
-BASE_STORAGE = "tune_base_storage"  # the value of lora.quantize_base
-BASE_IMPLEMENTATION = "tune_base_implementation"  # of a model that was not our own decoder
+# Metadata keys that this library writes into the tensor file.
+BASE_FINGERPRINT = "tune_base"  # hash of the base that the adapter was trained on
+BASE_DTYPE = "tune_base_dtype"  # dtype of the base in training
+BASE_STORAGE = "tune_base_storage"  # value of lora.quantize_base in training
+BASE_IMPLEMENTATION = "tune_base_implementation"  # of a base that is not our own decoder
 SCORE_KEYS = "tune_score_head"  # keys of config.json that belong to a score head, as JSON
+# The keys of config.json that belong to a score head.
 OF_SCORES = ("id2label", "label2id", "pad_token_id", "problem_type")
 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """An adapter on disk."""
+    """An adapter on disk, without the data of its tensors."""
 
+    # Folder with adapter_config.json and the tensor file.
     folder: Path
+    # Contents of adapter_config.json.
     config: AdapterConfig
-    # Module as files name it -> suffix of the tensor's name -> (name in the file, header).
+    # Name of a module in Hugging Face's files -> suffix such as `lora_A.weight` -> (name in the
+    # tensor file, header entry).
     tensors: Mapping[str, Mapping[str, FileTensorName]]
-    # Of the tensor file.
+    # Metadata of the tensor file.
     metadata: Mapping[str, str]
-    # Our name -> a parameter that a recipe added to the model, or a score head's weight.
+    # Name in our model -> a parameter that a recipe added to it, or the weight of a score head.
     extras: Mapping[str, FileTensorName] = field(default_factory=dict)
-    # PEFT's name -> a weight of the base that the file has.
+    # PEFT's name -> a full weight that the file has in place of the base's (modules_to_save).
     saved: Mapping[str, SavedTensor] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
-        """Path of the file with the tensors."""
+        """Return the path of the file with the tensors."""
         return self.folder / TENSOR_FILE
 
     def list_modules(self, spec: ModelSpec) -> list[FileModule]:
-        """Return the modules of a model that have an adapter here.
+        """Return the modules of a model that this adapter has matrices for.
 
-        After `check_fits` no adapter is of another model's module.
+        Others of the file's modules are left out; `check_fits` refuses a file with such.
         """
         modules = [
             module for name, module in build_file_modules(spec).items() if name in self.tensors
@@ -100,19 +104,19 @@ class AdapterFile:
         return modules
 
     def read(self, module: str, suffix: str) -> torch.Tensor:
-        """Return a whole tensor of an adapter."""
+        """Read a tensor by its module and the suffix of its name."""
         return self.read_tensor(self.tensors[module][suffix][0])
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Return a whole tensor by its name in the file."""
+        """Read a tensor by its name in the file."""
         with safe_open(str(self.path), framework="pt") as file:
             return file.get_tensor(name)
 
 
 def read_adapter(folder: Path) -> AdapterFile:
-    """Return the adapter in a folder, checked by itself. Raises CheckpointError.
+    """Return the adapter in a folder, without reading the data of its tensors.
 
-    Its tensors are not read yet.
+    Raises CheckpointError if files are missing or broken, or hold other than an adapter's tensors.
     """
     config = read_adapter_config(folder)
     path = folder / TENSOR_FILE
@@ -127,11 +131,11 @@ def read_adapter(folder: Path) -> AdapterFile:
     tensors: dict[str, dict[str, FileTensorName]] = {}
     extras: dict[str, FileTensorName] = {}
     saved: dict[str, SavedTensor] = {}
-    names_of_extras = list_saved_names(header)
-    unknown = []
+    extra_names = list_saved_names(header)
+    unknown_names = []
     for name, entry in header.tensors.items():
         module_and_suffix = split_name(name, of_text=BASE_IMPLEMENTATION not in header.metadata)
-        if get_extra_name(name) in names_of_extras:
+        if get_extra_name(name) in extra_names:
             extras[get_extra_name(name)] = (name, entry)
         elif module_and_suffix is not None and ".token_adapter." not in name:
             module, suffix = module_and_suffix
@@ -139,12 +143,12 @@ def read_adapter(folder: Path) -> AdapterFile:
                 name,
                 entry,
             )
-            if suffix == BASE_WEIGHT:  # both: it belongs to the adapter, and may resize the base
+            if suffix == BASE_WEIGHT:  # in both: part of the adapter, and may resize the base
                 add_saved(saved, name, entry)
-        # Rows of tokens too, whose names end as that of a copy beside an adapter does.
+        # This includes trained rows of single tokens, whose names end like that of a base weight.
         elif not add_saved(saved, name, entry):
-            unknown.append(name)
-    _check_contents(path, header, unknown=unknown, extras=extras)
+            unknown_names.append(name)
+    _check_contents(path, header, unknown=unknown_names, extras=extras)
     return AdapterFile(
         folder=folder,
         config=config,
@@ -156,22 +160,25 @@ def read_adapter(folder: Path) -> AdapterFile:
 
 
 def read_score_keys(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the keys of config.json that an adapter with a score head keeps.
+    """Return the keys of config.json, of `OF_SCORES`, that an adapter with a score head has stored.
 
-    They are names of classes, and padding.
+    metadata: of the tensor file; empty if it has none or they cannot be parsed.
     """
     try:
         keys = parse_json(metadata.get(SCORE_KEYS, "{}"))
     except ValueError:
         return {}
-    if not isinstance(keys, dict):
-        return {}
-    return {name: keys[name] for name in OF_SCORES if name in keys}
+    stored_keys = keys if isinstance(keys, dict) else {}
+    return {name: stored_keys[name] for name in OF_SCORES if name in stored_keys}
 
 
 def _check_contents(
     path: Path, header: Header, *, unknown: list[str], extras: Collection[str]
 ) -> None:
+    """Raise CheckpointError for tensors of unknown names or types, and for a file without tensors.
+
+    unknown: names that are none of an adapter's. extras: names of which any type is allowed.
+    """
     faults = []
     if unknown:
         faults.append(
@@ -197,10 +204,10 @@ def _check_contents(
 
 
 def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
-    """Return the base's weights that the adapter has, if it is one for this model.
+    """Check an adapter against a model; return the full weights that the file has beside it.
 
-    spec: of the base as it is. Raises CheckpointError, all faults at once, if names or shapes are
-    not those of an adapter for this model, and for NaN or infinite numbers.
+    spec: of the base model. Raises CheckpointError, with all faults at once, if names or shapes are
+    not those of an adapter for this model, and for NaN or infinite values.
     """
     if SCORE in adapter.extras and not has_score_head(spec):
         raise CheckpointError(
@@ -245,13 +252,14 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
         _find_module_fault(adapter, known_modules[name])
         for name in sorted(adapter.tensors.keys() - unknown_names)
     )
-    faults.append(next(filter(None, module_faults), None))  # the others have the same cause
+    # Only the first: the faults of other modules have the same cause.
+    faults.append(next(filter(None, module_faults), None))
     raise_faults(CheckpointError, faults)
     return saved
 
 
 def _find_unselected_fault(adapter: AdapterFile, modules: list[FileModule]) -> str | None:
-    """Return a line about the first module whose adapter PEFT would drop; None if it takes all."""
+    """Return a line about the first module whose adapter PEFT would drop; None: it drops none."""
     names = []
     for module in modules:
         suffix, (name, _) = next(iter(adapter.tensors[module.name].items()))
@@ -268,6 +276,7 @@ def _find_unselected_fault(adapter: AdapterFile, modules: list[FileModule]) -> s
 
 
 def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
+    """Return a line about missing, unknown or misshapen tensors of a module; None: all is well."""
     config = adapter.config
     tensors = adapter.tensors[module.name]
     expected = module.shapes(config.get_rank(module), config.dora)
@@ -307,12 +316,12 @@ def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
 
 
 def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | None = None) -> None:
-    """Raise CheckpointError if a run cannot go on to train an adapter, before memory is taken.
+    """Raise CheckpointError if a run cannot train an adapter further.
 
-    Headers are read, and little more.
+    Called before the model is allocated; reads little more than headers.
 
-    spec, cfg: the model's and the run's. base: the checkpoint that it will be trained on, compared
-    with the one the adapter was trained on where its file says which that was.
+    spec: of the model. cfg: the run's section `lora`. base: folder of the base model, compared with
+    the adapter's own base where the adapter's file has its hash; None: not compared.
     """
     adapter = read_adapter(folder)
     saved = check_fits(adapter, spec)
@@ -325,14 +334,17 @@ def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | N
     raise_faults(
         CheckpointError, [_find_kind_fault(adapter, cfg), _find_target_fault(adapter, spec, cfg)]
     )
-    # Only then: the rank of an adapter with other targets or of another kind says nothing.
+    # Only after these: a rank means nothing if targets or the kind of adapter differ.
     raise_faults(CheckpointError, [_find_rank_fault(adapter, spec, cfg)])
     if base is not None:
         check_base(adapter, spec, base)
 
 
 def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
-    """Raise CheckpointError if the adapter's file tells that it was trained on other weights."""
+    """Raise CheckpointError if the adapter was trained on other weights than those in `base`.
+
+    It is told by the hash in the metadata, and by full base weights that the file has.
+    """
     fingerprint = adapter.metadata.get(BASE_FINGERPRINT)
     if fingerprint is not None and fingerprint != compute_base_fingerprint(spec, base):
         base_name = f", {adapter.config.base}" if adapter.config.base else ""
@@ -343,7 +355,7 @@ def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
     frozen = {
         name: tensor.frozen for name, tensor in adapter.saved.items() if tensor.frozen is not None
     }
-    # A matrix with other rows is not compared: it takes the base's place.
+    # A matrix with another number of rows replaces the base's: it is not compared.
     resized = {
         name for name in VOCABULARY & frozen.keys() if frozen[name][1].shape[0] != spec.vocab_size
     }
@@ -352,6 +364,7 @@ def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
 
 
 def _find_kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:
+    """Return a line if DoRA or rsLoRA is on in the adapter or the config alone; else None."""
     config = adapter.config
     flags = {"dora": (config.dora, cfg.dora), "rslora": (config.rslora, cfg.rslora)}
     changes = [
@@ -401,58 +414,58 @@ def _find_target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -
 def _find_external_target_fault(
     adapter: AdapterFile, expected: Collection[str], adapted: Collection[str]
 ) -> str | None:
-    """Return a line for an adapter of other modules than the run adapts in an external model.
+    """Return a line if the adapter has other modules of an external model than the config's.
 
-    Its modules have no short names such as ours, so the line tells the ends of their names.
-
-    expected, adapted: names of modules, by the config and in the adapter.
+    External models have no short names of targets as our decoder has, so the line gives the last
+    parts of the modules' names. expected, adapted: names of modules by the config, and in the
+    adapter.
     """
     if set(expected) == set(adapted):
         return None
     first = min(set(expected) ^ set(adapted))
     fault = "has no adapter for" if first in expected else "adapts"
-    ends = sorted({name.rpartition(".")[2] for name in adapted})
+    last_parts = sorted({name.rpartition(".")[2] for name in adapted})
     return (
         f"{adapter.folder}: {fault} {first}, unlike lora.target_modules; set"
-        f" lora.target_modules=[{','.join(ends)}]"
+        f" lora.target_modules=[{','.join(last_parts)}]"
     )
 
 
 def find_used_parts(adapter: AdapterFile, module: FileModule) -> FileModule:
-    """Return the module with only those of its fused parts whose rows the adapter changes.
+    """Return a fused module (such as qkv) with only those parts whose rows the adapter changes.
 
-    All of them, if the adapter changes none yet.
+    If the adapter changes no rows yet, as B is zero, all parts are kept.
     """
     if len(module.parts) == 1:
         return module
-    second = adapter.read(module.name, LORA_B)
+    lora_b = adapter.read(module.name, LORA_B)
     parts = tuple(
-        part for part in module.parts if second[part.start : part.start + part.rows].any()
+        part for part in module.parts if lora_b[part.start : part.start + part.rows].any()
     )
     return replace(module, parts=parts or module.parts)
 
 
 def is_stacked(adapter: AdapterFile, module: FileModule, parts: int, rank: int) -> bool:
-    """Return True if a fused module's adapter is a stack of one adapter of `rank` for each part.
+    """Return True if the adapter of a fused module stacks one adapter of `rank` for each part.
 
     B is block-diagonal then: a part's rows are zero in the columns of the other parts.
 
-    parts: how many of the module's parts are adapted.
+    parts: number of the module's parts that are adapted.
     """
     if parts < 2 or adapter.config.get_rank(module) != parts * rank:
         return False
-    second = adapter.read(module.name, LORA_B)
-    for number, part in enumerate(find_used_parts(adapter, module).parts):
-        rows = second[part.start : part.start + part.rows]
-        if rows[:, : number * rank].any() or rows[:, (number + 1) * rank :].any():
+    lora_b = adapter.read(module.name, LORA_B)
+    for index, part in enumerate(find_used_parts(adapter, module).parts):
+        rows = lora_b[part.start : part.start + part.rows]
+        if rows[:, : index * rank].any() or rows[:, (index + 1) * rank :].any():
             return False
     return True
 
 
 def find_usual_scaling(adapter: AdapterFile, spec: ModelSpec) -> float:
-    """Return the scaling that the config gives to all modules without a pattern.
+    """Return the scaling of the modules without a pattern of their own in adapter_config.json.
 
-    If there are no such modules, the scaling that most of them have.
+    If all modules match a pattern, return the scaling that most of them have.
     """
     scalings = [adapter.config.compute_scaling(module) for module in adapter.list_modules(spec)]
     usual = compute_scaling(adapter.config.alpha, adapter.config.rank, adapter.config.rslora)
@@ -460,10 +473,9 @@ def find_usual_scaling(adapter: AdapterFile, spec: ModelSpec) -> float:
 
 
 def _find_rank_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str | None:
-    """Return a line for an adapter of another rank or scaling than the run's, or None.
+    """Return a line if the adapter's rank or scaling differs from the config's; else None.
 
-    Every module has to have lora.rank or less, and the scaling that is usual among them must be the
-    config's.
+    The largest rank of its modules must be lora.rank, and their usual scaling the config's.
     """
     ranks = []
     for module in adapter.list_modules(spec):
@@ -483,40 +495,39 @@ def _find_rank_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> 
 
 
 def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first module whose adapter PEFT leaves out, and the key by which it does.
+    """Return (the first module whose adapter PEFT would drop, the config key that excludes it).
 
-    None if PEFT leaves out none: it loads those modules of a file that the keys of the config
-    select. The order of the questions is PEFT's.
+    PEFT loads only the modules that the keys of adapter_config.json select. The keys are looked at
+    in PEFT's order. Return None if PEFT drops no module.
 
-    names: of modules, as the file has them. Raises CheckpointError for a pattern that cannot be
-    matched.
+    names: of modules, as in the file. Raises CheckpointError for a pattern that takes too long.
     """
     is_excluded = _match(config, "exclude_modules", names)
     is_targeted = _match(config, "target_modules", names)
     targets: Any = config.selection.get("target_modules")
     layers: Any = config.selection.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
-    for number, name in enumerate(names):
+    for index, name in enumerate(names):
         if any(f".{name}.weight".endswith(f".{end}") for end in config.parameters):
-            continue  # by its parameter: PEFT asks no other key then
-        if is_excluded[number]:
+            continue  # selected by target_parameters: PEFT looks at no other key
+        if is_excluded[index]:
             return name, "exclude_modules"
         if any(f".{saved}." in f".{name}." for saved in config.saved):
             return name, "modules_to_save"
-        # None stands for PEFT's own table of a family's modules, or for target_parameters.
-        if targets is not None and not is_targeted[number]:
+        # None: PEFT's own table of the model family's modules, or target_parameters, selects.
+        if targets is not None and not is_targeted[index]:
             return name, "target_modules"
         if isinstance(targets, list) and name in targets:
-            continue  # by its whole name, whatever the layers
+            continue  # PEFT ignores layers_to_transform for a full name
         if layers and _find_layer(config, name) not in layers:
             return name, "layers_to_transform"
     return None
 
 
 def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
-    """Return for each name whether a key that takes ends of names or a pattern names it."""
+    """Return for each name whether the value of a key, ends of names or a pattern, matches it."""
     value: Any = config.selection.get(key)
-    # PEFT's word for every linear but the head.
+    # PEFT's keyword for every linear but the output head.
     if key == "target_modules" and isinstance(value, str) and value.lower() == "all-linear":
         return [not name.endswith(("embed_tokens", "lm_head")) for name in names]
     if isinstance(value, str) and value:
@@ -527,9 +538,9 @@ def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
 
 
 def _find_layer(config: AdapterConfig, name: str) -> int | None:
-    """Return the number of the layer that a module is in, or None.
+    """Return the index of the layer that a module is in; None: its name has none.
 
-    Of several numbers in its name it is the first, as in PEFT.
+    If its name has several numbers, the first one counts, as in PEFT.
     """
     patterns: Any = config.selection.get("layers_pattern")
     if not patterns:

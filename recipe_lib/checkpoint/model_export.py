@@ -1,8 +1,9 @@
 """Export a trained model as a Hugging Face folder, written tensor by tensor.
 
-`export_model` plans the files from the model's shapes (`plan_tensors`, `plan_shards`), gathers one
-parameter at a time, and streams it to the disk from rank 0. The folder is written under a temporary
-name (`stage_folder`) and takes its own when it is whole.
+A run calls `export_model` at its end. It plans the files from the model's shapes (`plan_tensors`,
+`plan_shards`), gathers one parameter at a time, and streams it to the disk from rank 0
+(`write_model`). The folder is written under a temporary name (`stage_folder`) and renamed when it
+is complete. "Collective": all ranks must call the function.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -53,8 +54,8 @@ from recipe_lib.models.weight_names import build_weight_map, build_written_layou
 from recipe_lib.ops.dtensor_shards import gather_full
 from recipe_lib.units import MIB, name_first
 
-# Keys of a source's config.json that are left out of ours: they would make another program run
-# code, or look for weights of another kind.
+# Keys of the original config.json that are left out of the exported one: they would make other
+# programs run code, or expect quantized weights.
 _DROPPED_KEYS = (
     "auto_map",
     "quantization_config",
@@ -81,21 +82,27 @@ def export_model(
     """Write the folder `out`: safetensors files, config.json, tokenizer files. Collective.
 
     One parameter at a time is gathered on its device, by the ranks that have it, and streamed to
-    the disk by rank 0; from other ranks of a pipeline it comes there in pieces, through the hosts.
-    An `out` that a run published is replaced when the new one is whole.
+    the disk by rank 0; other pipeline stages send it there in pieces, through host memory. An `out`
+    that a run published is replaced once the new one is complete.
 
-    source_config: the config.json that the spec was read from.
-    tokenizer_folder: its tokenizer files and generation_config.json are copied; or a tokenizer
-        file, which is taken with the settings next to it.
-    chat_template, stop_ids: what the model was trained with, where it differs from those files, so
-        that others prompt it and stop it as we do.
-    save_extra: write extra parameters too, which only a recipe that adds them reads; without it a
-        model that has any is refused.
-    card: the text of its README.md.
+    Args:
+        model: plain or sharded.
+        spec: of the model.
+        source_config: the config.json that the spec was read from.
+        out: folder of the export.
+        tokenizer_folder: folder from which tokenizer files and generation_config.json are copied;
+            or a tokenizer file, which is copied with the settings next to it.
+        max_shard_bytes: bytes of data in a file, unless a tensor alone has more.
+        world: all ranks.
+        chat_template, stop_ids: those of training, where they differ from the tokenizer's files, so
+            that other programs prompt and stop the model alike.
+        save_extra: write the parameters that a recipe added to the model too, which only that
+            recipe can read; False: such a model is refused.
+        card: text of README.md; None: none is written.
 
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
-    # FSDP's hook frees gathered parameters, so that what follows sees the shards
+    # A hook of FSDP in it frees gathered parameters, so that what follows sees the shards.
     model.state_dict()
     parameters = {
         name: parameter.detach() for name, parameter in model.named_parameters()
@@ -136,13 +143,23 @@ def write_model(
 ) -> None:
     """Write the folder `out` of a model whose parameters are planned. Collective.
 
-    read, parameters: see `TensorPieces`. extras: the parameters that the model's family does not
-    have. config: for config.json. reads_alone: `read` is no collective, so that each rank writes
-    files of its own, to a disk that all ranks share.
+    Args:
+        out: folder of the model.
+        spec: of the model.
+        parameters: our name -> shape and dtype.
+        read: yields a parameter by its name, see `TensorPieces`.
+        extras: names of parameters that the model's family does not have.
+        config: contents of config.json.
+        side_files: files beside the weights.
+        max_shard_bytes: bytes of data in a file, unless a tensor alone has more.
+        world: all ranks.
+        reads_alone: `read` is not collective: each rank writes files of its own, to a disk that all
+            ranks share.
     """
     shards = plan_shards(spec, parameters, max_shard_bytes=max_shard_bytes, extras=extras)
     pieces = TensorPieces(spec, read=read, parameters=parameters, extras=extras)
-    # Readers of a model with a score head find a sequence's end by where padding begins.
+    # A model with a score head needs the padding id: its readers take the score of the last token
+    # before padding.
     is_scored = any(
         name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()
     )
@@ -174,7 +191,7 @@ def write_model(
 
 
 def describe_extra_fault(names: Collection[str]) -> str:
-    """Return what is wrong with exporting a model that has extra parameters, and the remedy."""
+    """Return the error text for an export of a model with parameters that a recipe added."""
     return (
         f"found {name_first(names)}, which the recipe added and no other program knows; "
         "set checkpoint.extra_parameters=save to write it too, or checkpoint.save_model=false"
@@ -182,21 +199,21 @@ def describe_extra_fault(names: Collection[str]) -> str:
 
 
 def find_extra_fault(cfg: CheckpointConfig, names: Collection[str]) -> str | None:
-    """Return why a run whose model has these extra parameters does not start; None if it does."""
+    """Return why a run with these extra parameters cannot start; None if it can."""
     if not names or not cfg.save_model or cfg.extra_parameters == "save":
         return None
     return f"checkpoint.extra_parameters: {describe_extra_fault(names)}"
 
 
 def make_extra_metadata(names: Collection[str]) -> dict[str, str]:
-    """Return the metadata of a file with these extra parameters."""
+    """Return the metadata of a file that names its extra parameters; empty without any."""
     return {EXTRA_PARAMETERS_KEY: " ".join(sorted(names))} if names else {}
 
 
 def check_room(model: nn.Module, out: Path, world: RankGroup) -> None:
     """Raise StorageError if the disk of `out` has no room for the model. Collective.
 
-    A run asks before it trains, not when the model is to be saved.
+    A run calls this before it trains, as it would otherwise fail after hours.
     """
     holders = find_holders(model, world)
     num_bytes_here = sum(
@@ -208,7 +225,7 @@ def check_room(model: nn.Module, out: Path, world: RankGroup) -> None:
 
     def require() -> None:
         folder = next(parent for parent in out.absolute().parents if parent.is_dir())
-        # What a killed export left is removed before the next one is written.
+        # Leftovers of a killed export count as free: they are removed before the next export.
         leftovers = files.list_leftovers(folder, out.name) if folder == out.parent else []
         files.require_space(
             folder,
@@ -220,16 +237,16 @@ def check_room(model: nn.Module, out: Path, world: RankGroup) -> None:
 
 
 def _describe_second_copy(out: Path) -> str:
-    """Return what a message on room says where there is a model already: both must fit."""
+    """Return the part of an error text that says that an existing `out` needs room too."""
     return f", in addition to the one in {out} that stays until then," if out.exists() else ""
 
 
 def plan_tensors(
     tensors: Mapping[str, torch.Tensor], holders: Holders, world: RankGroup
 ) -> dict[str, PlannedTensor]:
-    """Return name -> shape and type of the tensors of all ranks. Collective.
+    """Return name -> shape and dtype of the tensors of all pipeline stages. Collective.
 
-    In a pipeline other ranks have other tensors.
+    tensors: those of this rank's stage.
     """
     rows = [(name, DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in tensors.items()]
     return {
@@ -244,12 +261,12 @@ def plan_shards(
     max_shard_bytes: int,
     extras: Collection[str] = (),
 ) -> dict[str, list[PlannedTensor]]:
-    """Return file name -> its tensors, filled in the model's order.
+    """Return file name -> the tensors in it, in the model's order.
 
-    A tensor larger than a shard has a file of its own. The names are those of transformers.
+    Files are named as transformers does.
 
-    max_shard_bytes: bytes of data that a file may have. extras: the parameters that the model's
-    family does not have; they come last.
+    max_shard_bytes: bytes of data in a file; a larger tensor has a file of its own. extras: names
+    of the parameters that the model's family does not have; they come last.
     """
     layout = build_written_layout(spec)
     if layout is None:
@@ -259,7 +276,7 @@ def plan_shards(
         )
         dtypes = {entry.file_name: parameters[entry.our_name].dtype for entry in entries}
     else:
-        # The family's files have other tensors than our model has parameters.
+        # The family's files have tensors that are converted from several parameters of ours.
         shapes = dict(layout.shapes)
         dtypes = {name: parameters[our_name].dtype for name, our_name in layout.renamed.items()}
         dtypes |= {
@@ -269,26 +286,26 @@ def plan_shards(
     shapes |= {name: parameters[name].shape for name in extras}
     dtypes |= {name: parameters[name].dtype for name in extras}
     shards: list[list[PlannedTensor]] = []
-    filled = 0
+    filled_bytes = 0
     for name, shape in shapes.items():
         tensor = PlannedTensor(name, dtypes[name], shape)
-        if not shards or filled + tensor.num_bytes > max_shard_bytes:
+        if not shards or filled_bytes + tensor.num_bytes > max_shard_bytes:
             shards.append([])
-            filled = 0
+            filled_bytes = 0
         shards[-1].append(tensor)
-        filled += tensor.num_bytes
+        filled_bytes += tensor.num_bytes
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     return {
-        f"model-{at:05d}-of-{len(shards):05d}.safetensors": shard
-        for at, shard in enumerate(shards, start=1)
+        f"model-{index:05d}-of-{len(shards):05d}.safetensors": shard
+        for index, shard in enumerate(shards, start=1)
     }
 
 
 class TensorPieces:
-    """The data of a file's tensors, one gathered parameter at a time.
+    """The data of the tensors in an export's files, with one parameter in memory at a time.
 
-    Of tensors that one conversion makes, all the parameters that it takes are held together.
+    Where tensors are converted from several parameters (`Conversion`), these are held together.
     """
 
     def __init__(
@@ -299,10 +316,10 @@ class TensorPieces:
         parameters: Mapping[str, PlannedTensor],
         extras: Collection[str],
     ) -> None:
-        """Keep how a parameter is read, and which parameters each tensor of the files is made of.
+        """Look up which parameters each tensor of the files is made of.
 
-        read: yields a whole parameter, or pieces of its bytes, on rank 0; collective. parameters:
-        shape and type of each. extras: see `plan_shards`.
+        read: yields a parameter by its name on rank 0, as one tensor or as pieces of its bytes;
+        collective. parameters: our name -> shape and dtype. extras: see `plan_shards`.
         """
         self._read = read
         self._parameters = parameters
@@ -320,8 +337,8 @@ class TensorPieces:
 
     def read_all(self, tensors: Iterable[PlannedTensor]) -> Iterator[torch.Tensor]:
         """Yield the tensors in consecutive pieces of rows, on rank 0. Collective."""
-        # chain keeps no reference to what it gave, so that a gathered tensor is gone before the
-        # next one is gathered.
+        # chain keeps no reference to the tensor that it yielded: it is freed before the next one is
+        # gathered.
         return chain.from_iterable(self._read_tensor(tensor.name) for tensor in tensors)
 
     def _read_tensor(self, name: str) -> Iterator[torch.Tensor]:
@@ -333,23 +350,23 @@ class TensorPieces:
         conversion = self._layout.made[name]
         if conversion is not self._current:
             self._current = conversion
-            self._converted = {}  # the former one's tensors are gone before these are gathered
+            self._converted = {}  # frees the last conversion's tensors before the next are gathered
             parameters: dict[str, torch.Tensor] = {}
             for input_name in conversion.names():
                 parameter = self._assemble(input_name)
                 if parameter is not None:
                     parameters[input_name] = parameter
-            if parameters:  # on rank 0 alone
+            if parameters:  # on rank 0; the other ranks get none
                 self._converted = conversion.convert(parameters.__getitem__)
         if name in self._converted:
             tensor = self._converted.pop(name)
-            # Experts `[E, o, i]` are made contiguous one by one.
+            # Experts `[E, o, i]` go one by one: only one of them is made contiguous at a time.
             yield from (tensor.split(1) if tensor.dim() == 3 else (tensor,))
 
     def _assemble(self, name: str) -> torch.Tensor | None:
-        """Return a whole parameter on rank 0, None on the other ranks. Collective.
+        """Return a full parameter on rank 0, None on the other ranks. Collective.
 
-        What comes from another rank of a pipeline is put together from its bytes.
+        A parameter of another pipeline stage is put together from pieces of its bytes.
         """
         planned = self._parameters[name]
         parameter = None
@@ -369,13 +386,13 @@ class TensorPieces:
 class SideFiles:
     """The files beside the weights of an exported folder."""
 
-    # Where its files are copied from: a folder, or a tokenizer file. None: no tokenizer.
+    # Folder from which the tokenizer's files are copied, or a tokenizer file; None: no tokenizer.
     tokenizer_folder: Path | None
-    # A template's text or file, in the place of the tokenizer's own.
+    # Text or file of a template that replaces the tokenizer's own; None: it stays.
     chat_template: str | Path | None = None
-    # Ids that end an answer, for generation_config.json.
+    # Token ids that end an answer, for generation_config.json.
     stop_ids: Collection[int] = ()
-    # Text of README.md, if it has one.
+    # Text of README.md; None: none is written.
     card: str | None = None
 
 
@@ -391,11 +408,16 @@ def stage_folder(
 ) -> Iterator[Path]:
     """Yield a temporary folder for the tensor files, which then becomes `out`. Collective.
 
-    Rank 0 adds the other files when the caller is done. After an error the temporary folder is
-    gone, and `out` is as it was.
+    At the end of the block rank 0 adds the other files and renames the folder. After an error the
+    temporary folder is removed, and `out` is as it was.
 
-    contents: JSON files by name, and what they hold. pad_id: of a model with a score head, the id
-    that its config.json takes for padding.
+    Args:
+        out: folder of the export.
+        shards: file name -> the tensors that the caller will write into it.
+        contents: name of a JSON file -> its contents.
+        side_files: files beside the weights.
+        world: all ranks.
+        pad_id: the padding id in config.json of a model with a score head; None: no such model.
     """
     tokenizer_paths = list_tokenizer_files(side_files.tokenizer_folder)
     temporary = Path(run_on_rank_0(world, lambda: _begin_folder(out, shards, tokenizer_paths)))
@@ -426,12 +448,12 @@ def stage_folder(
 def _begin_folder(
     out: Path, shards: Mapping[str, Sequence[PlannedTensor]], copied: Sequence[Path]
 ) -> str:
-    """Check the room on the disk and make a temporary folder next to `out`; return its path.
+    """Check the room on the disk and make a temporary folder next to `out`, on rank 0.
 
-    For rank 0. copied: files that will be copied into the folder.
+    copied: files that will be copied into the folder. Return its path.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    files.remove_leftovers(out.parent, out.name)  # first: they take the space
+    files.remove_leftovers(out.parent, out.name)  # first: they take up the space
     num_bytes = (
         sum(tensor.num_bytes for tensor in chain.from_iterable(shards.values()))
         + sum(path.stat().st_size for path in copied)
@@ -446,10 +468,10 @@ def _begin_folder(
 def stream_parameter(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], holders: Holders, name: str
 ) -> Iterator[torch.Tensor]:
-    """Return an iterator of a tensor, whole or as pieces of bytes, on rank 0. Collective.
+    """Return an iterator of a tensor on rank 0, as one tensor or as pieces of bytes. Collective.
 
-    The rows of a fused matrix are in the order that files have, not in that of this rank's shards.
-    See `Holders.stream_to_rank_0`.
+    The rows of a fused matrix are put into the order of files: tensor parallelism has another. See
+    `Holders.stream_to_rank_0` for the pieces.
     """
 
     def gather() -> Iterator[torch.Tensor]:
@@ -462,7 +484,7 @@ def gather_whole(parameter: torch.Tensor) -> torch.Tensor:
     """Return the full parameter, gathered on the device that computes with it. Collective."""
     if not isinstance(parameter, DTensor):
         return parameter
-    # Its shards may be kept in host memory, where the mesh's backend cannot gather them.
+    # With CPU offload its shards are in host memory, where the mesh's backend cannot gather them.
     on_device = parameter.to(parameter.device_mesh.device_type)
     return gather_full(on_device.to_local(), on_device)
 
@@ -470,7 +492,7 @@ def gather_whole(parameter: torch.Tensor) -> torch.Tensor:
 def list_model_files(
     shards: Mapping[str, Sequence[PlannedTensor]], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the JSON files of a model's folder: config.json, and an index of several shards."""
+    """Return the JSON files of a model's folder: config.json, and an index if it has shards."""
     if SINGLE in shards:
         return {"config.json": config}
     total_size = sum(tensor.num_bytes for tensor in chain.from_iterable(shards.values()))
@@ -486,12 +508,9 @@ def list_model_files(
 def export_config(
     source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return the config.json of an exported model.
-
-    It is the source's, with the type and the architecture of what is written.
-    """
+    """Return the config.json of an export: the source's, with its own dtype and architecture."""
     is_external = isinstance(spec, ExternalSpec)
-    # Of a multimodal model we train and write the text model alone.
+    # Of a multimodal model only the text model is trained and written.
     source = source_config if is_external else get_text_config(source_config)
     config = {key: value for key, value in source.items() if key not in _DROPPED_KEYS}
     if not is_external:
@@ -503,9 +522,9 @@ def export_config(
 
 
 def spell_config(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    """Return a config.json whose renamed keys have both names.
+    """Return a config.json that has keys which transformers 5 renamed under both names.
 
-    Readers before transformers 5 know the older names alone.
+    Readers before transformers 5 know only the older names.
     """
     return (
         spec.spell_config(config)

@@ -1,17 +1,15 @@
-"""Open exports: compare them with what was trained, and quantize them.
+"""Open exported models again to check that they compute what was trained, and quantize them.
 
-Compared are names, counts, and the logits of a fixed prompt: first as this library reads the export
-(`load_model_with_adapter`, `compare_logits`), then as the libraries do that it is for,
-transformers and PEFT (`check_with_transformers`, `check_with_peft`).
-
-`write_quantized` has torchao keep the linears of a model's layers in 4 or 8 bits, in a folder that
-transformers and vLLM load, and compares its logits with the model's.
+`tune export` compares logits of a fixed prompt: first as this library reads the export
+(`load_model_with_adapter`, `compare_logits`), then as transformers and PEFT do
+(`check_with_transformers`, `check_with_peft`). With `--quantize` it calls `write_quantized`:
+torchao quantizes the linears of the layers, in a folder that transformers and vLLM load.
 
     int4   symmetric, a scale for each `group_size` weights of a row
     int8   symmetric, a scale for each row
 
-Codes of 4 bits have a byte each in the file: torchao 0.18 packs two into one for GPUs only, and by
-other rounding. Embedding and output head stay as they are.
+Codes of 4 bits have a byte each in the file: torchao 0.18 packs two into one for GPUs only, and
+rounds otherwise there. Embedding and output head stay as they are.
 """
 
 import os
@@ -68,10 +66,10 @@ from recipe_lib.models import (
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB, format_bytes
 
-_ROWS = 2  # of the fixed prompt
-_LENGTH = 32
-# What rounding may change, as a share of the largest logit: sums in another order, or weights
-# rounded once more.
+_ROWS = 2  # sequences of the fixed prompt
+_LENGTH = 32  # tokens of each
+# The most that rounding may change a logit, as a share of the largest one, by dtype: sums in
+# another order, or weights that are rounded once more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
@@ -79,11 +77,11 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, tor
 class Comparison:
     """The difference of an exported model's logits from those of the trained one."""
 
-    # Largest difference.
+    # Largest absolute difference of two logits.
     difference: float
-    # Largest logit.
+    # Largest absolute logit of the trained model.
     largest: float
-    # How much the adapters change the base's logits at most; None: there are none.
+    # The most by which the adapter changes a logit of the base; None: no adapter.
     change: float | None
 
     def is_within_rounding(self, dtype: torch.dtype) -> bool:
@@ -101,16 +99,16 @@ class Comparison:
 
 
 def make_adapter_settings(adapter: AdapterFile, spec: ModelSpec) -> LoraConfig:
-    """Return the section `lora` that makes a model for an adapter.
+    """Return the config section `lora` that adds adapters of the same shapes to a model.
 
-    It has the adapter's largest rank, and its usual scaling.
+    Its rank is the largest of the adapter's, its alpha gives the scaling of most modules.
     """
     modules = adapter.list_modules(spec)
     rank = max(adapter.config.get_rank(module) for module in modules)
     names = [module.name for module in modules]
     return LoraConfig(
         rank=rank,
-        # What the scaling is divided by is the same for all alphas.
+        # The scaling is alpha times that of alpha 1, which depends on the rank alone.
         alpha=find_usual_scaling(adapter, spec) / compute_scaling(1.0, rank, adapter.config.rslora),
         rslora=adapter.config.rslora,
         dora=adapter.config.dora,
@@ -126,7 +124,7 @@ def load_model(
     device: torch.device,
     lora: LoraConfig | None = None,
 ) -> Decoder:
-    """Return a model folder's model, ready to evaluate. lora: gives it new adapters."""
+    """Return the model of a folder in evaluation mode. lora: adds new adapters; None: none."""
     model = build_meta(spec, dtype)
     if lora is not None:
         add_adapters(model, lora, dtype)
@@ -146,19 +144,19 @@ def load_model_with_adapter(
     device: torch.device,
     storage: str | None = None,
 ) -> tuple[Decoder, int]:
-    """Return the base with an adapter from its folder, and the number of modules it was put on.
+    """Return the base model with the adapter in a folder, and the number of adapted modules.
 
-    The adapter is in full precision. It may be one of some layers only: it is looked at, merged and
-    generated with, not trained on.
+    The adapter's matrices are fp32, or fp64 if the model is. An adapter of some layers only is
+    allowed, as the model is not trained further.
 
-    storage: how the frozen weights are kept (`none`, `nf4`, `int8`); None: as the adapter's file
-    says.
+    storage: how the frozen weights are kept (`none`, `nf4`, `int8`); None: as in training, which
+    the adapter's file says. Raises CheckpointError if the adapter does not fit the base.
     """
     adapter = read_adapter(folder)
     check_fits(adapter, spec)
     cfg = make_adapter_settings(adapter, spec)
     cfg.quantize_base = storage or cfg.quantize_base
-    cfg.dtype = "fp32" if dtype != torch.float64 else None  # None: the model's own
+    cfg.dtype = "fp32" if dtype != torch.float64 else None  # None: the model's dtype
     model = load_model(spec, folder=base, dtype=dtype, device=device, lora=cfg)
     return model, load_adapter(model, spec, folder, some=True)
 
@@ -171,9 +169,9 @@ def make_prompt(vocabulary: int, max_positions: int) -> torch.Tensor:
 
 @torch.no_grad()
 def compute_prompt_logits(model: Decoder, with_adapters: bool = True) -> torch.Tensor:
-    """Return logits `[2, 32, v]` of the fixed prompt, on the host.
+    """Return logits `[2, 32, v]` of the fixed prompt, on the CPU.
 
-    The prompt is the same for all models of one vocabulary.
+    The prompt is the same for all models with one vocabulary size.
     """
     tokens = make_prompt(model.spec.vocab_size, model.spec.max_positions)
     tokens = tokens.to(next(model.parameters()).device)
@@ -187,7 +185,8 @@ def compare_logits(
 ) -> Comparison:
     """Return how logits of a reloaded model differ from those of the trained one.
 
-    base: of the base alone, if the model has adapters.
+    trained, exported, base: logits of one shape. base: of the model without its adapters; None: it
+    has none.
     """
     trained = trained.double()
     return Comparison(
@@ -197,7 +196,7 @@ def compare_logits(
     )
 
 
-# What other libraries raise for a model that they cannot open.
+# Exceptions that transformers and PEFT raise for a model that they cannot open.
 _FAULTS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError)
 
 
@@ -209,14 +208,21 @@ def check_with_peft(
     device: torch.device,
     trained: tuple[Tensor, Tensor],
 ) -> str:
-    """Return the line about an adapter's folder opened by PEFT on transformers' base.
+    """Check an adapter by opening it with PEFT on transformers' base; return a line for the log.
 
-    spec: of the base. dtype: of the base in the run. trained: logits of the fixed prompt as the run
-    computes them, with the adapter and of the base alone. Raises CheckpointError where PEFT does
-    not open it, or computes something else.
+    Args:
+        folder: of the adapter.
+        base: folder of the base model.
+        spec: of the base.
+        dtype: of the base in the run.
+        device: on which the models compute.
+        trained: logits of the fixed prompt by this library, with the adapter and of the base alone.
+
+    Raises CheckpointError if PEFT does not open the adapter, or computes other logits. Where the
+    check is not possible, the line says why.
     """
     adapter = read_adapter(folder)
-    # transformers has norms and rotations in fp32.
+    # transformers computes norms and rotary embeddings in fp32 even for a model in fp64.
     dtype = torch.float32 if dtype == torch.float64 else dtype
     why_not = _why_not_opened(
         base, spec, dtype=dtype, device=device, packages=("transformers", "peft")
@@ -226,7 +232,7 @@ def check_with_peft(
     if why_not is not None:
         return f"note: not opened with PEFT: {why_not}"
     if adapter.metadata.get(BASE_STORAGE, "none") != "none":
-        # PEFT gets the base's own numbers, not those that they were rounded to in training.
+        # PEFT opens the unquantized base: ours is compared without the rounding of training too.
         model = load_model_with_adapter(
             folder, spec=spec, base=base, dtype=dtype, device=device, storage="none"
         )[0]
@@ -238,7 +244,7 @@ def check_with_peft(
                 model = open_model(base, dtype, device)
             vocab_size = trained[0].shape[-1]
             is_resized = vocab_size != model.config.get_text_config().vocab_size
-            # Not computed where the prompt may have tokens that the base lacks.
+            # With a resized vocabulary the prompt may have tokens that the base lacks.
             base_logits = (
                 trained[1] if is_resized else compute_logits(model, vocab_size, spec.max_positions)
             )
@@ -247,26 +253,30 @@ def check_with_peft(
                 "note: not opened with PEFT: transformers does not open the base"
                 f" ({get_first_line(error)})"
             )
-        if is_resized:  # its new rows have no numbers before PEFT brings them
+        if is_resized:  # PEFT fills the new rows from the adapter's file
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
-        alone = _compare_steady(trained[1], logits=base_logits, base=None, dtype=dtype)
-        if not alone.is_within_rounding(dtype):
-            return f"note: not opened with PEFT: transformers computes the base otherwise: {alone}"
+        base_comparison = _compare_steady(trained[1], logits=base_logits, base=None, dtype=dtype)
+        if not base_comparison.is_within_rounding(dtype):
+            return (
+                "note: not opened with PEFT: transformers computes the base otherwise:"
+                f" {base_comparison}"
+            )
         _check_patterns(adapter.config, model)
-        opened = _open_adapter(model, adapter, device)
-        if isinstance(opened, str):
-            return f"note: not opened with PEFT: {opened}"
-        logits = compute_logits(opened, vocab_size, spec.max_positions)
+        peft_model = _open_adapter(model, adapter, device)
+        if isinstance(peft_model, str):
+            return f"note: not opened with PEFT: {peft_model}"
+        logits = compute_logits(peft_model, vocab_size, spec.max_positions)
     trained_base = trained[1] if trained[1].shape == trained[0].shape else None
     comparison = compare_logits(trained[0], logits, trained_base)
-    steady = _compare_steady(trained[0], logits=logits, base=trained_base, dtype=dtype)
+    steady_comparison = _compare_steady(trained[0], logits=logits, base=trained_base, dtype=dtype)
     # An adapter that changes little must not pass by rounding alone: logits must be closer than
     # half of its change, or as close as the libraries are without it.
-    is_missed = steady.change is not None and (
-        steady.difference > max(steady.change / 2, 2 * alone.difference)
+    is_missed = steady_comparison.change is not None and (
+        steady_comparison.difference
+        > max(steady_comparison.change / 2, 2 * base_comparison.difference)
     )
     reader = f"PEFT {version('peft')} on transformers {version('transformers')}"
-    if is_missed or not steady.is_within_rounding(dtype):
+    if is_missed or not steady_comparison.is_within_rounding(dtype):
         raise CheckpointError(
             f"{folder}: {reader} computes another model than was trained: {comparison}; use the"
             f" merged model (tune export {folder} --merge), or write the adapter again (--adapter"
@@ -283,12 +293,11 @@ def check_with_transformers(
     trained: Tensor,
     base: Tensor | None = None,
 ) -> str:
-    """Return the line about a model's folder opened by transformers.
+    """Check a model by opening its folder with transformers; return a line for the log.
 
-    Raises CheckpointError if that computes another model.
-
-    dtype: of what is compared. trained, base: logits of the fixed prompt; `base` are those of a
-    merged adapter's base alone.
+    dtype: in which the model is opened. trained: logits of the fixed prompt by this library. base:
+    those of the base alone, if an adapter was merged. Raises CheckpointError if transformers
+    computes other logits. Where the check is not possible, the line says why.
     """
     dtype = torch.float32 if dtype == torch.float64 else dtype
     why_not = _why_not_opened(folder, spec, dtype=dtype, device=device, packages=("transformers",))
@@ -316,13 +325,14 @@ def check_with_transformers(
 def open_model(
     folder: Path, dtype: torch.dtype | str, device: torch.device | None = None, **more: Any
 ) -> Any:
-    """Return transformers' model of a folder.
+    """Return transformers' model of a folder, in evaluation mode.
 
-    Nothing of the folder's own code is run, no pickled weights are read.
+    No code of the folder is run and no pickled weights are read. dtype: `auto` for that of the
+    folder's config. device: None for the CPU. more: arguments of `from_pretrained`.
     """
     import transformers
 
-    # Where trust_remote_code is not given, transformers asks on the terminal whether to run code.
+    # Without trust_remote_code, transformers asks on the terminal whether to run code.
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, **more
     )
@@ -331,10 +341,10 @@ def open_model(
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Keep the bars, advice and warnings of transformers and PEFT away from the user."""
+    """Suppress progress bars, log lines and warnings of transformers and PEFT in a block."""
     from transformers.utils import logging
 
-    bars = logging.is_progress_bar_enabled()
+    has_progress_bars = logging.is_progress_bar_enabled()
     verbosity = logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -343,7 +353,7 @@ def silence_transformers() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(verbosity)
-        if bars:
+        if has_progress_bars:
             logging.enable_progress_bar()
 
 
@@ -355,7 +365,10 @@ def _why_not_opened(
     device: torch.device,
     packages: Sequence[str],
 ) -> str | None:
-    """Return why the other libraries cannot say anything about a model; None if they can."""
+    """Return why a model cannot be compared with other libraries; None if it can.
+
+    folder: of the model that they would open. packages: those that are needed.
+    """
     missing = next((package for package in packages if not has_package(package)), None)
     if missing is not None:
         return f"found no package {missing}; {format_install_line(missing)}"
@@ -382,7 +395,10 @@ def _why_not_opened(
 
 
 def _open_adapter(model: Any, adapter: AdapterFile, device: torch.device) -> Any:
-    """Return PEFT's model on a base, or a text, why PEFT itself cannot be used."""
+    """Return PEFT's model of a base and an adapter, or a text that says why PEFT cannot be used.
+
+    Raises CheckpointError if PEFT does not open the adapter.
+    """
     try:
         from peft import PeftModel
 
@@ -390,7 +406,7 @@ def _open_adapter(model: Any, adapter: AdapterFile, device: torch.device) -> Any
             return PeftModel.from_pretrained(
                 model, str(adapter.folder), torch_device=str(device)
             ).eval()
-    except ImportError as error:  # as of a torchao that it does not go with
+    except ImportError as error:  # such as a version of torchao that PEFT refuses
         return f"it says {get_first_line(error)}"
     except _FAULTS as error:
         raise CheckpointError(
@@ -400,9 +416,9 @@ def _open_adapter(model: Any, adapter: AdapterFile, device: torch.device) -> Any
 
 
 def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
-    """Raise CheckpointError for a pattern that does not come to an end with a name of the model's.
+    """Raise CheckpointError for a pattern that takes too long to match with the model's names.
 
-    PEFT matches them without a limit of time.
+    PEFT matches the same patterns without a time limit.
     """
     names = (*dict(model.named_modules()), *dict(model.named_parameters()))
     selections = [config.selection.get(key) for key in ("target_modules", "exclude_modules")]
@@ -414,7 +430,7 @@ def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
 
 @torch.no_grad()
 def compute_logits(model: nn.Module, vocab_size: int, max_positions: int) -> Tensor:
-    """Return logits of the fixed prompt by transformers' model, on the host."""
+    """Return logits `[2, 32, v]` of the fixed prompt by transformers' model, on the CPU."""
     tokens = make_prompt(vocab_size, max_positions).to(next(model.parameters()).device)
     with phase("computing logits of a fixed prompt"):
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
@@ -424,37 +440,39 @@ def compute_logits(model: nn.Module, vocab_size: int, max_positions: int) -> Ten
 def _compare_steady(
     trained: Tensor, logits: Tensor, base: Tensor | None, dtype: torch.dtype
 ) -> Comparison:
-    """Return the comparison that decides whether two models are the same.
+    """Return the comparison of logits that decides whether two models are the same.
 
-    In 16 bits it is one of the half of the tokens that differ less.
+    In 16 bits only the half of the tokens that differ least is compared.
     """
     if dtype.itemsize >= torch.float32.itemsize:
         return compare_logits(trained, logits, base)
-    # Two right programs round differently, and a token at a tie of a router then goes to other
-    # experts.
+    # Two correct implementations round differently, and a router near a tie then sends a token to
+    # other experts.
     differences = (trained.double() - logits.double()).abs().amax(dim=-1).flatten()
-    steady = differences.argsort()[: max(1, len(differences) // 2)]
+    steady_indexes = differences.argsort()[: max(1, len(differences) // 2)]
     if base is not None:
-        base = base.flatten(0, 1)[steady]
-    return compare_logits(trained.flatten(0, 1)[steady], logits.flatten(0, 1)[steady], base)
+        base = base.flatten(0, 1)[steady_indexes]
+    return compare_logits(
+        trained.flatten(0, 1)[steady_indexes], logits.flatten(0, 1)[steady_indexes], base
+    )
 
 
 @dataclass(frozen=True)
 class QuantizedReport:
-    """Comparison of a quantized model with the model, on a fixed prompt of random tokens."""
+    """Comparison of a quantized model with the original, on a fixed prompt of random tokens."""
 
-    # How many were quantized.
+    # Number of quantized linears.
     linears: int
-    # Mean KL divergence of the next token's probabilities from the model's, in nats.
+    # Mean KL divergence of the next token's probabilities from the original's, nats.
     divergence: float
-    # Largest difference of logits.
+    # Largest absolute difference of two logits.
     difference: float
-    # Largest logit of the model.
+    # Largest absolute logit of the original.
     largest: float
 
     @property
     def check(self) -> str:
-        """The line that tells it."""
+        """Return the comparison as a line for the log."""
         return (
             f"transformers opens it and computes what was quantized, {self.linears} linears; next"
             f" tokens diverge from the model's by {self.divergence:.2g} nats, logits by"
@@ -463,15 +481,18 @@ class QuantizedReport:
 
 
 def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> QuantizedReport:
-    """Write the folder `out`, open it again and compare logits.
+    """Write a quantized model as the folder `out`, open it again and compare logits.
 
-    The model is in host memory, twice for a moment.
+    The model is in host memory, for a moment twice.
 
-    folder: a Hugging Face model, not quantized. kind: `int4` or `int8`. group_size: of int4,
-    weights of a row that share a scale.
+    Args:
+        folder: a Hugging Face model that is not quantized.
+        out: a folder that does not exist.
+        kind: `int4` or `int8`.
+        group_size: of int4: weights of a row that share a scale.
 
-    Raises CheckpointError, StorageError, or SetupError without transformers; then there is no
-    `out`, but where the check of the whole folder fails.
+    Raises CheckpointError, StorageError, or SetupError if transformers is missing. `out` exists
+    then only if the reopened folder computes other logits.
     """
     transformers = _import_transformers()
     spec = check_quantizable(folder, kind, group_size)
@@ -486,7 +507,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
             logits = _compute_logits(_open(folder))
             model = _open(folder, quantization_config=quantization)
         quantized_logits = _compute_logits(model)
-        # A quantized weight is of a subclass of torchao's.
+        # The weight of a quantized linear is of a tensor subclass of torchao.
         plain_types = (torch.Tensor, nn.Parameter)
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
         num_quantized = sum(type(linear.weight.data) not in plain_types for linear in linears)
@@ -505,9 +526,9 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
                     f"{out}: the weights cannot be written ({error}); free some space"
                 ) from error
             del model, linears
-            # With both names of renamed keys, for readers of other releases too.
+            # With both names of renamed keys, which other releases of transformers read.
             config |= spell_config(read_config(temporary), spec)
-            # transformers writes these in its own way; ours come when the folder is finished.
+            # `stage_folder` writes its own versions of these at the end.
             for name in ("config.json", GENERATION):
                 files.remove_file(temporary / name)
             if (folder / CARD).is_file():
@@ -547,17 +568,16 @@ def _import_transformers() -> Any:
 
 
 def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
-    """Return the spec of a model.
+    """Return the spec of a model that torchao can quantize.
 
-    Raises CheckpointError for a model that torchao would leave as it is, or fail at.
+    Raises CheckpointError for a model that torchao would leave unquantized or fail at.
     """
     spec = read_trained_spec(read_config(folder), str(folder))
     tensors = read_headers(folder)
     extras = [name for name, tensor in tensors.items() if tensor.extra]
     if extras:
-        raise make_unknown_extras_error(
-            folder, extras
-        )  # transformers would drop them without a word
+        # transformers would drop them silently.
+        raise make_unknown_extras_error(folder, extras)
     if isinstance(spec, DecoderSpec) and spec.mixture is not None:
         raise CheckpointError(
             f"{folder}: is a mixture of experts, whose weights are stacked and no linears to"
@@ -578,6 +598,7 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
 
 
 def _open(folder: Path, **more: Any) -> Any:
+    """Return transformers' model in its own dtype. Raises CheckpointError if it does not open."""
     try:
         return open_model(folder, "auto", **more)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -587,5 +608,5 @@ def _open(folder: Path, **more: Any) -> Any:
 
 
 def _compute_logits(model: Any) -> Tensor:
-    """Return logits `[2, 32, v]` of random tokens, in fp32."""
+    """Return logits `[2, 32, v]` of the fixed prompt, fp32."""
     return compute_logits(model, model.config.get_text_config().vocab_size, _LENGTH).float()

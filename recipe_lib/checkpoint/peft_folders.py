@@ -1,9 +1,10 @@
 """Load a PEFT adapter's folder into a model, and export a model's adapters as such a folder.
 
-`load_adapter` has each rank read its own slices; ranks, scalings and fused modules of the file need
-not be those of the model: what differs is converted while it is read. `export_adapter` writes
-adapter_config.json and adapter_model.safetensors, which PEFT, vLLM and we ourselves read: one
-parameter at a time is gathered and streamed to the disk, as for a whole model.
+`load_adapter` reads each rank's own slices. The file's rank, scaling and fused modules (such as
+qkv) may differ from the model's: its matrices are converted while they are read. `export_adapter`
+writes adapter_config.json and adapter_model.safetensors, which PEFT, vLLM and this library read;
+one parameter at a time is gathered and streamed to the disk. "Collective": all ranks must call the
+function. Adapters compute `W x + scaling B A x`, A `[r, in]`, B `[out, r]`.
 """
 
 import json
@@ -94,17 +95,19 @@ from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec, 
 def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool = False) -> int:
     """Fill the model's adapters from a PEFT adapter; return the number of modules filled.
 
-    An adapter of a lower rank than the model's is filled up with zeros, and stays at its rank:
-    where A and B are both zero, so are their gradients. One that is scaled by another number has
-    the ratio put into B. Extra parameters, which a recipe added, are read too, and the model must
-    have those that the folder has. Weights of the base that the folder brings along take their
-    places (see `SavedWeights`).
+    An adapter of a lower rank than the model's is padded with zeros, and keeps its rank in
+    training: where A and B are both zero, so are their gradients. If the scalings differ, B is
+    multiplied by their ratio. Parameters that a recipe added are read too. Full weights in the
+    folder replace the base's (`SavedWeights`).
 
-    model: with adapters, materialized, plain or sharded. folder: of an adapter that `check_adapter`
-    has let pass. some: a module that has no adapter in the folder (those of some layers) is left as
-    `init_adapters` made it, which changes nothing; without it that is a fault.
+    Args:
+        model: with adapters, materialized, plain or sharded.
+        spec: of the base.
+        folder: of an adapter that `check_adapter` has accepted.
+        some: leave modules without an adapter in the folder as `init_adapters` made them (B is
+            zero); otherwise such a module is an error.
 
-    Raises CheckpointError.
+    Raises CheckpointError if the adapter does not fit the model.
     """
     adapter = read_adapter(folder)
     saved = check_fits(adapter, spec)
@@ -118,12 +121,12 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
     for module in modules:
         # In a pipeline another rank may have the module's layer.
         parts = [part for part in module.parts if part.module in adapted]
-        for number, part in enumerate(parts):
+        for index, part in enumerate(parts):
             _fill_module(
                 adapter,
                 module,
                 part=part,
-                number=number,
+                number=index,
                 num_parts=len(parts),
                 target=adapted[part.module],
                 model=model,
@@ -166,12 +169,13 @@ def _fill_module(
 ) -> None:
     """Fill the adapter of one module of ours from a module of the file.
 
-    part: our module in the file's, which may be fused. number, num_parts: which of the fused
-    module's adapted parts it is, and how many there are.
+    part: rows of the file's module, which may be fused, that are our module's. number: index of the
+    part among the fused module's adapted parts. num_parts: how many of these there are.
     """
     settings = target.settings
     is_stack = is_stacked(adapter, module, parts=num_parts, rank=settings.rank)
-    first = number * settings.rank if is_stack else 0  # of the stack's ranks, those of this part
+    # In a stack of one adapter for each part, this part's columns of B and rows of A begin here.
+    first = number * settings.rank if is_stack else 0
     rank = settings.rank if is_stack else adapter.config.get_rank(module)
     if rank > settings.rank:
         raise CheckpointError(
@@ -204,7 +208,7 @@ def _fill_module(
         for local, (row, _) in get_local_parts(suffixes[1]):
             local.zero_()
             rows = source[part.start + row : part.start + row + len(local)][:, first : first + rank]
-            # Multiplied only where needed: an adapter is loaded to the bit where it can be.
+            # Not multiplied by a ratio of 1, so that the weights are loaded bit for bit.
             local[:, :rank].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
 
         if target.lora_magnitude_vector is not None:
@@ -225,9 +229,10 @@ def _fill_experts(
 ) -> None:
     """Fill the adapters of a layer's experts.
 
-    A file has the factors of the experts one below, or next to, the other: see `expert_factors`.
+    The file has the experts' A below each other and their B side by side
+    (`unstack_expert_factors`).
 
-    name: of our module. rank: of the file. ratio: of the file's scaling to the model's.
+    name: of our module. rank: of the file. ratio: the file's scaling over the model's.
     """
     factors = unstack_expert_factors(
         adapter.read(module.name, LORA_A), adapter.read(module.name, LORA_B), module.experts
@@ -242,7 +247,9 @@ def _fill_experts(
             local.zero_()
             begin = offset[dim]
             num_ranks = min(max(rank - begin, 0), local.shape[dim])
-            part = [slice(at, at + size) for at, size in zip(offset, local.shape, strict=True)]
+            part = [
+                slice(start, start + size) for start, size in zip(offset, local.shape, strict=True)
+            ]
             part[dim] = slice(begin, begin + num_ranks)
             local.narrow(dim, 0, num_ranks).copy_(factor[tuple(part)])
 
@@ -266,29 +273,37 @@ def export_adapter(
     """Write the folder `out`: adapter_config.json and adapter_model.safetensors. Collective.
 
     One parameter at a time is gathered, by the ranks that have it, and streamed to the disk by rank
-    0. Fused projections (Phi 3) have their parts' adapters stacked: the same sum, of a larger rank.
-    An `out` that a run published is replaced when the new one is whole.
+    0. The adapters of a fused projection's parts (Phi 3's qkv) are stacked into one of a larger
+    rank, which adds the same to the output. An `out` that a run published is replaced once the new
+    one is complete.
 
-    base: the name or folder that loads the frozen weights.
-    base_folder: where they are here; a fingerprint of them goes into the file, and another base is
-        refused when the adapter is read again.
-    source_config: the base's config.json.
-    tokenizer_folder, chat_template, stop_ids, save_extra, card: as for `export_model`; PEFT calls
-        modules with extra parameters modules_to_save.
+    Args:
+        model: with adapters.
+        spec: of the base.
+        cfg: the config's section `lora`.
+        out: folder of the adapter.
+        base: name or folder of the base, for adapter_config.json.
+        world: all ranks.
+        base_folder: the base on this machine, whose hash goes into the file so that another base is
+            refused when the adapter is read; None: no hash.
+        source_config: the base's config.json.
+        tokenizer_folder, chat_template, stop_ids, save_extra, card: as for `export_model`; modules
+            with extra parameters become PEFT's modules_to_save.
 
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
-    # FSDP's hook frees gathered parameters, so that what follows sees the shards
+    # A hook of FSDP in it frees gathered parameters, so that what follows sees the shards.
     model.state_dict()
     source_config = source_config or {}
     modules = find_adapted_modules(spec, cfg)
-    # Of Gemma 3 we train the language model, which is a part of the files' multimodal one.
+    # Of Gemma 3 only the language model is trained, a part of the multimodal model in the files.
     is_multimodal = isinstance(spec, DecoderSpec) and source_config.get("model_type") == "gemma3"
     holders = find_holders(model, world)
-    # Of all ranks: one of a pipeline may have no adapter.
+    # The adapters of all ranks: a pipeline stage may have none itself.
     adapters = plan_tensors(get_adapter_parameters(model), holders, world)
-    whole_tensors = find_fully_saved_tensors(model)  # with a score head, which is trained whole
-    extras = plan_tensors(whole_tensors, holders, world)
+    # Parameters that are trained without an adapter: those of the recipe, and a score head.
+    full_tensors = find_fully_saved_tensors(model)
+    extras = plan_tensors(full_tensors, holders, world)
     recipe_extras = [name for name in extras if name != SCORE]
     if recipe_extras and not save_extra:
         raise CheckpointError(f"{out}: {describe_extra_fault(recipe_extras)}")
@@ -321,7 +336,7 @@ def export_adapter(
             _gather_pieces(model, module=module, cfg=cfg, holders=holders) for module in modules
         )
         extra_pieces = (
-            stream_parameter(model, tensors=whole_tensors, holders=holders, name=name)
+            stream_parameter(model, tensors=full_tensors, holders=holders, name=name)
             for name in extras
         )
         # Generators in a chain: nothing is gathered before it is written.
@@ -335,9 +350,9 @@ def export_adapter(
 
 
 def compute_file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:
-    """Return the largest rank in an exported file.
+    """Return the largest rank of the adapters in an exported file.
 
-    It is larger than `cfg.rank` where adapters of fused projections are stacked.
+    It is larger than `cfg.rank` where the adapters of a fused projection are stacked.
     """
     return max(_compute_rank(module, cfg) for module in find_adapted_modules(spec, cfg))
 
@@ -378,7 +393,7 @@ def _make_fields(
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
-    saved: the modules with extra parameters, of all ranks.
+    saved: names of the modules with extra parameters on all ranks.
     """
     is_scored = has_score_head(spec)
     # A dict keeps the model's order and has each name once.
@@ -398,7 +413,7 @@ def _make_fields(
     is_transposed = [
         module.transposed for module in model.modules() if isinstance(module, AdaptedModule)
     ]
-    # The bool is for a stage of a pipeline without adapters.
+    # False for a pipeline stage without adapters, for which `all` alone would be true.
     fields["fan_in_fan_out"] = bool(is_transposed) and all(is_transposed)
     return fields
 
@@ -406,18 +421,18 @@ def _make_fields(
 def _choose_target_modules(
     modules: list[FileModule], spec: ModelSpec, is_multimodal: bool
 ) -> list[str] | str:
-    """Return target_modules for PEFT: the last parts of the modules' names, where that is clear."""
+    """Return target_modules for PEFT: the last parts of the modules' names, if these are unique."""
     ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules if not module.parameter})
     if isinstance(spec, ExternalSpec):
         names = {module.name for module in modules}
         unadapted_names = set(spec.layout().modules) - names
-        # Whole names, where PEFT would put an adapter on another module with such an end too.
+        # Full names if PEFT would otherwise adapt another module whose name ends so.
         if any(name.rpartition(".")[2] in ends for name in unadapted_names):
             return sorted(names)
     if not is_multimodal:
         return ends
-    # A pattern, since the other parts of a multimodal model may have the same names.
-    head = "|lm_head" if HEAD in ends else ""  # which is beside the language model
+    # A pattern, since the vision part of a multimodal model may have the same names.
+    head = "|lm_head" if HEAD in ends else ""  # it is not inside the language model
     return rf".*\blanguage_model\.(.*\.)?({'|'.join(ends)}){head}"
 
 
@@ -429,9 +444,10 @@ def _make_metadata(
     base_folder: Path | None,
     source_config: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Return the file's metadata: what PEFT looks for, and what merging must know of the base."""
+    """Return the metadata of the tensor file: PEFT's key, and facts on the base for merging."""
     metadata = {"format": "pt", BASE_STORAGE: cfg.quantize_base}
-    stored = find_stored_weights(model)  # codes and scales have types of their own, not the run's
+    # Quantized weights are left out: their codes and scales have other dtypes than the base.
+    stored = find_stored_weights(model)
     dtype = next(
         parameter.dtype
         for name, parameter in model.named_parameters()
@@ -451,13 +467,13 @@ def _make_metadata(
 def _gather_pieces(
     model: nn.Module, module: FileModule, cfg: LoraConfig, holders: Holders
 ) -> Iterator[torch.Tensor]:
-    """Return an iterator of the data of a module's planned tensors, on rank 0. Collective.
+    """Return an iterator of a module's tensors on rank 0, gathered one at a time. Collective.
 
-    The tensors are in the order of the plan, gathered one at a time.
+    They are in the order of `_plan_file`.
     """
     first = _get_factor_names(module)[0]
     names = [f"{part.module}.{first}" for part in module.parts]
-    # Any part tells the ranks: all parts of a module are in one layer, and so on one stage.
+    # Any adapted part will do: all parts are in one layer, and so on the ranks of one stage.
     name = next(name for name in names if name in holders.first)
     return holders.stream_to_rank_0(name, lambda: _gather_own_pieces(model, module, cfg))
 
@@ -470,7 +486,7 @@ def _get_factor_names(module: FileModule) -> tuple[str, str]:
 def _gather_own_pieces(
     model: nn.Module, module: FileModule, cfg: LoraConfig
 ) -> Iterator[torch.Tensor]:
-    """Yield what `_gather_pieces` does, on the ranks that have the module. Collective."""
+    """Yield a module's tensors for `_gather_pieces`, on the ranks that have it. Collective."""
     owners = [(part, model.get_submodule(part.module)) for part in module.parts]
     names = _get_factor_names(module)
     adapted = [owner for _, owner in owners if isinstance(owner, AdaptedModule)]
@@ -480,32 +496,33 @@ def _gather_own_pieces(
         parameters = [gather_whole(owner.get_parameter(name).detach()) for name in names]
         yield from stack_expert_factors(*map(restore_file_order, parameters, runs))
         return
-    # A of a fused module: its parts' below each other.
+    # A `[parts * r, in]` of a fused module: those of its parts below each other.
     for owner in adapted:
         yield gather_whole(owner.get_parameter(names[0]).detach())
-    # B of a fused module: a block for each of its parts, zeros elsewhere.
+    # B `[out, parts * r]` of a fused module: block-diagonal, a block for each part.
     for part, owner in owners:
         if len(owners) == 1:
-            second = gather_whole(owner.get_parameter(names[1]).detach())
-            yield restore_file_order(second, get_runs(model).get(f"{part.module}.{names[1]}"))
+            lora_b = gather_whole(owner.get_parameter(names[1]).detach())
+            yield restore_file_order(lora_b, get_runs(model).get(f"{part.module}.{names[1]}"))
             continue
         dtype = adapted[0].settings.dtype
-        second = torch.zeros(part.rows, cfg.rank * len(adapted), dtype=dtype)
+        lora_b = torch.zeros(part.rows, cfg.rank * len(adapted), dtype=dtype)
         if owner in adapted:
-            at = adapted.index(owner) * cfg.rank
-            second[:, at : at + cfg.rank] = gather_whole(
+            first_column = adapted.index(owner) * cfg.rank
+            lora_b[:, first_column : first_column + cfg.rank] = gather_whole(
                 owner.get_parameter(names[1]).detach()
             ).cpu()
-        yield second
+        yield lora_b
     if cfg.dora:
         for _, owner in owners:
             yield _gather_lengths(owner, adapted[0].settings.dtype)
 
 
 def _gather_lengths(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    """Return DoRA's lengths `[out]`. Collective.
+    """Return DoRA's magnitudes `[out]`, the lengths of a weight's rows. Collective.
 
-    A fused module's part without an adapter has those of its rows, which change nothing.
+    For a part of a fused module without an adapter they are computed from the frozen weight, which
+    they leave as it is.
     """
     if isinstance(module, AdaptedModule):
         return gather_whole(module.get_parameter(MAGNITUDE).detach())
@@ -513,13 +530,13 @@ def _gather_lengths(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
 
 
 def gather_frozen_weight(module: nn.Module) -> torch.Tensor:
-    """Return the whole weight `[out, in]` of a linear, gathered and dequantized. Collective."""
+    """Return the full weight `[out, in]` of a linear, gathered and dequantized. Collective."""
     if not isinstance(module, QuantizedLinear):
         return gather_whole(module.get_parameter("weight").detach())
     linear = nn.Linear(
         module.in_features, module.out_features, bias=False, device="meta", dtype=module.dtype
     )
-    # Codes and scales are gathered, not the weight, and dequantized here.
+    # Codes and scales are gathered, which are smaller than the weight, and dequantized here.
     copy = QuantizedLinear(linear, module.kind)
     for name, parameter in module.named_parameters(recurse=False):
         if name != "bias":

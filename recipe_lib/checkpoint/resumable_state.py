@@ -1,16 +1,18 @@
 """Save, verify and load the state from which a run resumes.
 
-A state is a new folder that is either whole or not there, and is used only after it was verified:
+A run calls `save_state` every so many steps, and `find_state` and `load_state` when it resumes. A
+state is a new folder that is either complete or not there, and is verified before it is used:
 
     output_dir/state/step_40/
-        shard-00001-of-00002.safetensors ...   model and optimizer, each rank its own part
+        shard-00001-of-00002.safetensors ...   model and optimizer, a file for each rank's shards
         rng-00001.safetensors ...              random number generators, per rank
         state.json                             step, data position, optimizer settings
         manifest.json                          every file's size and SHA-256; written last
 
 The order is: files, flush each, manifest, flush the folder, rename, flush the parent, and only then
-remove older states. "Latest" is computed from the manifests, never stored. Another world size, or
-another size of a pipeline, may load what one has saved.
+remove older states. "Latest" is computed from the manifests, never stored. A state may be loaded
+with another number of ranks and other parallelism than it was saved with. "Collective": all ranks
+must call the function.
 """
 
 import json
@@ -103,18 +105,22 @@ def save_state(
 ) -> Path:
     """Save everything that a run needs to go on, as `root/step_N`; return the new folder.
 
-    Then all but the newest `keep` states are removed. Of a model with frozen parameters only the
-    trained ones are saved, and a hash by which the others are known again. A step that is saved
-    again becomes `step_N-2`, and so on: a folder is never written over. Collective.
+    Frozen parameters are not saved but hashed, so that `load_state` can check them. A step that is
+    saved again becomes `step_N-2`, and so on: a folder is never written over. Collective.
 
-    root: `output_dir/state`, on a disk that all ranks share. step: optimizer steps done.
-    optimizer: None saves the weights alone, as of a best step; `load_state` reads them without one.
-    extra: JSON values that `load_state` gives back. keep: None removes nothing.
+    Args:
+        root: `output_dir/state`, on a disk that all ranks share.
+        step: number of optimizer steps done.
+        model: plain or sharded.
+        optimizer: None saves the weights alone, for a best step.
+        extra: JSON values that `load_state` returns.
+        world: all ranks.
+        keep: number of newest states that stay, older ones are removed; None: all stay.
 
     Raises StorageError on every rank if any rank fails; then nothing has changed on the disk.
     """
     holders = find_holders(model, world)
-    # Before the optimizer's: FSDP frees gathered parameters in it.
+    # Before the optimizer's tensors: this call makes FSDP free gathered parameters.
     tensors = list_model_tensors(model, holders)
     optimizer_settings = None
     if optimizer is not None:
@@ -138,9 +144,9 @@ def save_state(
     shard = _plan_shard(tensors, world)
     num_bytes = sum(world.gather_json(sum(tensor.num_bytes for tensor in shard.planned)))
     num_bytes += MIB * (world.size + 1)  # headers, generators, state.json, manifest
-    names = run_on_rank_0(world, lambda: _begin_folder(root, step, num_bytes))
-    temporary = root / names["temporary"]
-    final = root / names["final"]
+    folder_names = run_on_rank_0(world, lambda: _begin_folder(root, step, num_bytes))
+    temporary = root / folder_names["temporary"]
+    final = root / folder_names["final"]
 
     def publish(records: list[files.FileRecord]) -> None:
         records.append(files.write_json(temporary / STATE, settings))
@@ -148,7 +154,7 @@ def save_state(
         write_manifest(
             temporary,
             step=step,
-            sequence=names["sequence"],
+            sequence=folder_names["sequence"],
             world_size=world.size,
             records=records,
         )
@@ -174,45 +180,46 @@ def save_state(
 
 
 def _begin_folder(root: Path, step: int, num_bytes: int) -> dict[str, Any]:
-    """Check the room on the disk and make a temporary folder; return names and sequence number.
+    """Check the room on the disk and make a temporary folder, on rank 0.
 
-    For rank 0. num_bytes: of the state.
+    num_bytes: of the state. Return its name (`temporary`), the state's (`final`) and `sequence`.
     """
     root.mkdir(parents=True, exist_ok=True)
-    files.remove_leftovers(root, f"{PREFIX}*")  # first: they take the space
+    files.remove_leftovers(root, f"{PREFIX}*")  # first: they take up the space
     files.require_space(root, num_bytes, f"the state of step {step}")
     name = find_free(root / f"{PREFIX}{step}").name
-    # Counted, since clocks of machines differ, and a resumed run may save an earlier step.
+    # A count tells which state is newest: clocks of machines differ, and a run that resumed from
+    # an older state saves earlier steps later.
     sequence = 1 + max((manifest.sequence for _, manifest in list_readable_states(root)), default=0)
     temporary = files.make_temporary_path(root / name)
     files.make_folder(temporary)
     return {"temporary": temporary.name, "final": name, "sequence": sequence}
 
 
-# One safetensors file a rank, written piece by piece, and no pickle. torch plans who writes and who
-# reads which part of a sharded tensor; its own storage either pickles its metadata or serializes a
-# rank's whole share in host memory. Here every header is JSON, tensors stream to the disk in
-# pieces, and the hash of a file is made on the way. The metadata key is the one that torch's
-# HuggingFaceStorageReader knows.
+# Each rank writes one safetensors file. The planners of torch.distributed.checkpoint decide which
+# rank writes and reads which part of a sharded tensor. Its storage writers are not used: they
+# pickle their metadata, or serialize all of a rank's tensors in host memory. Here every header is
+# JSON, tensors are streamed to the disk, and a file's hash is computed on the way. The metadata key
+# is the one that torch's HuggingFaceStorageReader reads.
 SHARDING = "DCP_SHARDING_INFO"
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """One rank's part of a state, to be written."""
+    """The tensors of a state that one rank writes."""
 
-    # Its parts of tensors, with the parts' shapes.
+    # Name, dtype and local shape of each.
     planned: list[PlannedTensor]
-    # Tensor -> `saved_offsets`, where its part begins, and `global_shape`.
+    # Name -> `saved_offsets` (where the local part begins in each dimension), `global_shape`.
     sharding: dict[str, dict[str, list[int]]]
-    # The parts' data, each taken when it is written.
+    # The tensors' data in the same order, each fetched when it is written.
     pieces: Iterator[torch.Tensor]
 
 
 def _plan_shard(tensors: dict[str, torch.Tensor], world: RankGroup) -> _Shard:
-    """Return this rank's share of what the ranks have. Collective.
+    """Return the tensors that this rank writes. Collective.
 
-    Of a tensor that several ranks have, torch's planner lets one write it.
+    tensors: all that this rank has. Of a replicated tensor torch's planner lets one rank write it.
     """
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors)
@@ -225,8 +232,8 @@ def _plan_shard(tensors: dict[str, torch.Tensor], world: RankGroup) -> _Shard:
     for item in planner.finish_plan(planner.create_global_plan(plans)[0][world.rank]).items:
         name = item.index.fqn
         data = item.tensor_data
-        assert data is not None  # all that is saved are tensors
-        if not math.prod(data.chunk.sizes):  # more ranks than rows
+        assert data is not None  # it is None only for objects that are no tensors
+        if not math.prod(data.chunk.sizes):  # an empty shard, where there are more ranks than rows
             continue
         if name in sharding:
             raise RuntimeError("a rank holds two parts of one tensor; a file can name it once")
@@ -240,7 +247,7 @@ def _plan_shard(tensors: dict[str, torch.Tensor], world: RankGroup) -> _Shard:
 
 
 def _write_shard(folder: Path, shard: _Shard, world: RankGroup) -> list[files.FileRecord]:
-    """Write this rank's tensor file and flush it; a rank with nothing to write has none."""
+    """Write this rank's tensor file and flush it; write none if the rank has no tensors."""
     if not shard.planned:
         return []
     path = folder / f"shard-{world.rank + 1:05d}-of-{world.size:05d}.safetensors"
@@ -249,13 +256,13 @@ def _write_shard(folder: Path, shard: _Shard, world: RankGroup) -> list[files.Fi
 
 
 def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
-    """Return the state to go on from, verified byte by byte, the same on all ranks. Collective.
+    """Return the folder of the state to resume from, verified by its hashes. Collective.
 
-    None if there is no state at all.
+    All ranks return the same folder; None if there is no state at all.
 
-    root: `output_dir/state`. resume: `latest`, or the path of a state folder. `latest` takes the
-    newest that is whole, and warns of damaged ones. Raises CheckpointError if none is whole, or if
-    the given folder is not.
+    root: `output_dir/state`. resume: `latest` for the newest undamaged state, with warnings about
+    damaged ones; or the path of a state folder. Raises CheckpointError if all states are damaged,
+    or the given one is.
     """
     if resume != "latest":
         path = Path(resume)
@@ -287,15 +294,15 @@ def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
 
 
 def _list_candidates(root: Path) -> list[str]:
-    """Return the names of all state folders, newest first. For rank 0.
+    """Return the names of all state folders, newest first, on rank 0.
 
-    Those without a readable manifest come before them, to be reported.
+    Those without a readable manifest come first, so that they are reported.
     """
     if not root.is_dir():
         return []
     try:
         files.remove_leftovers(root, f"{PREFIX}*")
-    except OSError:  # a disk that is read only may still be read
+    except OSError:  # a read-only disk can still be resumed from
         get_logger().warning("warning: %s: what a killed save left could not be removed", root)
     readable = [path for path, _ in list_readable_states(root)]
     unreadable = [path for path in list_state_folders(root) if path not in readable]
@@ -303,11 +310,11 @@ def _list_candidates(root: Path) -> list[str]:
 
 
 def verify_state(path: Path, world: RankGroup) -> str | None:
-    """Return what is wrong with a state's folder, or None. Collective.
+    """Return what is wrong with a state's folder, as a text; None: nothing. Collective.
 
-    Rank 0 looks at names and sizes, all ranks hash their share.
+    Rank 0 compares names and sizes of files, then each rank hashes a part of the files.
     """
-    # First what costs nothing: a file that is missing or cut short needs no hashes.
+    # Names and sizes first: a missing or truncated file is found without hashing gigabytes.
     damage = run_on_rank_0(world, lambda: _find_missing_files(path))
     if damage:
         return damage
@@ -324,7 +331,7 @@ def _find_missing_files(path: Path) -> str | None:
     except DamagedState as damage:
         return str(damage)
     is_named_after_step = re.fullmatch(rf"{PREFIX}{manifest.step}(-\d+)?", path.name)
-    # A folder that the user has given another name is taken as it is.
+    # A folder that the user has renamed otherwise may hold any step.
     if STATE_NAME.fullmatch(path.name) and not is_named_after_step:
         return f"its manifest is that of step {manifest.step}"
     return None
@@ -349,16 +356,19 @@ def load_state(
     world: RankGroup,
     place_state: PlaceState = None,
 ) -> dict[str, Any]:
-    """Load a state that `find_state` has verified, and return the `extra` it was saved with.
+    """Load a state that `find_state` has verified; return the `extra` that it was saved with.
 
-    Works for any world size; random number generators are restored when it is the one that saved.
-    Collective.
+    The number of ranks may differ from that of the run that saved; random number generators are
+    restored only if it does not. Collective.
 
-    model: materialized. optimizer: built over the model's parameters; None reads what the state
-    holds of the model alone, to look at or to export. place_state: gives an offloaded state the
-    memory where it waits; None: next to its parameter.
+    Args:
+        path: folder of the state.
+        model: materialized (not on the meta device), plain or sharded.
+        optimizer: over the model's parameters; None: only the model is loaded, for an export.
+        world: all ranks.
+        place_state: allocates an offloaded optimizer state; None: beside its parameter.
 
-    Raises CheckpointError if the state is that of another model, dtype or optimizer.
+    Raises CheckpointError if the state is of another model, dtype or optimizer.
     """
     manifest = run_on_all_ranks(world, lambda: _read_whole_manifest(path))
     shard_names = [record.name for record in manifest.files if record.name.startswith("shard-")]
@@ -378,7 +388,7 @@ def load_state(
             place_state=place_state,
         ),
     )
-    # Compared before a value of the model changes.
+    # Before the first value of the model changes: after an error it is as it was.
     frozen_hash = hash_frozen_parameters(model, world, holders)
     run_on_all_ranks(world, lambda: check_frozen_hash(path, saved.get("frozen"), frozen_hash))
     run_on_all_ranks(world, lambda: _read_tensors(path, metadata, targets))
@@ -394,14 +404,14 @@ def load_state(
             model, optimizer, saved["optimizer"], where=str(path), current_groups=groups
         ),
     )
-    # With other ranks there is no generator to continue; dropout then draws other numbers.
+    # Each rank has its own generators: another number of ranks draws other dropout masks.
     if manifest.world_size == world.size:
         run_on_all_ranks(world, lambda: load_rng(path, world.rank, world.device))
     return saved["extra"]
 
 
 def has_adapters(path: Path) -> bool:
-    """Return True if a state that `find_state` has verified has adapters, not all weights."""
+    """Return True if a verified state holds adapters, and not a model's own weights."""
     return read_state_json(path).get("adapters") is not None
 
 
@@ -417,7 +427,7 @@ def _read_settings(path: Path, with_optimizer: bool) -> dict[str, Any]:
 
 
 def _read_shards(folder: Path, names: Sequence[str]) -> Metadata:
-    """Return type, global shape and parts of each tensor, and which files have them."""
+    """Return dtype, global shape and saved parts of each tensor, and the file of each part."""
     tensors: dict[str, TensorStorageMetadata] = {}
     file_names: dict[MetadataIndex, str] = {}
     for file_name in names:
@@ -434,8 +444,8 @@ def _read_shards(folder: Path, names: Sequence[str]) -> Metadata:
 
 
 def _read_tensors(path: Path, metadata: Metadata, targets: dict[str, torch.Tensor]) -> None:
-    """Copy each planned slice straight into this rank's tensors; one file is open at a time."""
-    # Each rank plans alone: the ranks of a pipeline have tensors of other names.
+    """Copy the saved slices into this rank's tensors `targets`; one file is open at a time."""
+    # Planned without the other ranks: in a pipeline they have tensors of other names.
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(targets, metadata)
     items_by_file: dict[str, list[ReadItem]] = {}
@@ -446,7 +456,7 @@ def _read_tensors(path: Path, metadata: Metadata, targets: dict[str, torch.Tenso
             with safe_open(str(path / file_name), framework="pt") as file:
                 for item in items:
                     ranges = zip(item.storage_offsets, item.lengths, strict=True)
-                    slices = tuple(slice(at, at + size) for at, size in ranges)
+                    slices = tuple(slice(start, start + size) for start, size in ranges)
                     part = file.get_slice(item.storage_index.fqn)[slices]
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(part.view(target.shape))
@@ -458,9 +468,10 @@ def _reorder_fused(
 ) -> None:
     """Put the rows of fused matrices into the order of this run's ranks. Collective.
 
-    Another tensor parallel size has saved them in another order.
+    A fused matrix (such as gate and up) has its rows in an order that depends on the size of tensor
+    parallelism.
 
-    saved: name -> (dimension, runs of rows) of the run that saved, see `all_runs`.
+    saved: parameter -> (dimension, runs of rows as [start, stop]) of the run that saved.
     """
     for full_name, tensor in targets.items():
         name = get_parameter_name(full_name)
@@ -470,7 +481,7 @@ def _reorder_fused(
         if not tensor.dim() or saved_order == order:
             continue
         dim = dim if order is None else order[0]
-        # States in 4 or 8 bits are blocks over several rows, which cannot be put in another order.
+        # A quantized optimizer state is stored in blocks of several rows: it cannot be reordered.
         if tensor.shape[dim] != model.get_parameter(name).shape[dim]:
             raise CheckpointError(
                 f"optimizer.state_bits: found states of {name} in blocks that another"
@@ -491,9 +502,9 @@ def _make_targets(
     holders: Holders,
     place_state: PlaceState,
 ) -> dict[str, torch.Tensor]:
-    """Return this rank's tensors to fill, by their full names.
+    """Return this rank's tensors of model and optimizer that are to be filled, by full name.
 
-    Raises CheckpointError if names, shapes or types of the model are not the saved ones.
+    Raises CheckpointError if the model's names, shapes or dtypes are not the saved ones.
     """
     saved = {
         name: (entry.properties.dtype, tuple(entry.size))
@@ -501,9 +512,9 @@ def _make_targets(
     }
     model_tensors = list_model_tensors(model, holders)
     saved_names = {name for name in saved if name.startswith(f"{MODEL}/")}
-    # Compared with the names of all ranks: those of other stages are in the state too.
+    # Compared with the names on all ranks: the state has the tensors of all pipeline stages.
     unknown_names = saved_names - {f"{MODEL}/{name}" for name in holders.list_saved_names()}
-    # An empty tensor is in no file.
+    # Empty shards are not saved.
     missing_names = {name for name, tensor in model_tensors.items() if tensor.numel()} - saved_names
     for name in sorted(unknown_names | missing_names):
         holder = "the state" if name in saved_names else "the model"
@@ -534,7 +545,7 @@ def _get_rng_file_name(rank: int) -> str:
 
 
 def save_rng(folder: Path, rank: int, device: torch.device) -> files.FileRecord:
-    """Write the states of this rank's generators, uint8: the host's, and that of its device."""
+    """Write the states of this rank's random number generators: of the CPU and of its device."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -544,7 +555,7 @@ def save_rng(folder: Path, rank: int, device: torch.device) -> files.FileRecord:
 
 
 def load_rng(folder: Path, rank: int, device: torch.device) -> None:
-    """Set this rank's generators as they were saved, its device's if it has a saved state."""
+    """Restore this rank's random number generators; its device's only if its state was saved."""
     with safe_open(str(folder / _get_rng_file_name(rank)), framework="pt") as file:
         torch.set_rng_state(file.get_tensor("cpu"))
         if device.type != "cpu" and device.type in file.keys():

@@ -1,10 +1,10 @@
-"""Make the files beside the weights of an export: the tokenizer's, and the card.
+"""Make the files beside the weights of an export: the tokenizer's files, and the model card.
 
-`copy_tokenizer` copies a tokenizer's files with the chat template, the special tokens and the stop
-tokens that the model was trained with. A sentencepiece model gets a tokenizer.json
-(`make_tokenizer_json`), which transformers reads without the packages that parse the model.
-`make_model_card` makes README.md with the metadata that the hub reads: what was trained, on what,
-with which settings, and how to use it. Paths and names of this machine are left out.
+`model_export.stage_folder` calls `list_tokenizer_files` and `copy_tokenizer`, which copies a
+tokenizer's files with the chat template and the stop tokens of training. A sentencepiece model gets
+a tokenizer.json too (`make_tokenizer_json`), which transformers reads without further packages.
+`make_model_card` makes README.md with the metadata that the Hugging Face hub reads. Paths and names
+of this machine are left out of it.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENS_MAP = "special_tokens_map.json"
-# Only these are copied from a tokenizer's folder: no code, no weights, nothing unknown.
+# Only these files are copied from a tokenizer's folder: no code, no weights, nothing unknown.
 TOKENIZER_FILES = (
     TOKENIZER_JSON,
     "tokenizer.model",
@@ -53,23 +53,23 @@ SETTINGS_FILES = (
     "chat_template.json",
     GENERATION,
 )
-_TEMPLATES = (CHAT_TEMPLATE, "chat_template.json")
+_TEMPLATES = (CHAT_TEMPLATE, "chat_template.json")  # files that hold nothing but a chat template
 _ANY_CLASS = "PreTrainedTokenizerFast"  # transformers' class that takes tokenizer.json as it is
 
 
 def list_tokenizer_files(source: Path | None) -> list[Path]:
-    """Return the tokenizer's files to copy into an export.
+    """Return the tokenizer's files to copy into an export; none if `source` is None.
 
-    source: a folder, of which TOKENIZER_FILES and SETTINGS_FILES are taken, or a tokenizer file,
-    which comes first, with the settings next to it. Raises DataError for a file that cannot be
-    copied, as a link that leads nowhere: without it the export is another one.
+    source: a folder, whose TOKENIZER_FILES and SETTINGS_FILES are listed; or a tokenizer file,
+    which is listed first, and then the SETTINGS_FILES next to it. Raises DataError for a file that
+    cannot be copied, such as a broken link: the export would be incomplete without it.
     """
     if source is None:
         return []
     folder = source.parent if source.is_file() else source
     names = SETTINGS_FILES if source.is_file() else (*TOKENIZER_FILES, *SETTINGS_FILES)
     paths = [source] if source.is_file() else []
-    # lexists, so that a link that leads nowhere is told and not passed over.
+    # lexists: exists would pass over a broken link, which must be an error.
     paths += [
         folder / name
         for name in names
@@ -93,14 +93,16 @@ def copy_tokenizer(
     stop_ids: Collection[int],
     pad_id: int | None = None,
 ) -> None:
-    """Copy a tokenizer's files, with the template and stop tokens that the model was trained with.
+    """Copy a tokenizer's files, with the chat template and the stop tokens of training.
 
-    copied: see `list_tokenizer_files`.
-    chat_template: its text or its file; None: the tokenizer keeps its own. A template stands in
-        tokenizer_config.json too, where older programs look for it, and with it BOS and EOS.
-    stop_ids: for generation_config.json.
-    pad_id: named for padding in a tokenizer_config.json, so that what a tokenizer pads with is what
-        the model's config.json takes for padding.
+    Args:
+        temporary: folder to write into.
+        copied: from `list_tokenizer_files`.
+        chat_template: its text or its file; None: the tokenizer keeps its own. It is written into
+            tokenizer_config.json too, where older programs look for it, together with BOS and EOS.
+        stop_ids: token ids for generation_config.json; empty: that file is copied.
+        pad_id: padding id of the model's config.json, which the tokenizer must pad with as well;
+            None: the tokenizer's own.
     """
     generation: dict[str, Any] = {}
     for path in copied:
@@ -125,7 +127,7 @@ def copy_tokenizer(
 
 
 def _load_if_readable(vocabulary: Path) -> Tokenizer | None:
-    """Return the tokenizer; None for one that we cannot read, which is copied as it is."""
+    """Return the tokenizer of a file; None if this library cannot read it."""
     try:
         return load_tokenizer(
             vocabulary.parent if vocabulary.name in TOKENIZER_FILES else vocabulary
@@ -142,9 +144,11 @@ def _write_settings(
     template: str | None,
     pad_id: int | None,
 ) -> None:
-    """Write tokenizer_config.json with what transformers needs, and a missing tokenizer.json.
+    """Write tokenizer_config.json with the keys that transformers needs, and tokenizer.json.
 
-    source: the tokenizer's own tokenizer_config.json; None: it has none.
+    tokenizer.json is made of a sentencepiece model that has none. source: the tokenizer's own
+    tokenizer_config.json; None: it has none. tokenizer: None if it cannot be read. template: None
+    if the tokenizer keeps its own.
     """
     try:
         source_config: dict[str, Any] | None = {} if source is None else read_object(source)
@@ -172,7 +176,7 @@ def _write_settings(
     if template is not None:
         config["chat_template"] = template
     if tokenizer is not None and config != source_config:
-        # BOS and EOS as they are written, where the tokenizer's own files do not name them.
+        # The texts of BOS and EOS, unless the tokenizer's own files name them.
         named_roles = find_object(temporary / TOKENS_MAP)
         roles = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
         role_texts: dict[str, Any] = {
@@ -187,11 +191,11 @@ def _write_settings(
     if config != source_config:
         files.write_json(temporary / TOKENIZER_CONFIG, config)
     elif source is not None:
-        files.copy_file(source, temporary / TOKENIZER_CONFIG)  # unchanged, to the byte
+        files.copy_file(source, temporary / TOKENIZER_CONFIG)  # unchanged, byte for byte
 
 
-_SPACE = "▁"  # sentencepiece's letter for a space
-# Texts on which the two tokenizers must agree.
+_SPACE = "▁"  # sentencepiece's character for a space
+# Texts for which a made tokenizer.json must give the same ids as the sentencepiece model.
 _SAMPLES = (
     "Hello there, how are you?",
     "  two  spaces,\ta tab\n\nand lines \n of 1234567890 digits ",
@@ -203,55 +207,55 @@ _SAMPLES = (
 def make_tokenizer_json(tokenizer: Tokenizer) -> str | None:
     """Return the text of a tokenizer.json for a sentencepiece model; None if it cannot be written.
 
-    It is compared with the tokenizer itself on some texts, alone and after special tokens; if they
-    differ there is none.
+    It must give the tokenizer's own ids for some texts, alone and after special tokens; else None
+    is returned.
     """
     vocabulary = tokenizer.vocabulary
     if not isinstance(vocabulary, SentencePieceVocabulary):
         return None
     model = vocabulary.model
     scores = {model.id_to_piece(i): model.get_score(i) for i in range(len(model))}
-    if len(scores) != len(model):  # two ids of one piece, which a tokenizer.json cannot have
+    if len(scores) != len(model):  # two ids have one piece, which tokenizer.json cannot express
         return None
     unigrams = tokenizers.models.Unigram(
         list(scores.items()), model.unk_id(), byte_fallback=_has_bytes(model)
     )
-    # The file does not say which of the two it is: that which encodes as the model does.
-    for kind in (_build_byte_pairs(model, scores), unigrams):
-        built = tokenizers.Tokenizer(kind)
-        _set_space_rules(built, vocabulary)
+    # The file does not say whether it is a BPE or a unigram model: try which one encodes alike.
+    for pieces_model in (_build_byte_pairs(model, scores), unigrams):
+        candidate = tokenizers.Tokenizer(pieces_model)
+        _set_space_rules(candidate, vocabulary)
         added = sorted(tokenizer.added_tokens, key=lambda token: token.id)
-        built.add_tokens(
+        candidate.add_tokens(
             [
                 tokenizers.AddedToken(
                     token.content,
                     special=token.special,
                     lstrip=token.lstrip,
                     rstrip=token.rstrip,
-                    normalized=False,  # matched in the text as it is, before spaces are put
+                    normalized=False,  # matched in the raw text, before spaces are inserted
                 )
                 for token in added
             ]
         )
-        has_same_ids = all(built.token_to_id(token.content) == token.id for token in added)
-        if has_same_ids and _encodes_same(built, tokenizer):
+        has_same_ids = all(candidate.token_to_id(token.content) == token.id for token in added)
+        if has_same_ids and _encodes_same(candidate, tokenizer):
             if tokenizer.add_bos_by_default and tokenizer.bos_id is not None:
                 bos = tokenizer.get_token_bytes(tokenizer.bos_id).decode()
-                built.post_processor = tokenizers.processors.TemplateProcessing(
+                candidate.post_processor = tokenizers.processors.TemplateProcessing(
                     single=f"{bos}:0 $A:0",
                     pair=f"{bos}:0 $A:0 {bos}:1 $B:1",
                     special_tokens=[(bos, tokenizer.bos_id)],
                 )
-            return json.dumps(json.loads(built.to_str()), indent=1, ensure_ascii=False) + "\n"
+            return json.dumps(json.loads(candidate.to_str()), indent=1, ensure_ascii=False) + "\n"
     return None
 
 
 def _build_byte_pairs(model: SentencePieceProcessor, scores: dict[str, float]) -> Any:
     """Return the BPE model of a sentencepiece model.
 
-    Every two pieces that make another one are a merge, the best scored first.
+    Every two pieces that together are a third one become a merge, the highest score first.
     """
-    ids = {piece: at for at, piece in enumerate(scores)}
+    ids = {piece: index for index, piece in enumerate(scores)}
     merges: list[tuple[float, int, int, str, str]] = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):
@@ -300,14 +304,14 @@ def _set_space_rules(built: Any, vocabulary: SentencePieceVocabulary) -> None:
 
 
 def _encodes_same(built: Any, tokenizer: Tokenizer) -> bool:
-    """Return True if both give the same ids for the samples, and for the vocabulary's own words."""
+    """Return True if both give the same ids for `_SAMPLES` and for all pieces of the vocabulary."""
     specials = [
         tokenizer.get_token_bytes(token).decode()
         for token in (tokenizer.bos_id, tokenizer.eos_id)
         if token is not None
     ]
     for sample in (*_SAMPLES, *_list_words(tokenizer)):
-        # Alone without spaces around it: models that drop them do so at the ends of a whole text.
+        # Stripped: models that drop spaces do so only at the ends of a full text.
         texts = [sample.strip(), *(f"{token}{sample}{token}{sample}" for token in specials)]
         ids = [built.encode(text, add_special_tokens=False).ids for text in texts]
         if ids != [tokenizer.encode(text, allow_special=True) for text in texts]:
@@ -316,18 +320,18 @@ def _encodes_same(built: Any, tokenizer: Tokenizer) -> bool:
 
 
 def _list_words(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield all ordinary pieces as text, some thousand at a time."""
+    """Yield texts that join 4096 ordinary pieces each, until all pieces have been in one."""
     ids = [token for token in range(tokenizer.vocab_size) if not tokenizer.is_special(token)]
     texts = [tokenizer.get_token_bytes(token).decode(errors="ignore") for token in ids]
-    # The unknown token's text, ⁇, is encoded as other pieces.
+    # ⁇, the text of the unknown token, is itself encoded as other pieces.
     words = [text for text in texts if text and "⁇" not in text]
     for start in range(0, len(words), 4096):
         yield "".join(words[start : start + 4096])
 
 
 CARD = "README.md"
-BASE = "BASE"  # stands for a base that is on no hub
-# Where and how a run wrote and logged says nothing about the model.
+BASE = "BASE"  # stands in commands for a base model that is not on the hub
+# Keys that say where a run wrote and what it logged: they say nothing about the model.
 _UNTOLD_KEYS = re.compile(
     r"output_dir|resume|overwrite_output_dir|device|plugins?|log\..*"
     r"|data\.(source|sources|format|cache.*|num_.*)|validation\.source|model\.path|model\.preset"
@@ -345,18 +349,19 @@ def make_model_card(
     plan: Mapping[str, str] | None = None,
     results: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the card's text, the same for the same training.
+    """Return the text of a model card, which depends on nothing but the training.
 
-    cfg: of the run; None: it is not known.
-    base: the name of what training began from.
-    base_folder: where that is, None for random weights; its own card says the license.
-    lora: how the adapter was made, None for a model of which all weights were trained.
-    is_adapter: the export is an adapter alone.
-    commands: what to do with it, in a folder that they call FOLDER, and a base that they call BASE.
-    plan, results: rows of the tables of how it was trained and what came of it.
+    Args:
+        cfg: of the run; None: not known.
+        base: name of the model that training began from.
+        base_folder: its folder, whose own card names the license; None: random weights.
+        lora: settings of the adapter; None: all weights were trained.
+        is_adapter: the export is an adapter without its base.
+        commands: shown under "Use"; FOLDER stands for the export's folder, BASE for the base's.
+        plan, results: name -> value, rows of the tables "Plan" and "Results"; None: no table.
     """
     sources = [] if cfg is None else [source.source for source in resolve_sources(cfg.data)]
-    # A hub's data set, without the subset or file that follows its id.
+    # Ids of data sets on the hub, without the subset or file that follows an id.
     datasets = {name.removeprefix(HUB).partition(":")[0] for name in sources if is_hub(name)}
     is_base_on_hub = base_folder is not None and is_hub_snapshot(base_folder, base)
     data = ModelCardData(
@@ -376,14 +381,14 @@ def make_model_card(
     adapter_base = get_public_name(base, base_folder) if is_adapter else None
     use = _describe_use(adapter_base, commands, has_base=base_folder is not None)
     parts.append(f"## Use\n\n{use}")
-    # A setting may hold a token, though none should.
+    # A setting should not hold an access token, but a user may have put one there.
     return redact("\n\n".join(parts) + "\n")
 
 
 def get_public_name(base: str, folder: Path | None) -> str:
-    """Return how a card names what training began from: by its hub id or preset, else as BASE.
+    """Return the base's name in a card: its hub id or preset, else BASE.
 
-    A folder's path is of this machine and tells a reader nothing.
+    A path of this machine would tell a reader nothing. folder: None for random weights.
     """
     return base if folder is None or is_hub_snapshot(folder, base) else BASE
 
@@ -394,7 +399,7 @@ def _read_license(folder: Path | None) -> str | None:
         return None
     try:
         name = ModelCard.load(folder / CARD).data.license
-    except (OSError, ValueError, AttributeError):  # a stranger's file
+    except (OSError, ValueError, AttributeError):  # a card that ModelCard cannot parse
         return None
     return name if isinstance(name, str) else None
 
@@ -404,7 +409,7 @@ def _list_kind_tags(cfg: FullFinetuneConfig | None, lora: LoraConfig | None) -> 
     if cfg is None:
         return kinds
     has_preferences = any(source.format == "preference" for source in resolve_sources(cfg.data))
-    # Of dpo_distributed `dpo`, of reward_distributed `reward`.
+    # The recipe's name tells the method: `dpo_distributed` -> `dpo`.
     return [cfg.recipe.partition("_")[0] if has_preferences else "sft", *kinds]
 
 
@@ -446,7 +451,7 @@ def _list_data_lines(cfg: FullFinetuneConfig) -> Iterator[str]:
 
 
 def _drop_folders(source: str) -> str:
-    """Return a file's name: where it lay says nothing to whoever reads the card."""
+    """Return the name of a local file without its folders, which say nothing to a card's reader."""
     return source if is_hub(source) else Path(source).name
 
 
@@ -468,14 +473,16 @@ def _list_changed_keys(section: Any, prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _format_cell(value: Any) -> str:
-    # A bar or a line end would end the cell; chr() since an f-string takes no backslash.
+    # A bar or a line end would end the cell. chr(): before Python 3.12 an f-string takes no
+    # backslash.
     return f"`{str(value).replace('|', chr(92) + '|').replace(chr(10), ' ')}`"
 
 
 def _describe_use(base: str | None, commands: Sequence[str], *, has_base: bool) -> str:
-    """Return how to load the export and ask it something.
+    """Return the text of the section "Use": how to load the export and generate an answer.
 
-    base: of an adapter; None for a model. has_base: the base has weights that can be loaded.
+    base: name of an adapter's base; None: the export is a full model. has_base: the base has
+    weights that can be loaded; False: training began from random ones.
     """
     if base is not None and not has_base:
         return (

@@ -1,11 +1,12 @@
-"""torchrun inside `tune run`: its flags, this machine's GPUs, the ranks, and their exit code.
+"""Run torchrun inside `tune run`: parse its flags, start the ranks, and choose the exit code.
 
-`split_words` and `take_flags` separate torchrun's flags from our words. torchrun's agent runs in a
-thread; the main thread takes the signals and hands them to the ranks, which save and end by
-themselves. Both sides share a temporary folder, `FOLDER_VARIABLE`: the ranks leave their process
-ids in it, and a rank that starts after the signal finds the file `stop` there.
+`tune run` calls `split_words`, `check_launch` and `launch`; `tune plan` takes torchrun's flags by
+`take_flags`. torchrun's agent runs in a thread. The main thread receives signals and forwards them
+to the ranks, which save and end by themselves. Launcher and ranks (class `Rank`, used by
+worker.py) share a temporary folder, named by the variable `FOLDER_VARIABLE`: it holds the ranks'
+process ids, and the file `stop` for a rank that starts after the signal.
 
-GPUs are listed by nvidia-smi. torch is not asked: it would make a CUDA context, and a launcher or a
+GPUs are listed by nvidia-smi, not by torch, which would make a CUDA context: a launcher or a
 planner must have none.
 """
 
@@ -43,7 +44,7 @@ from recipe_lib.plan.hardware import HARDWARE, Hardware, find_reported_hardware
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
 
-# torchrun's flags, spelled with hyphens, so that most command lines are understood without
+# torchrun's flags, spelled with hyphens. Listed here, so that most command lines are parsed without
 # importing torch.
 WITH_VALUE = {
     "--nnodes",
@@ -77,7 +78,8 @@ WITH_VALUE = {
     "-t",
 }
 WITHOUT_VALUE = {"--standalone", "--virtual-local-rank"}
-REFUSED = {"-m", "--module", "--no-python", "--run-path"}
+REFUSED = {"-m", "--module", "--no-python", "--run-path"}  # they change what torchrun runs
+# Beginnings of the flags, and of torchrun's variables, that say how the nodes meet.
 RENDEZVOUS = ("--nnodes", "--rdzv-", "--node-rank", "--master-", "--standalone")
 RENDEZVOUS_VARIABLES = ("PET_NNODES", "PET_RDZV", "PET_NODE_RANK", "PET_MASTER", "PET_STANDALONE")
 
@@ -85,8 +87,9 @@ RENDEZVOUS_VARIABLES = ("PET_NNODES", "PET_RDZV", "PET_NODE_RANK", "PET_MASTER",
 def split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """Return (torchrun's flags, RECIPE, its arguments).
 
-    RECIPE is the first word that is no flag and no flag's value. It is empty where --config comes
-    first: that config names the recipe. Raises ConfigError.
+    RECIPE is the first word that is neither a flag nor a flag's value; empty if --config comes
+    first, since the config then names the recipe. Raises ConfigError for an unknown flag, or if no
+    config is given.
     """
     position = 0
     values: dict[str, str] = {}
@@ -105,14 +108,14 @@ def split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 
 
 def _measure_flag(words: Sequence[str], values: dict[str, str], verb: str) -> int:
-    """Return the number of words that torchrun's flag at their beginning takes; 0 if it is none.
+    """Return the number of words of the torchrun flag that `words` begin with; 0 if it is none.
 
-    values: flag -> its value, of the flags so far; this one is added. verb: of ours, for errors.
-    Raises ConfigError for a flag that is given already, has no value, or cannot be used.
+    values: flag -> value of the flags before; this one is added. verb: of `tune`, for errors.
+    Raises ConfigError for a flag that was given before, lacks its value, or cannot be used.
     """
     word = words[0]
     name, equals, value = word.partition("=")
-    # torchrun takes --nproc_per_node and --nproc-per-node.
+    # torchrun accepts both --nproc_per_node and --nproc-per-node.
     flag = name.replace("_", "-") if name.startswith("-") else ""
     if flag in REFUSED:
         raise ConfigError(
@@ -138,7 +141,7 @@ def _refuse_unknown(word: str) -> NoReturn:
     name = word.partition("=")[0]
     flag = name.replace("_", "-")
     known_flags = sorted(WITH_VALUE | WITHOUT_VALUE)
-    # argparse would take an abbreviation; here it is told what it stands for.
+    # torchrun's argparse accepts abbreviations; here the error names the full flag.
     completions = [full for full in known_flags if len(flag) > 3 and full.startswith(flag)]
     nearest = completions[0] if completions else find_nearest(flag, known_flags, cutoff=0.75)
     hint = f"did you mean {nearest}?" if nearest else "see `torchrun --help`"
@@ -156,9 +159,9 @@ def get_flag_value(flags: Sequence[str], flag: str) -> str | None:
 
 
 def check_launch(flags: Sequence[str], verb: str = "run") -> None:
-    """Raise ConfigError for counts of processes that torchrun would answer with a traceback.
+    """Raise ConfigError for numbers of processes or nodes that torchrun would fail on.
 
-    verb: of ours, for the error.
+    verb: of `tune`, for the error.
     """
     ranks = get_flag_value(flags, "--nproc-per-node")
     if ranks is not None and ranks not in ("auto", "cpu", "gpu", "xpu") and not _is_count(ranks):
@@ -181,35 +184,35 @@ def _is_count(text: str) -> bool:
 
 
 def add_rendezvous(flags: list[str]) -> list[str]:
-    """Return the flags, with --standalone unless something says how the nodes meet."""
+    """Return the flags, with --standalone unless a flag or variable says how the nodes meet."""
     is_set_by_flag = any(flag.replace("_", "-").startswith(RENDEZVOUS) for flag in flags)
     is_set_by_variable = any(name.startswith(RENDEZVOUS_VARIABLES) for name in os.environ)
-    # torchrun's default is one fixed port: two runs on a machine would collide.
+    # torchrun's default is a fixed port: two runs on one machine would collide.
     return flags if is_set_by_flag or is_set_by_variable else ["--standalone", *flags]
 
 
 def count_requested_ranks(flags: Sequence[str]) -> int | None:
-    """Return the number of processes that torchrun's flags ask for.
+    """Return the number of ranks that torchrun's flags ask for.
 
-    None where that depends on the machine (`gpu`), or may change (MIN:MAX).
+    Return None if it depends on the machine (`gpu`) or may change (MIN:MAX).
     """
     if not flags:
         # Another launcher may have started this rank, with torchrun's variables.
         text = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
         return int(text) if text.isascii() and text.isdigit() else None
-    numbers = [
+    counts = [
         get_flag_value(flags, "--nproc-per-node") or "1",
         get_flag_value(flags, "--nnodes") or "1",
     ]
-    if not all(number.isascii() and number.isdigit() for number in numbers):
+    if not all(number.isascii() and number.isdigit() for number in counts):
         return None
-    return int(numbers[0]) * int(numbers[1])
+    return int(counts[0]) * int(counts[1])
 
 
 def take_flags(words: Sequence[str], verb: str = "plan") -> tuple[list[str], list[str]]:
-    """Return (torchrun's flags, the other words); the flags may stand anywhere.
+    """Return (torchrun's flags, the other words). The flags may stand anywhere.
 
-    verb: of ours, for errors.
+    verb: of `tune`, for errors.
     """
     flags: list[str] = []
     remaining: list[str] = []
@@ -224,9 +227,9 @@ def take_flags(words: Sequence[str], verb: str = "plan") -> tuple[list[str], lis
 
 
 def count_ranks_and_machines(flags: Sequence[str]) -> tuple[int, int]:
-    """Return (processes of a machine, machines) that torchrun's flags ask for.
+    """Return (number of processes on a machine, number of machines) that torchrun's flags ask for.
 
-    Raises ConfigError for GPUs that this machine has not.
+    Raises ConfigError if they ask for GPUs and this machine has none.
     """
     processes = get_flag_value(flags, "--nproc-per-node") or "1"
     if processes in ("auto", "gpu", "cpu", "xpu"):
@@ -236,21 +239,21 @@ def count_ranks_and_machines(flags: Sequence[str]) -> tuple[int, int]:
                 f"--nproc_per_node {processes}: this machine has none; give a number, and --device"
             )
         processes = str(gpus or count_cores())
-    # Of MIN:MAX machines the fewest, each of which has the most to hold.
+    # Of MIN:MAX machines the fewest: each rank then needs the most memory.
     machines = (get_flag_value(flags, "--nnodes") or "1").partition(":")[0]
     return int(processes), int(machines)
 
 
 def should_show_plan(flags: Sequence[str]) -> bool:
-    """Return True if this process says what is planned: of several machines or ranks, the first."""
+    """Return True if this process prints the plan: the first rank, on the first machine."""
     node_rank = get_flag_value(flags, "--node-rank") or "0"
     return node_rank == "0" and os.environ.get("RANK", "0") == "0"
 
 
-PARENT_VARIABLE = "TUNE_LAUNCHER_PID"
-CRASHED = 1
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-LEAVING_SECONDS = 4.0  # for the ranks of this machine to end, when one of them has said why all do
+PARENT_VARIABLE = "TUNE_LAUNCHER_PID"  # environment variable with the launcher's process id
+CRASHED = 1  # exit code of a launch with a rank that failed for an unknown cause
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # those that end a run
+LEAVING_SECONDS = 4.0  # for this machine's ranks to end after one of them reported the cause
 SAVE_SECONDS = 600  # longest wait for the other ranks of this machine to finish saving
 
 
@@ -289,9 +292,9 @@ class Rank:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends in whatever way (Linux alone).
+    """Have the kernel kill this process when its parent ends, in whatever way (Linux only).
 
-    parent: process id of the one that started this process.
+    parent: process id of the parent.
     """
     # A launcher killed by SIGKILL cannot end its ranks; without this they would go on writing to
     # the run's folder.
@@ -301,26 +304,25 @@ def end_with_parent(parent: int) -> None:
 
     pr_set_pdeathsig = 1  # of linux/prctl.h
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    # A parent that died before the call has left this process to another one.
+    # If the parent died before the call, this process already has another parent.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Launcher:
-    """The launcher's side: runs torchrun's agent in a thread and hands signals on to the ranks."""
+    """The launcher's side: runs torchrun's agent in a thread and forwards signals to the ranks."""
 
     def __init__(
         self, flags: Sequence[str], script: Path, arguments: Sequence[str], folder: Path
     ) -> None:
-        """Keep what to launch.
+        """Set up a launch of `script` with `arguments` on each rank.
 
-        flags: torchrun's. script, arguments: what each rank runs. folder: empty, for this launch
-        alone.
+        flags: of torchrun. folder: an empty folder, shared with the ranks of this launch.
         """
         self.words = [*flags, str(script), *arguments]  # torchrun's command line
         self.flags = list(flags)
         self.folder = folder
-        self.received: list[int] = []  # signals, first to last
+        self.received: list[int] = []  # signals, in the order received
         self.outcome: BaseException | None = None  # what torchrun's agent raised
         self.finished = threading.Event()  # the agent has ended
 
@@ -329,12 +331,12 @@ class Launcher:
         (self.folder / "pids").mkdir()
         former_handlers = {number: signal.getsignal(number) for number in SIGNALS}
         for number, handler in former_handlers.items():
-            # `nohup` has SIGHUP ignored, to outlive the terminal: it stays ignored.
+            # `nohup` ignores SIGHUP so that the run outlives the terminal: leave it ignored.
             if number != signal.SIGHUP or handler != signal.SIG_IGN:
                 signal.signal(number, self._handle_signal)
         try:
             with phase("starting the ranks", leaves_line=False):
-                # Left to itself torchrun leaves an empty folder in /tmp for every launch.
+                # Without a log folder torchrun leaves an empty one in /tmp at every launch.
                 has_log_dir = any(
                     flag.startswith(("--log-dir", "--log_dir")) for flag in self.flags
                 )
@@ -346,7 +348,7 @@ class Launcher:
                 # longer than 30 seconds to end, and print a traceback.
                 thread = threading.Thread(target=self._launch, args=(parsed,), name="torchrun")
                 thread.start()
-                # The row on the terminal stays until the first rank has left its process id.
+                # The progress line stays until the first rank has left its process id.
                 while not any((self.folder / "pids").iterdir()) and not self.finished.wait(0.05):
                     continue
             self._wait()
@@ -372,24 +374,24 @@ class Launcher:
         while not self.finished.wait(0.2):
             if reported_at is None and (self.folder / SAID_FILE).exists():
                 reported_at = time.monotonic()
-            # One rank has said why the run is over. The agent would give the others, which may hang
-            # or be stopped, 30 seconds.
+            # One rank has reported why the run ends. The agent would give the others, which may
+            # hang, 30 seconds.
             if reported_at is not None and time.monotonic() - reported_at > LEAVING_SECONDS:
                 self._send_signal(signal.SIGKILL)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
-        # For a rank that has not left its process id yet.
+        # For ranks that have not left their process id yet.
         (self.folder / "stop").touch()
         forwarded = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        # Asked three times: the ranks do not answer.
+        # At the third signal the ranks are killed: they do not react.
         self._send_signal(signal.SIGKILL if len(self.received) > 2 else forwarded)
 
     def _send_signal(self, number: int) -> None:
         for file in (self.folder / "pids").iterdir():
             try:
                 os.kill(int(file.name), number)
-            except ProcessLookupError:  # it was killed, and has left its file
+            except ProcessLookupError:  # it was killed before it could remove its file
                 continue
 
     def _exit_code(self) -> int:
@@ -416,17 +418,17 @@ class Launcher:
 def choose_exit_code(
     codes: dict[int, int], stopped_by: int | None, said: bool = False
 ) -> tuple[int, str]:
-    """Return the exit code of the launch and, unless the ranks have said it, a line on the cause.
+    """Return the exit code of the launch, and a line on the cause, empty if a rank reported it.
 
     codes: rank -> exit code of the ranks of this machine that did not end with 0; negative: killed
-    by that signal. stopped_by: the signal that the launcher received, if any. said: a rank has said
-    why all ranks end.
+    by that signal. stopped_by: signal that the launcher received; None: none. said: a rank has
+    reported why all ranks end.
     """
-    # Ranks end with these codes after they have said why; one such rank explains the others.
+    # A rank ends with one of these codes after it has reported the cause, which is that of all.
     for code in (OUT_OF_MEMORY, STORAGE, DIVERGED, USER_ERROR, STOPPED_AND_SAVED):
         if code in codes.values():
             return code, ""
-    # The cause is a rank that hangs, or is on another machine. A rank that was killed here was
+    # The cause is a rank that hangs or is on another machine: the ranks that were killed here were
     # killed by the launcher.
     if said:
         return PEER_FAILED, ""
@@ -435,12 +437,12 @@ def choose_exit_code(
             128 + stopped_by,
             f"stopped by {signal.Signals(stopped_by).name} before a state was saved",
         )
-    # Ranks that ended, or that the agent ended with SIGTERM, because another had failed, are not
-    # the cause.
+    # Ranks that ended because another failed, or that the agent then ended by SIGTERM, are not the
+    # cause.
     order = {PEER_FAILED: 1, -signal.SIGTERM: 2}
     rank, code = min(codes.items(), key=lambda item: (order.get(item[1], 0), item[0]))
     if code == PEER_FAILED:
-        return PEER_FAILED, ""  # reported by whoever found it
+        return PEER_FAILED, ""  # the rank that noticed it has reported it
     if code >= 0:
         return CRASHED, f"error: rank {rank} failed with exit code {code}; its traceback is above"
     name = signal.Signals(-code).name
@@ -449,7 +451,7 @@ def choose_exit_code(
 
 
 def parse_flags(words: list[str]) -> Any:
-    """Return torchrun's own reading of its command line; choose threads, and silence its loggers.
+    """Return torchrun's parsed command line; set OMP_NUM_THREADS and silence its loggers.
 
     Raises SetupError if torchrun refuses the command line.
     """
@@ -459,16 +461,16 @@ def parse_flags(words: list[str]) -> Any:
         raise SetupError(f"torchrun: {message}; see `torchrun --help`")
 
     parser = run.get_args_parser()
-    # torchrun's own error prints the whole usage.
+    # argparse's own `error` prints the full usage and exits.
     parser.error = refuse  # type: ignore[method-assign]
     parsed = parser.parse_args(words)
     try:
         ranks = run.determine_local_world_size(parsed.nproc_per_node)
     except ValueError as error:
         raise SetupError(f"torchrun: --nproc_per_node {parsed.nproc_per_node}: {error}") from error
-    # torchrun would set 1 and print a warning of five lines.
+    # Without it torchrun sets 1 thread and prints a warning of five lines.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // ranks)))
-    # The launcher reports failed ranks itself; LOGLEVEL is torchrun's way of asking for its logs.
+    # The launcher reports failed ranks itself. Users ask for torchrun's logs by LOGLEVEL.
     if "LOGLEVEL" not in os.environ:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed"):
@@ -508,10 +510,11 @@ def launch(flags: Sequence[str], recipe: Path, arguments: Sequence[str]) -> int:
         ).run()
 
 
+# Variables with settings of torch's CUDA allocator: the new name and the old one.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-TIMEOUT_SECONDS = 10  # a driver that hangs must not hold anything up
-# Of the memory that nvidia-smi shows, CUDA reports this share or a little more: the driver keeps
+TIMEOUT_SECONDS = 10  # for nvidia-smi: a driver that hangs must not hold up the command
+# CUDA reports this share or a little more of the memory that nvidia-smi shows: the driver keeps
 # some.
 SHARE_OF_TOTAL = 0.98
 QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
@@ -519,9 +522,9 @@ QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv
 
 @cache
 def list_local_gpus() -> list[tuple[str, int]]:
-    """Return (name, bytes) of each GPU that a process started here would see.
+    """Return (name, bytes of memory) of each GPU that CUDA_VISIBLE_DEVICES leaves visible.
 
-    Empty without a driver.
+    Return none without a driver.
     """
     try:
         output = subprocess.run(
@@ -548,10 +551,9 @@ def list_local_gpus() -> list[tuple[str, int]]:
 
 
 def find_local_device() -> Hardware | None:
-    """Return the first GPU as a device to plan for; None without one.
+    """Return this machine's first GPU as a device to plan for; None without one.
 
-    A card that is not in the table is planned with its own memory and the rates of a common card of
-    that size.
+    A card that is not in the table gets its own memory and the rates of a common card of that size.
     """
     gpus = list_local_gpus()
     if not gpus:
@@ -559,11 +561,11 @@ def find_local_device() -> Hardware | None:
     name, size = gpus[0]
     reported = find_reported_hardware(name, int(size * SHARE_OF_TOTAL))
     known = HARDWARE.get(reported.name)
-    # A slice of a card, or another size of it than the table's, has the memory that it says.
+    # A MIG slice, or a variant of a card with other memory, is planned with its own memory.
     return known if known and 0.9 < known.memory / size <= 1 else reported
 
 
 def is_expandable() -> bool:
-    """Return True if the run's allocator has expandable segments."""
+    """Return True if the environment gives torch's allocator expandable segments."""
     settings = "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
     return "expandable_segments:true" in settings.lower().replace(" ", "")

@@ -1,8 +1,9 @@
-"""Converts the text of a value to the type of its key, or says what was found and expected.
+"""Convert the text of a config value to the type of its key, or report what was expected.
 
-`convert` takes a YAML node and a key. `describe_expected` says what a key takes, in words, for
-errors and docs/config.md. A value may name other keys, `${section.key}`: `NamedValues` fills such
-texts in, once all files and overrides are read; `order_keys` says in which order.
+`load.py` calls `convert(node, key)` for each value of a YAML file or command line.
+`describe_expected(key)` is the text on a key's values in errors and docs/config.md. A value may
+refer to other keys, `${section.key}`: once all files and overrides are read, `NamedValues` fills
+such references in, in the order of `order_keys`.
 """
 
 import dataclasses
@@ -22,13 +23,13 @@ from recipe_lib.config.read_yaml import YamlNode
 from recipe_lib.config.suggest import did_you_mean, format_word, quote, show
 
 LARGEST_INTEGER = 2**63 - 1
-# Bytes of a name and of a path that file systems take. A path of Linux has 4,096, but what lies
-# inside a folder has longer paths than it.
+# Bytes of a file's name and of a path. Linux allows paths of 4,096 bytes; the rest is for files
+# inside a folder that the config names.
 LONGEST_NAME = 255
 LONGEST_PATH = 4000
 
+# Spellings without quotes; truth values as in YAML 1.1, only where one is expected.
 _NULL = ("null", "Null", "NULL", "~")
-# As YAML 1.1 has them, where a truth value is expected.
 _TRUE = ("true", "yes", "on")
 _FALSE = ("false", "no", "off")
 _INTEGER = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*")
@@ -38,13 +39,13 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 class MismatchError(Exception):
-    """The value does not fit its key; the text is `found ..., expected ...` with the remedy."""
+    """A value does not fit its key. The text is `found ..., expected ...`, and often a remedy."""
 
 
 def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
-    """Return the value of a node as its key wants it. Raises MismatchError if it does not fit.
+    """Return the value of a node in the type of its key. Raises MismatchError if it does not fit.
 
-    typed: it was typed on a command line, where a number may stand for text without quotes.
+    typed: the value is from a command line, where text that looks like a number needs no quotes.
     """
     _refuse_interpolation(node)
     if is_null(node) and not (typed and node.is_empty):
@@ -54,7 +55,7 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
             f"found {'nothing' if node.is_empty else 'null'}, expected {describe_expected(key)}"
         )
     if key.optional and node.kind == "scalar" and not node.quoted and node.text.lower() == "none":
-        # Python's word for null, and a choice of some keys that are not optional.
+        # "none" is Python's word for null; refused, as other keys have a choice of that name.
         raise MismatchError(
             f"found {quote(node.text)}, expected {describe_expected(key)}; write null"
         )
@@ -64,7 +65,7 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
             value = _convert_to_kind(node, kind=kind, key=key, typed=typed)
             return _convert_path(value, key) if key.limits.get("path") else value
         except MismatchError as mismatch:
-            # Of the likeliest kind, which says the most.
+            # The error of the likeliest type says the most.
             first_mismatch = first_mismatch or mismatch
     raise first_mismatch or MismatchError(
         f"found {describe_node(node)}, expected {describe_expected(key)}"
@@ -72,20 +73,20 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
 
 
 def _convert_path(value: str, key: Key) -> str:
-    """Return a path with the user's home in place of `~`, and the demo's files where they are.
+    """Return a path with `~` expanded, and with the demo's files where they are installed.
 
-    Raises MismatchError for what no file system takes as a name.
+    Raises MismatchError for a path that is too long for a file system.
     """
     path = find_example_file(os.path.expanduser(value))
-    longest = max(len(os.fsencode(part)) for part in path.split("/"))
-    size = f"{len(os.fsencode(path))} bytes"
-    if longest > LONGEST_NAME:
-        size = f"a name of {longest} bytes"
+    longest_name = max(len(os.fsencode(part)) for part in path.split("/"))
+    size_text = f"{len(os.fsencode(path))} bytes"
+    if longest_name > LONGEST_NAME:
+        size_text = f"a name of {longest_name} bytes"
     elif len(os.fsencode(path)) <= LONGEST_PATH:
         return path
     raise MismatchError(
-        f"found {quote(value)} with {size}, expected {describe_expected(key)}; a name has at most"
-        f" {LONGEST_NAME} bytes, a path {LONGEST_PATH}"
+        f"found {quote(value)} with {size_text}, expected {describe_expected(key)}; a name has at"
+        f" most {LONGEST_NAME} bytes, a path {LONGEST_PATH}"
     )
 
 
@@ -98,7 +99,7 @@ def _convert_to_kind(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
     if kind is Any:
         return read_untyped(node)
     value = _convert_scalar(node, kind=kind, key=key, typed=typed, is_choice=True)
-    if kind is bool:  # choices and bounds are those of the other kinds
+    if kind is bool:  # choices and bounds belong to the key's other types
         return value
     if len(key.kinds) == 1 or not isinstance(value, str):
         _check_limits(value, key, node.text)
@@ -108,9 +109,10 @@ def _convert_to_kind(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
 
 
 def _convert_scalar(node: YamlNode, kind: Any, key: Key, typed: bool, *, is_choice: bool) -> Any:
-    """Return the value of a scalar.
+    """Return the value of a scalar node.
 
-    is_choice: a text is one of the key's choices, if it has any, and not a free one.
+    is_choice: if the key has choices, the value must be one of them. So a text that looks like a
+    number needs no quotes.
     """
     if node.kind != "scalar":
         raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
@@ -138,12 +140,12 @@ def _convert_int(node: YamlNode, key: Key) -> int:
         raise _build_mismatch(node, key, only_the_quotes=is_integer)
     digits = node.text.lstrip("-+").replace("_", "")
     if len(digits) > 1 and digits[0] == "0":
-        # An octal number to YAML 1.1, a decimal one to `int`: not guessed.
+        # YAML 1.1 reads an octal number, `int` a decimal one: the user must say which.
         raise MismatchError(
             f"found {show(node.text)}, expected {describe_expected(key)}; write it without leading"
             " zeros"
         )
-    # By the digits first: Python refuses to convert thousands of them.
+    # The number of digits first: `int` raises ValueError for more than 4,300 of them.
     if len(digits) > 19 or int(digits) > LARGEST_INTEGER:
         raise MismatchError(
             f"found {show(node.text)}, expected {describe_expected(key)}; at most {LARGEST_INTEGER}"
@@ -153,12 +155,12 @@ def _convert_int(node: YamlNode, key: Key) -> int:
 
 
 def _convert_float(node: YamlNode, key: Key) -> float:
-    # Quoted too: `1e-5` is text to YAML 1.1, and people have learned to quote it.
+    # Quotes are allowed: YAML 1.1 reads `1e-5` as text either way, and people quote it.
     is_number = _NUMBER.fullmatch(node.text) and len(node.text) <= 400
     if not is_number and not _NOT_FINITE.fullmatch(node.text):
         raise _build_mismatch(node, key)
     value = float(node.text) if is_number else math.nan
-    if not math.isfinite(value):  # as 1e999 too
+    if not math.isfinite(value):  # also for 1e999, which float() makes infinite
         raise MismatchError(
             f"found {show(node.text)}, expected {describe_expected(key)}; it has to be finite"
         )
@@ -168,8 +170,8 @@ def _convert_float(node: YamlNode, key: Key) -> float:
 def _convert_text(node: YamlNode, key: Key, any_word: bool) -> str:
     """Return the text of a node.
 
-    any_word: a number or a truth value is text too. So it is of a choice: the line that it is none
-    of the choices says more than that it is a number.
+    any_word: text that looks like a number or truth value is allowed without quotes. It is for keys
+    with choices too: an error that lists them helps more than one that asks for quotes.
     """
     text = node.text
     if not text:
@@ -193,17 +195,17 @@ def _convert_text(node: YamlNode, key: Key, any_word: bool) -> str:
 
 
 def _convert_list(node: YamlNode, item_kind: Any, key: Key, typed: bool) -> list[Any]:
-    # A list of sections is no value of its own: `check_items` goes through it.
+    # A list of sections is not converted here: `check_items` goes through it.
     if node.kind != "list" or dataclasses.is_dataclass(item_kind):
         raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
-    # Where a list stands in place of a choice, choices and bounds are those of the choice.
-    only = len(key.kinds) == 1
+    # If the key takes a scalar as well as a list, its choices and bounds belong to the scalar.
+    is_only_type = len(key.kinds) == 1
     values = [
-        _convert_scalar(item, kind=item_kind, key=key, typed=typed, is_choice=only)
+        _convert_scalar(item, kind=item_kind, key=key, typed=typed, is_choice=is_only_type)
         for item in node.items
     ]
     for value, item in zip(values, node.items, strict=True):
-        if only:
+        if is_only_type:
             _check_limits(value, key, item.text)
         elif "items" in key.limits:
             _check_choice(value, key.limits["items"], key)
@@ -228,7 +230,7 @@ def _convert_mapping(node: YamlNode, value_kind: Any, key: Key, typed: bool) -> 
 
 
 def read_untyped(node: YamlNode) -> Any:
-    """Return a value whose key takes anything, as YAML reads it; `1e-5` is a number."""
+    """Return a value for a key of any type, as YAML 1.1 reads it; but `1e-5` is a number."""
     if node.kind == "list":
         return [read_untyped(item) for item in node.items]
     if node.kind == "mapping":
@@ -256,13 +258,13 @@ def _check_limits(value: Any, key: Key, written: str) -> None:
 
 
 def _list_choices(kind: Any, key: Key) -> list[Any] | None:
-    """Return the only values that a key has, where it has such."""
+    """Return the values that a key allows, for one of its types; None: any of that type."""
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     if "choices" in key.limits:
         return list(key.limits["choices"])
     if "kind" in key.limits:
-        # Now, not when the key was declared: a plugin may have registered names since.
+        # Looked up now, not when the key was declared: plugins register further names.
         return [*key.limits.get("also", ()), *registry.list_names(key.limits["kind"])]
     return None
 
@@ -276,7 +278,7 @@ def _check_choice(value: Any, choices: Iterable[Any], key: Key) -> None:
     alias = CHOICE_ALIASES.get(written.lower(), "")
     is_pattern = len(key.kinds) > 1 and ("." in written or "*" in written)
     if is_pattern or value in key.limits.get("items", ()):
-        hint = f"; write [{show(written)}]"  # where a list may stand
+        hint = f"; write [{show(written)}]"  # it is an item of a list that the key takes as well
     elif alias.split(" with ")[0] in words:
         hint = f"; did you mean {alias}?"
     else:
@@ -286,9 +288,9 @@ def _check_choice(value: Any, choices: Iterable[Any], key: Key) -> None:
 
 
 def _outline_word(word: str) -> tuple[str, list[str]]:
-    """Return first letter and digits, which a misspelling has as well.
+    """Return the first letter and the digits of a word, which a misspelling has in common with it.
 
-    So `fp16` is no misspelling of `fp64`, nor `xpu` of `cpu`.
+    So `fp16` is not offered for `fp64`, nor `cpu` for `xpu`.
     """
     return word[:1].lower(), sorted(filter(str.isdigit, word))
 
@@ -307,7 +309,7 @@ def _is_within_bounds(value: Any, key: Key) -> bool:
 
 
 def describe_expected(key: Key) -> str:
-    """Return what a key takes, in words: `an integer >= 1, or null`."""
+    """Return a text on the values that a key takes: `an integer >= 1, or null`."""
     words = [_describe_kind(kind, key) for kind in key.kinds]
     if key.optional and Any not in key.kinds:
         words.append("null")
@@ -343,7 +345,7 @@ def _describe_list(item: Any, key: Key, *, only: bool) -> str:
     return f"a list [...] of {length}{_NOUNS[item][1]}{f', each{bounds}' if bounds else ''}"
 
 
-# Type -> singular, plural.
+# Type -> its noun in texts: (singular, plural).
 _NOUNS: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "true or false"),
     int: ("an integer", "integers"),
@@ -354,7 +356,7 @@ _NOUNS: dict[Any, tuple[str, str]] = {
 
 
 def describe_bounds(limits: Mapping[str, Any]) -> str:
-    """Return ` >= 0 and < 1`; empty without bounds."""
+    """Return a text on bounds, such as ` >= 0 and < 1`; empty without bounds."""
     signs = (("minimum", ">="), ("above", ">"), ("maximum", "<="), ("below", "<"))
     parts = [f"{sign} {limits[name]}" for name, sign in signs if name in limits]
     also = "".join(f", or {value}" for value in limits.get("also", ()))
@@ -362,7 +364,7 @@ def describe_bounds(limits: Mapping[str, Any]) -> str:
 
 
 def describe_node(node: YamlNode) -> str:
-    """Return what was found, in words."""
+    """Return a text on what a node holds, for `found ...` in errors."""
     if node.kind == "list":
         return "a list"
     if node.kind == "mapping":
@@ -383,12 +385,12 @@ def _build_mismatch(node: YamlNode, key: Key, *, only_the_quotes: bool = False) 
 
 
 def is_null(node: YamlNode) -> bool:
-    """Return True if nothing, `null` or `~` is written, without quotes."""
+    """Return True if a node is empty, `null` or `~`, without quotes."""
     return node.kind == "scalar" and not node.quoted and (not node.text or node.text in _NULL)
 
 
 def _refuse_interpolation(node: YamlNode) -> None:
-    """Raise MismatchError for `${...}` in a name of a mapping: it stands for values alone."""
+    """Raise MismatchError for `${...}` in a name of a mapping: only values may have references."""
     for item in node.items:
         _refuse_interpolation(item)
     for name, (_, value) in node.entries.items():
@@ -400,9 +402,9 @@ def _refuse_interpolation(node: YamlNode) -> None:
 
 
 def _sort_by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
-    """Return the kinds of a union, those first whose shape is that of the node.
+    """Return the types of a union, those first that have the node's shape (list, mapping, scalar).
 
-    Numbers come before text, which takes everything.
+    Text is last, as every scalar is text.
     """
     tests: list[Callable[[Any], bool]] = [
         lambda kind: (get_origin(kind) is list) == (node.kind == "list"),
@@ -412,32 +414,33 @@ def _sort_by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
     return sorted(kinds, key=lambda kind: [not test(kind) for test in tests])
 
 
-# `${section.key}` in a value is the value of another key of the config, also relative (`${.lr}`).
-# Resolvers, environment variables among them, are refused: what a config means is to be read in its
-# files.
+# `${section.key}` in a value stands for the value of another key; `${.key}` for one of the same
+# section. OmegaConf's resolvers, such as environment variables, are refused: a config must mean the
+# same everywhere.
 
 _NAME = re.compile(r"\$\{\s*(\.*[\w-]+(?:\.[\w-]+|\[[\w-]+\])*)\s*\}")
 _RESOLVER = re.compile(r"\$\{\s*[^${}]*:")
 
-# That all names of a config are filled in with. Ten names of ten names of ten are a thousand.
+# The most characters that the references of a config may be filled in with: texts that refer to
+# texts with references grow exponentially.
 MOST_CHARACTERS = 2**18
-# That a name counts for, even if its value is shorter: each costs time.
+# Characters that each reference counts for, even if its value is shorter: each takes time.
 _LEAST_CHARACTERS = 256
 IN_A_CIRCLE = ": the keys name each other in a circle; write one value itself"
 
 
 class InterpolationError(Exception):
-    """A value cannot be filled in; the text is `found ..; remedy`."""
+    """A reference cannot be filled in. The text is `found ...; remedy`."""
 
-    line = 0  # of the value, in its file
+    line = 0  # line of the value in its file, set by the caller
 
 
 class NamedValues:
-    """The values of a config as OmegaConf's tree, by which texts that name keys are filled in."""
+    """The values of a config, by which references in texts (`${section.key}`) are filled in."""
 
     def __init__(self, values: Mapping[str, Any], explain: Callable[[str], str]) -> None:
-        """Hold values by dotted key. explain: gives the remedy for a name that is no key."""
-        # Here, as it takes 0.1 s of CPU, in every verb; few configs name other keys.
+        """Hold values by dotted key. explain: returns the remedy for a name that is no key."""
+        # Imported here: it takes 0.1 s, and few configs have references.
         import omegaconf
 
         self.omegaconf = omegaconf
@@ -448,15 +451,16 @@ class NamedValues:
             self.put(key, value)
 
     def put(self, key: str, value: Any) -> None:
-        """Take a value; one that names others once it is filled in."""
+        """Set the value of a key; one with references only after they are filled in."""
         self.omegaconf.OmegaConf.update(
             self.tree, key, _to_plain(value), merge=False, force_add=True
         )
 
     def fill(self, text: str, key: str) -> Any:
-        """Return a text of a key with the values of the keys that it names filled in.
+        """Return the text of a key with its references filled in.
 
-        Of a name alone it is the value itself, of its type. Raises InterpolationError.
+        A text that is nothing but one reference becomes the value itself, in its type. Raises
+        InterpolationError.
         """
         _check_form(text)
         try:
@@ -469,15 +473,15 @@ class NamedValues:
             raise InterpolationError(f"found {quote(text)}{error.args[0]}") from error
 
     def _find(self, name: str) -> Any:
-        """Return the value of a name.
+        """Return the value that a reference names.
 
-        Raises LookupError with the remedy if there is none, or if it is one name too many.
+        Raises LookupError with the remedy if there is none, or if too much has been filled in.
         """
         conf = self.omegaconf.OmegaConf
         try:
-            # This object stands for "no value": None is one.
+            # default=self stands for "no value", since None is a value.
             value = conf.select(self.tree, name, default=self)
-        except self.omegaconf.errors.ConfigTypeError:  # a word as the place in a list
+        except self.omegaconf.errors.ConfigTypeError:  # a word where a list needs an index
             value = self
         if value is self:
             raise LookupError(self.explain(name))
@@ -490,22 +494,22 @@ class NamedValues:
 
 
 def list_names(texts: Iterable[str], key: str) -> list[str]:
-    """Return the names in the texts of a key, complete."""
+    """Return the full names that the texts of a key refer to."""
     names = []
     for text in texts:
         names += [_complete_name(name, key) for name in _NAME.findall(text)]
-    # One more than can be filled in is enough for the fault, and for the time that ordering takes.
+    # One more than can be filled in is enough to raise the error, and bounds the time of ordering.
     return names[: MOST_CHARACTERS // _LEAST_CHARACTERS + 1]
 
 
 def order_keys(names: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the keys, each after those that it names.
+    """Return the keys, each after those that its value refers to.
 
-    names: by key, those in its value. Raises CycleError, with the keys of a circle.
+    names: key -> names in its value. Raises graphlib.CycleError with the keys of a cycle.
     """
     graph: dict[str, list[str]] = {}
-    for key, named in names.items():
-        distinct = set(named)
+    for key, names_in_value in names.items():
+        distinct = set(names_in_value)
         graph[key] = [
             other_key
             for other_key in names
@@ -520,14 +524,14 @@ def are_related(name: str, key: str) -> bool:
 
 
 def _complete_name(name: str, key: str) -> str:
-    """Return the name without dots in front: `.lr` at `optimizer.eps` is `optimizer.lr`."""
+    """Return the full name of a relative one: `.lr` in `optimizer.eps` is `optimizer.lr`."""
     num_dots = len(name) - len(name.lstrip("."))
     sections = key.split(".")[:-num_dots] if num_dots else []
     return ".".join([*sections, name.lstrip(".")])
 
 
 def _check_form(text: str) -> None:
-    """Raise InterpolationError for a text whose `${...}` is no name of a key."""
+    """Raise InterpolationError for a text with a `${...}` that does not name a key."""
     if _RESOLVER.search(text):
         raise InterpolationError(
             f"found {quote(text)}, expected ${{section.key}} of this config; environment variables"
@@ -540,7 +544,7 @@ def _check_form(text: str) -> None:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a value as OmegaConf's tree can hold it."""
+    """Return a value in the types that OmegaConf can hold."""
     if isinstance(value, list):
         return [_to_plain(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

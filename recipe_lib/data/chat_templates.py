@@ -30,9 +30,8 @@ THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 # Messages and a tool of the small conversations that templates are tried with. Mistral's templates
 # refuse ids of calls that have not nine letters and digits.
-_CALL_ID = "call00001"
 _ASK = {"role": "user", "content": "a"}
-_RESULT = {"role": "tool", "content": "b", "name": "f", "tool_call_id": _CALL_ID}
+_RESULT = {"role": "tool", "content": "b", "name": "f", "tool_call_id": "call00001"}
 _TOOL = {
     "type": "function",
     "function": {
@@ -117,7 +116,8 @@ class TemplateFields:
         self._tokenizer = tokenizer
         source = (tokenizer.chat_template if tokenizer else None) or ""
         code = " ".join(_TEXTS.sub("", block) for block in _BLOCKS.findall(source))
-        self.names = frozenset(_NAMES.findall(code))  # names in the template: variables, keywords
+        # All names in the template's code but attributes: variables, filters, Jinja's own words.
+        self.names = frozenset(_NAMES.findall(code))
         # By (role, key, type of the value, or the value of a bool).
         self._reads_key = dict[tuple[str, str, Any], bool]()
 
@@ -149,7 +149,7 @@ class TemplateFields:
         # By role, conversations and the index of the message that gets the key.
         chats: dict[str, list[tuple[list[Message], int]]] = {
             "system": [([{"role": "system", "content": "s"}, _ASK, answer], 0)],
-            "user": [([_ASK, answer, _ASK, answer], index) for index in (0, 2)],
+            "user": [([_ASK, answer, _ASK, answer], 0), ([_ASK, answer, _ASK, answer], 2)],
             "assistant": [
                 ([_ASK, answer, _ASK, answer], 1),
                 ([_ASK, answer, _ASK, answer], 3),
@@ -181,12 +181,12 @@ def _build_call(letter: str, as_text: bool) -> dict[str, Any]:
         "name": "f",
         "arguments": json.dumps(arguments, ensure_ascii=False) if as_text else arguments,
     }
-    call = {"id": _CALL_ID, "type": "function", "function": function}
+    call = {"id": _RESULT["tool_call_id"], "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _can_read_thought(render: Render, key: str, letter: str, text_arguments: bool) -> bool:
-    """Return True if the template writes a thought in this key of an answer or of a tool call."""
+    """Return True if the template writes a thought in this key of an answer, or of a tool call."""
     answers = ({"role": "assistant", "content": "b"}, _build_call("c", text_arguments))
     renderings = [
         render([_ASK, answer | {key: letter}], [RenderRequest(2)], [_TOOL])[0] for answer in answers
@@ -284,9 +284,8 @@ def complete_thought(
         if rendering.startswith(begin) and letter in rendering:
             return (thought or "") + rendering[rendering.index(letter) + 1 :]
     answer = strip_thought(alone[len(begin) :])
-    # After a thought, the line ends above take the place of those that the template writes.
-    answer = answer if thought is None else answer.lstrip("\n")
-    return f"{thought or ''}\n</think>\n\n{answer}"
+    # After a thought, the line ends written here take the place of those of the template.
+    return f"{thought or ''}\n</think>\n\n" + (answer if thought is None else answer.lstrip("\n"))
 
 
 def strip_thought(rendered_answer: str) -> str:
@@ -420,7 +419,7 @@ class RenderedChat:
             options=merged_options or None,
         )
 
-    def fetch(self, requests: Iterable[RenderRequest]) -> None:
+    def cache_renderings(self, requests: Iterable[RenderRequest]) -> None:
         """Make and keep the renderings that `get_text` will be asked for.
 
         All in one go: a template that came with a checkpoint renders in another process.
@@ -433,7 +432,7 @@ class RenderedChat:
 
     def get_text(self, request: RenderRequest) -> str:
         """Return a rendering, made at the first call. Raises SampleFault if it is refused."""
-        self.fetch([request])
+        self.cache_renderings([request])
         return require_text(self._renderings[request])
 
     def split_into_tokens(self, text: str) -> list[str]:

@@ -1,7 +1,8 @@
-"""The items that each step of a run trains on, and their packing into sequences.
+"""Choose the items that each step of a run trains on, and pack items into sequences.
 
-`DataPlan` is a function of (seed, epoch, step) alone, whatever the number of ranks: a run can be
-resumed at any step and on other ranks. `pack` puts items together by their lengths alone.
+`TrainingData` builds a `DataPlan`, and `make_training_steps` asks its `slots` for the items of a
+step. They are a function of (seed, epoch, step) alone and not of the number of ranks, so a run can
+be resumed at any step and on other ranks. `pack` assigns items to packs by their lengths alone.
 """
 
 import math
@@ -18,10 +19,10 @@ from recipe_lib.units import pluralize
 
 @dataclass(frozen=True)
 class Packs:
-    """The items of each pack, in flat arrays."""
+    """The items of each pack, in flat arrays; `packs[i]` are the items of pack i."""
 
     offsets: np.ndarray  # int64 `[packs + 1]`: pack p has items[offsets[p] : offsets[p + 1]]
-    items: np.ndarray  # int64 `[items]`, rising within a pack
+    items: np.ndarray  # int64 `[items]`, indices of items, ascending within a pack
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -33,17 +34,17 @@ class Packs:
 def pack(lengths: np.ndarray, capacity: int) -> Packs:
     """Return packs of items 0 .. n-1 with these lengths; each item is in one of them.
 
-    lengths: tokens, each from 1 to `capacity`. Best-fit decreasing: the longest item first, each
-    into the fullest sequence that still has room for it. How many packs there are, and how long the
-    items in them are, follows from the multiset of lengths alone; which of the items of one length
-    goes where follows from their order.
+    lengths: tokens, each from 1 to `capacity`, or ValueError is raised. The algorithm is best-fit
+    decreasing: the longest item first, each into the fullest pack that still has room for it. The
+    number of packs and the lengths in them depend on the multiset of lengths alone; which item of
+    several of one length goes where depends on their order.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= capacity:
         raise ValueError(
             f"found lengths from {lengths.min()} to {lengths.max()}, expected 1 to {capacity}"
         )
-    # Items of one length are placed together: a file of a million has a few thousand lengths.
+    # Items of one length are assigned together: a million items have a few thousand lengths.
     falling = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
     pack_of = np.empty(len(lengths), dtype=np.int64)
@@ -54,7 +55,10 @@ def pack(lengths: np.ndarray, capacity: int) -> Packs:
 
 
 def _assign_packs(sizes: list[int], counts: list[int], capacity: int) -> list[int]:
-    """Return the pack of each item, longest item first. sizes: falling; counts: items of each."""
+    """Return the pack's index for each item, longest item first.
+
+    sizes: the different lengths, descending. counts: number of items of each.
+    """
     open_packs = _OpenPacks(capacity)
     pack_of_item = list[int]()
     for size, count in zip(sizes, counts, strict=True):
@@ -70,7 +74,7 @@ def _assign_packs(sizes: list[int], counts: list[int], capacity: int) -> list[in
             )
             open_packs.add(room - items_per_pack * size, filled)
             count -= num_filled * items_per_pack
-            if num_filled < len(packs):  # one more takes the rest of the items
+            if num_filled < len(packs):  # one more pack takes the rest of the items
                 pack_of_item.extend(packs[num_filled:] * count)
                 open_packs.add(room - count * size, packs[num_filled:])
                 count = 0
@@ -78,20 +82,19 @@ def _assign_packs(sizes: list[int], counts: list[int], capacity: int) -> list[in
 
 
 class _OpenPacks:
-    """The packs by how much room they have left."""
+    """The packs that are not full, by the room they have left, in tokens."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._num_packs = 0  # begun so far
-        self._by_room = dict[int, list[int]]()
-        self._rooms = list[int]()  # its keys, rising
+        self._num_packs = 0  # packs begun so far, full ones included
+        self._by_room = dict[int, list[int]]()  # room -> indices of packs
+        self._rooms = list[int]()  # the keys of _by_room, ascending
 
     def take(self, size: int, count: int) -> tuple[int, list[int]]:
-        """Take out the fullest packs that have room for items of this size, as many as `count` of
-        them need.
+        """Take out the fullest packs with room for `size`, at most as many as `count` items need.
 
-        Return their room and the packs, those first that got there last; new ones where no pack has
-        room.
+        Return (room of each, indices of the packs). They are those that were added last with this
+        room; new packs if none has room.
         """
         at = bisect_left(self._rooms, size)
         if at == len(self._rooms):
@@ -100,16 +103,16 @@ class _OpenPacks:
             return self._capacity, list(range(first, self._num_packs))
         room = self._rooms[at]
         packs = self._by_room[room]
-        number = -(-count // (room // size))
-        taken = packs[-number:]
-        del packs[-number:]
+        num_packs = -(-count // (room // size))
+        taken = packs[-num_packs:]
+        del packs[-num_packs:]
         if not packs:
             del self._by_room[room]
             del self._rooms[at]
         return room, taken
 
     def add(self, room: int, packs: list[int]) -> None:
-        """Put packs where they belong with `room` left; full ones are done with."""
+        """Put back packs that have `room` left; full ones are dropped."""
         if not packs or not room:
             return
         if room not in self._by_room:
@@ -118,21 +121,20 @@ class _OpenPacks:
         self._by_room[room].extend(packs)
 
 
-# Streams of one key that are independent of each other: the highest word of Philox' counter.
-_ORDER = 0
-_SHARES = 1
-_PACKS = 2
+# Independent random streams of one (seed, epoch): the highest word of Philox' counter.
+_ORDER = 0  # of the items
+_SHARES = 1  # which items a fractional weight takes once more
+_PACKS = 2  # order of the packs
 
 
 class DataPlan:
-    """The items that each step takes, in slots: a slot is an item, or a pack of them.
+    """The items that each step takes, in slots: a slot is an item, or a pack of items.
 
     The order of an epoch's slots does not depend on how many of them make a step, nor on ranks or
-    workers. Slots left over at the end of an epoch are not used in it.
+    workers. Slots that do not fill a step at the end of an epoch are not used in it.
 
-    Of a source with weight w each item is taken floor(w) times an epoch, and a share w - floor(w)
-    of them, drawn anew each epoch, once more. With packing, the lengths of an epoch's items decide
-    which go together.
+    An item of a source with weight w is taken floor(w) times an epoch. A share w - floor(w) of the
+    source's items, drawn anew each epoch, is taken once more.
     """
 
     def __init__(
@@ -144,11 +146,11 @@ class DataPlan:
         shuffle: bool,
         packing_capacity: int | None = None,
     ) -> None:
-        """Take what decides the order, and check that there is a step.
+        """Take what decides the order.
 
-        slots_per_step: batch_size x accumulation x ranks. shuffle: else file order in every epoch.
-        packing_capacity: tokens of a sequence that several items may share; a pair's two sequences
-        have that much each. Raises DataError if an epoch has not one step.
+        slots_per_step: batch_size x accumulation x data ranks. shuffle: False keeps the file's
+        order in every epoch. packing_capacity: tokens of a pack, for pairs of each of its two
+        sequences; None: no packing. Raises DataError if the first epoch has not one full step.
         """
         self.slots_per_step = slots_per_step
         self._seed = seed
@@ -158,21 +160,21 @@ class DataPlan:
         self._lengths = dataset.item_lengths
         self._weights = [float(weight) for weight in dataset.weights]
         self._source_of = dataset.source_of
-        # With whole weights every epoch takes the same items, and has as many steps.
+        # With whole weights every epoch takes the same items, and has the same number of steps.
         self._has_equal_epochs = all(weight == int(weight) for weight in self._weights)
         self._epoch = lru_cache(maxsize=2)(self._draw)
         self._count_steps = cache(lambda epoch: len(self._epoch(epoch)[0]) // slots_per_step)
         self._check_first_step()
 
     def steps(self, epoch: int) -> int:
-        """Return the optimizer steps of an epoch (from 0).
+        """Return the number of optimizer steps of an epoch (from 0).
 
-        With weights that are no whole numbers epochs may differ.
+        Epochs may differ if a source's weight is no whole number.
         """
         return self._count_steps(0 if self._has_equal_epochs else epoch)
 
     def total_steps(self, epochs: int, max_steps: int | None = None) -> int:
-        """Return the steps of a run of so many epochs, at most `max_steps`."""
+        """Return the steps of a run of so many epochs, at most `max_steps`; None: all."""
         steps = 0
         for epoch in range(epochs):
             if max_steps is not None and steps >= max_steps:
@@ -193,18 +195,14 @@ class DataPlan:
         return epoch, step
 
     def slots(self, step: int) -> list[np.ndarray]:
-        """Return the items of each slot of a step of the run (from 0): `slots_per_step` int64
-        arrays.
-        """
+        """Return the items of each slot of a step (from 0): `slots_per_step` int64 arrays."""
         epoch, step = self.locate(step)
         slots, _ = self._epoch(epoch)
         start = step * self.slots_per_step
         return [slots[number] for number in range(start, start + self.slots_per_step)]
 
     def pack_length(self, step: int) -> int | None:
-        """Return the tokens of the fullest pack of the epoch that a step is in; None without
-        packing.
-        """
+        """Return the tokens of the fullest pack in the step's epoch; None without packing."""
         return self._epoch(self.locate(step)[0])[1] if self._capacity else None
 
     def packs(self) -> int:
@@ -212,19 +210,18 @@ class DataPlan:
         return len(self._epoch(0)[0])
 
     def compute_packed_share(self) -> float | None:
-        """Return how much of the first epoch's packs is tokens; None without packing.
+        """Return the share of tokens in the first epoch's packs; None without packing.
 
-        All packs are as long as the fullest: what is not tokens is padding.
+        The rest is padding: all packs are padded to the fullest.
         """
         packs, pack_length = self._epoch(0)
         room = len(packs) * (pack_length or 0)
         return float(self._lengths[packs.items].sum()) / room if room else None
 
     def _draw(self, number: int) -> tuple[Packs, int | None]:
-        """Return the slots of an epoch in the order they are taken, and the tokens of the fullest
-        pack.
+        """Return (slots of an epoch in the order they are taken, tokens of the fullest pack).
 
-        None in place of the tokens: there is no packing, and a slot is an item.
+        number: of the epoch, from 0. Without packing a slot is an item, and the tokens are None.
         """
         items = self._list_taken_items(number)
         if self._shuffle:
@@ -245,12 +242,12 @@ class DataPlan:
         return Packs(offsets, taken), int(pack_lengths.max())
 
     def _list_taken_items(self, epoch: int) -> np.ndarray:
-        """Return the items of an epoch in file order, as often as their source's weight says."""
+        """Return an epoch's items by source, in file order, as often as its weight says."""
         numbers = _draw_numbers(len(self._lengths), self._seed, epoch=epoch, stream=_SHARES)
         parts = []
         for source, weight in enumerate(self._weights):
             items = np.flatnonzero(self._source_of == source)
-            # Rounded so that epochs together take as many once more as the weight says.
+            # A running total is rounded, so that over all epochs the share is what the weight says.
             per_epoch = weight % 1 * len(items)
             before = math.floor(round(epoch * per_epoch, 6))
             count = math.floor(round((epoch + 1) * per_epoch, 6)) - before
@@ -259,7 +256,7 @@ class DataPlan:
         return np.concatenate(parts)
 
     def _check_first_step(self) -> None:
-        """Raise DataError if the first epoch has not one step."""
+        """Raise DataError if the first epoch has not one full step."""
         slots = self.packs()
         if slots >= self.slots_per_step:
             return
@@ -279,15 +276,15 @@ class DataPlan:
 
 
 def _draw_order(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:
-    """Return a permutation of 0 .. number - 1."""
-    # Two equal numbers, one chance in 10^7 for a million sequences, keep file order.
+    """Return a random permutation of 0 .. number - 1, int64."""
+    # Equal random numbers keep file order: one chance in 10^7 for a million sequences.
     return np.argsort(_draw_numbers(number, seed, epoch=epoch, stream=stream), kind="stable")
 
 
 def _draw_numbers(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:
-    """Return so many uint64 numbers of Philox-4x64 with the key (seed, epoch)."""
-    # numpy guarantees this stream for all versions and platforms, unlike `Generator.permutation`:
-    # a run can be resumed elsewhere.
+    """Return `number` random uint64 of Philox-4x64 with the key (seed, epoch)."""
+    # numpy guarantees this stream for all versions and platforms, unlike `Generator.permutation`,
+    # so that a run can be resumed elsewhere.
     key = np.array([seed % 2**64, epoch % 2**64], dtype=np.uint64)
     counter = np.array([0, 0, 0, stream], dtype=np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(number)

@@ -1,9 +1,9 @@
-"""A model of another library without memory for its parameters, called as ours is, and what can be
-read off it.
+"""Build a model of another library on meta, and give it the call signature of our decoders.
 
-Parameters are put on the meta device as they are registered. Buffers get their values, since what a
-class computes in its constructor (rotary frequencies, slopes of alibi, causal masks) is in no
-checkpoint.
+`module_spec` calls `make_module` for the class' module and `ExternalModel.adopt` to give it our
+signature: tokens and labels in; logits, log-probabilities or the summed loss out. Parameters are
+put on the meta device as they are registered. Buffers keep their values, since what a class
+computes in its constructor (rotary frequencies, slopes of alibi, causal masks) is in no checkpoint.
 """
 
 import inspect
@@ -34,17 +34,15 @@ from recipe_lib.models.language_model import LanguageModel, replace_entries
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 
-# An external model called as ours is: tokens and labels in, logits, log-probabilities or the summed
-# loss out.
-#
-# A causal language model of transformers makes the logits of all tokens. Here its forward runs with
-# the output projection left out: what that would have read is kept, and what is done to its result
-# afterwards (a scale, a soft cap) is written down while it is done to a stand-in of one column.
-# Then the projection, as a separate module that FSDP gathers, makes the loss in chunks of tokens.
-# Where a forward cannot be divided like that, it makes all logits.
+# A causal language model of transformers makes the logits of all tokens at once. Here its forward
+# runs with a stand-in for the output projection, which keeps the hidden states that it reads, and
+# returns one column in place of the logits. Operators on that column (a scale, a soft cap) are
+# recorded. Then the projection, as a separate module that FSDP gathers, computes the loss in chunks
+# of tokens, with these operators on each chunk's logits. Where a forward cannot be divided like
+# that, it makes all logits.
 
 
-# What changes a tensor's type or who owns it, not its values' meaning.
+# Operators that give the same values: in another type, view or memory.
 _COPIES = frozenset(
     f"aten::{name}"
     for name in (
@@ -55,35 +53,36 @@ _COPIES = frozenset(
 
 @dataclass
 class _Division:
-    """A model as it is called: its trunk, and its output projection apart from it."""
+    """A model's division into trunk and output projection, and how its forward is called."""
 
-    # The projection, and where it hangs: the module that has it, under this name.
+    # The output projection.
     head: Any
+    # The module that has the projection, and its name there.
     owner: nn.Module
     name: str
-    # The names that its forward takes.
+    # Names of the forward's parameters.
     accepted: frozenset[str]
-    # Some layers see a window, which a mask of ours would undo.
+    # Some layers have sliding windows, which a mask of ours would undo.
     windows: bool
-    # It cannot be divided: it makes all logits at once.
+    # The model cannot be divided: it makes all logits at once.
     whole: bool
-    # It has run with several documents in a row.
+    # A forward with several documents in a row has succeeded.
     packs: bool = False
-    # Of its weights, where the parameter that says so may be left out.
+    # Type of the weights; None: that of the first parameter. Set in a pipeline, where that
+    # parameter may be on another rank.
     dtype: torch.dtype | None = None
 
 
 class ExternalModel(LanguageModel):
-    """Mixed into the class of a model of another library, which then has our call signature
-    (`Decoder.forward`).
-    """
+    """A mixin that gives a model of another library the signature of `Decoder.forward`."""
 
-    # The forward of its class, or what tensor parallel makes of it.
+    # The forward of its class, or the one of `run_class_forward_by`.
     class_forward: Callable[..., Any]
-    # Modules that other ranks of a pipeline have, by name.
+    # Modules that other pipeline ranks have, by name, as the class made them.
     elsewhere: Mapping[str, nn.Module] = MappingProxyType({})
-    # See `run_class_forward_by`.
+    # The number of tensor-parallel ranks.
     ranks: int = 1
+    # Names of layers, and of modules outside them, whose output has this rank's tokens alone.
     local_outputs: frozenset[str] = frozenset()
     _division: _Division
 
@@ -91,9 +90,11 @@ class ExternalModel(LanguageModel):
     def adopt(
         cls, model: Any, spec: ExternalSpec, config: dict[str, Any], buffers: dict[str, Tensor]
     ) -> "ExternalModel":
-        """Make a module one of these, in place. buffers: what its class computed.
+        """Make a class' module an `ExternalModel`, in place, and return it.
 
-        The projection gets the signature of `OutputHead.forward`.
+        config: the content of config.json. buffers: values that the class' constructor computed, by
+        name. The projection gets the signature of `OutputHead.forward`. Raises SetupError for a
+        model without embedding or output projection.
         """
         _, head = find_embedding_and_head(model) or (None, None)
         if head is None:
@@ -107,8 +108,8 @@ class ExternalModel(LanguageModel):
         is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         class_forward = model.forward
         base = type(model)
-        # No wrapper around it: its parameters keep the names that the checkpoint has. `forward` of
-        # this class comes before its own.
+        # No wrapper around the module, so that parameters keep the checkpoint's names. The new
+        # class has `ExternalModel.forward` before that of its own class.
         model.__class__ = type(base.__name__, (cls, base), {"__module__": base.__module__})
         model.spec = spec
         model.class_forward = class_forward
@@ -120,14 +121,14 @@ class ExternalModel(LanguageModel):
         if is_plain:
             LinearHead.adopt(head)
         else:
-            _say_whole(model, "its output projection is no plain linear")
+            _log_undivided(model, "its output projection is no plain linear")
         return cast(ExternalModel, model)
 
     def find_stage_parts(self) -> StageParts:
         return cast(StageParts, self.spec.find_stage_parts())
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        self._division.dtype = _get_dtype(self)  # the parameter that says so may be left out
+        self._division.dtype = _get_dtype(self)  # now: the first parameter may be left out
         self.elsewhere, self.modules_elsewhere = keep_parts(
             self, self.find_stage_parts(), layers, first=first, last=last
         )
@@ -148,8 +149,8 @@ class ExternalModel(LanguageModel):
             inputs=self.build_inputs(tokens, positions, attention),
             layers=list(layers),
         )
-        # With gradients if they are wanted: without, hidden states are of another shape where ranks
-        # share tokens.
+        # Not tried under no_grad first, as `forward` does: without gradients hidden states have
+        # another shape where ranks share tokens.
         output = self._run_packed(attention, run)
         dtype = _get_dtype(self)
         if output.dtype != dtype:
@@ -185,8 +186,9 @@ class ExternalModel(LanguageModel):
         return self.compute_output_shape(parts.layers[0], tokens, parts.width)
 
     def compute_output_shape(self, name: str, tokens: torch.Size, width: int) -> tuple[int, ...]:
-        """Return the shape of what a module at `name`, a layer or outside of them, gives on this
-        rank of tokens `[b, s]`.
+        """Return the shape `[b, s, width]` of a module's output on this rank.
+
+        name: a layer's, or a module's outside of them. tokens: the shape `[b, s]` of the token ids.
         """
         shared = torch.is_grad_enabled() and name in self.local_outputs
         return tokens[0], tokens[1] // (self.ranks if shared else 1), width
@@ -197,12 +199,12 @@ class ExternalModel(LanguageModel):
         positions: Tensor | None = None,
         attention: AttentionInfo | None = None,
     ) -> dict[str, Any]:
-        """Build the arguments of its class' forward.
+        """Build the keyword arguments of the class' forward.
 
-        Rows are padded on the right, so that causality alone hides the padding. Documents are kept
-        apart by a mask `[b, 1, s, s]`; in a model with windows by the positions alone, of which
-        transformers makes masks that keep the windows. What does not come of it is noticed by
-        `check_packing_isolation`.
+        tokens, positions: `[b, s]`; None: they count from 0. Rows are padded on the right, so that
+        causality alone hides the padding. Documents are kept apart by a mask `[b, 1, s, s]`; in a
+        model with windows by the positions alone, of which transformers makes masks that keep the
+        windows. `check_packing_isolation` finds a model where that does not work.
         """
         accepted = self._division.accepted
         inputs = dict[str, Any](input_ids=tokens)
@@ -223,8 +225,9 @@ class ExternalModel(LanguageModel):
         return inputs
 
     def _run_packed(self, attention: AttentionInfo | None, run: Callable[[], Tensor]) -> Tensor:
-        """Run a forward whose rows hold documents. Raises SetupError if it fails: it takes no mask
-        for them.
+        """Run a forward; where rows hold documents, raise SetupError if the first such one fails.
+
+        Then the class takes no mask for documents.
         """
         if attention is None or attention.documents is None or self._division.packs:
             return run()
@@ -243,11 +246,11 @@ class ExternalModel(LanguageModel):
     def run_class_forward_by(
         self, forward: Callable[..., Any], ranks: int, local_outputs: frozenset[str]
     ) -> None:
-        """Replace the forward of its class, with the same inputs and outputs, by that of one of
-        `ranks`.
+        """Replace the class' forward by the one of a tensor-parallel rank.
 
-        local_outputs: modules that give a rank's tokens alone where gradients are wanted; of layers
-        and outside.
+        forward: takes the same arguments and returns the same. ranks: number of ranks.
+        local_outputs: names of layers, and of modules outside them, that give a rank's tokens alone
+        where gradients are wanted.
         """
         self.class_forward = forward
         self.ranks = ranks
@@ -255,18 +258,18 @@ class ExternalModel(LanguageModel):
 
     @property
     def reads_padding(self) -> bool:
-        """True if prompts of different lengths can be read together: its class takes a mask of
-        padding.
+        """Return True if prompts of different lengths can be read in one batch.
+
+        The class then takes a mask of the padding.
         """
         return "attention_mask" in self._division.accepted
 
     def token_reader(self, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """Return a function for generating, of tokens `[b, s]` that follow one another, to the
-        logits `[b, v]` after them.
+        """Return a function for generation: next tokens `[b, s]` -> the logits `[b, v]` after them.
 
-        Keys and values are kept in the cache that the class makes; a class that returns none reads
-        everything again. padding: int64 `[b]`, how many tokens each row begins with that are none;
-        None: no row. Raises SetupError for a class that takes no mask of them.
+        It keeps the class' cache of keys and values; a class that returns none reads all tokens
+        again at each call. padding: int64 `[b]`, the padding tokens at each row's begin; None:
+        there are none. Raises SetupError for a class that takes no mask of them.
         """
         accepted = self._division.accepted
         if padding is not None and "attention_mask" not in accepted:
@@ -275,18 +278,20 @@ class ExternalModel(LanguageModel):
                 " time"
             )
         cache = None
-        seen = None
+        all_tokens = None
 
-        def read(unread: Tensor) -> Tensor:
-            nonlocal cache, seen
-            seen = unread if seen is None else torch.cat([seen, unread], dim=1)
-            inputs: dict[str, Any] = {"input_ids": seen if cache is None else unread}
+        def read(next_tokens: Tensor) -> Tensor:
+            nonlocal cache, all_tokens
+            all_tokens = (
+                next_tokens if all_tokens is None else torch.cat([all_tokens, next_tokens], dim=1)
+            )
+            inputs: dict[str, Any] = {"input_ids": all_tokens if cache is None else next_tokens}
             if padding is not None:
-                places = torch.arange(seen.shape[1], device=seen.device)
-                inputs["attention_mask"] = (places >= padding[:, None]).long()
+                columns = torch.arange(all_tokens.shape[1], device=all_tokens.device)
+                inputs["attention_mask"] = (columns >= padding[:, None]).long()
                 if "position_ids" in accepted:  # they count from a row's first real token
-                    places = places[-inputs["input_ids"].shape[1] :] - padding[:, None]
-                    inputs["position_ids"] = places.clamp(0, self.spec.max_positions - 1)
+                    positions = columns[-inputs["input_ids"].shape[1] :] - padding[:, None]
+                    inputs["position_ids"] = positions.clamp(0, self.spec.max_positions - 1)
             if {"use_cache", "past_key_values"} <= accepted:
                 inputs |= {"use_cache": True, "past_key_values": cache}
             elif "use_cache" in accepted:
@@ -309,7 +314,10 @@ class ExternalModel(LanguageModel):
         head_loss: HeadLoss | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """See `Decoder.forward`; a cache is refused."""
+        """Compute the loss, or the logits without labels, as `Decoder.forward`.
+
+        Raises SetupError if it is called with a cache.
+        """
         division = self._division
         if cache is not None:
             raise SetupError(
@@ -327,12 +335,12 @@ class ExternalModel(LanguageModel):
             if hidden is not None:
                 return division.head(hidden, labels=labels, head_loss=head_loss, after=after)
             division.whole = True
-            _say_whole(
+            _log_undivided(
                 self, "what follows its output projection is not done to each logit by itself"
             )
         logits = get_logits(self.class_forward(**inputs))
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        # To the chunked head all logits are hidden states, of which the projection is done.
+        # The chunked head gets the logits as hidden states, with a projection that copies them.
         return run_head_loss(
             head_loss,
             hidden=wide,
@@ -343,7 +351,7 @@ class ExternalModel(LanguageModel):
 
 
 def _has_windows(config: dict[str, Any]) -> bool:
-    """Return True if a config speaks of layers that do not see everything before them."""
+    """Return True if a config.json has keys of windows, or layers without full attention."""
     return any(
         "slid" in key or "window" in key or "chunk" in key for key, value in config.items() if value
     ) or any(kind != "full_attention" for kind in config.get("layer_types") or [])
@@ -355,17 +363,17 @@ def _get_dtype(model: ExternalModel) -> torch.dtype:
     )
 
 
-def _say_whole(model: nn.Module, reason: str) -> None:
+def _log_undivided(model: nn.Module, reason: str) -> None:
     get_logger().info("loss: %s makes all logits at once: %s", type(model).__name__, reason)
 
 
 def run_trunk(
     model: Any, division: _Division, inputs: dict[str, Any]
 ) -> tuple[Tensor | None, LogitTransform]:
-    """Run the forward without its projection: return what that would read `[b, s, d]`, and what
-    would be done to the logits.
+    """Run the forward without its projection.
 
-    None in place of the tensor where the forward cannot be divided.
+    Returns the hidden states `[b, s, d]` that the projection would read, and what is done to the
+    logits behind it. None in place of hidden states where the forward cannot be divided.
     """
     steps = _Steps()
     with ExitStack() as stack:
@@ -377,12 +385,13 @@ def run_trunk(
 
 
 class _StandIn(nn.Module):
-    """In place of the output projection: keeps what it reads, and returns one column to be
-    followed.
+    """Stands for the output projection: keeps the hidden states, and returns one column of zeros.
+
+    From its first call on, `steps` records what is done to that column.
     """
 
     def __init__(self, head: Any, steps: "_Steps", stack: ExitStack) -> None:
-        """stack: closed behind the forward; `steps` is entered there when the head is called."""
+        """Stand for `head`. stack: ends with the forward; `steps` is entered there."""
         super().__init__()
         self.held = [head]  # in a list, so that it is no module of this one
         self.steps = steps
@@ -391,7 +400,7 @@ class _StandIn(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the projection: some forwards read its type."""
+        """Return the weight of the projection: some forwards read its type."""
         return self.held[0].weight
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -406,13 +415,15 @@ class _StandIn(nn.Module):
 
 
 class _Steps(TorchDispatchMode):
-    """Writes down what is done to one tensor, as long as it is done to each element by itself."""
+    """The mode that records the pointwise operators on one tensor, the stand-in for the logits."""
 
-    last: Tensor
+    last: Tensor  # the tensor as the last recorded operator gave it
 
     def __init__(self) -> None:
         super().__init__()
+        # (operator, its arguments with `_HERE` for the tensor, keyword arguments)
         self.steps: list[tuple[Any, list[Any], dict[str, Any]]] = []
+        # No operator has mixed elements of the tensor, or read other tensors of more than one.
         self.divided = True
 
     def __torch_dispatch__(
@@ -423,16 +434,16 @@ class _Steps(TorchDispatchMode):
         if not any(value is self.last for value in args):
             return result
         name = operator.name().partition(".")[0]
-        same = isinstance(result, Tensor) and result.shape == self.last.shape
+        has_same_shape = isinstance(result, Tensor) and result.shape == self.last.shape
         other_tensors = [
             value
             for value in (*args, *kwargs.values())
             if isinstance(value, Tensor) and value is not self.last
         ]
-        if same and name in _COPIES:
+        if has_same_shape and name in _COPIES:
             self.last = result
         elif (
-            same
+            has_same_shape
             and torch.Tag.pointwise in operator.tags
             and not any(other.dim() or other.requires_grad for other in other_tensors)
         ):
@@ -445,19 +456,21 @@ class _Steps(TorchDispatchMode):
         return result
 
     def find_transform(self, logits: Tensor) -> LogitTransform | None:
-        """Return what was written down; None if the logits are something else than what came of the
-        column.
+        """Return the recorded operators as a transform of logits.
+
+        logits: what the forward returned. None if they are not the recorded tensor.
         """
         if not self.divided or logits is not self.last:
             return None
         if not self.steps:
             return LogitTransform()
         names = [operator.name().partition(".")[0] for operator, _, _ in self.steps]
-        numbers = [[value for value in args if value is not _HERE] for _, args, _ in self.steps]
-        cap = numbers[0][0] if len(numbers[0]) == 1 else None
+        constants = [[value for value in args if value is not _HERE] for _, args, _ in self.steps]
+        # softcap: tanh(logits / cap) * cap
+        cap = constants[0][0] if len(constants[0]) == 1 else None
         if (
             names == ["aten::div", "aten::tanh", "aten::mul"]
-            and numbers[2] == [cap]
+            and constants[2] == [cap]
             and isinstance(cap, int | float)
         ):
             return LogitTransform(softcap=float(cap))
@@ -468,7 +481,8 @@ _HERE = object()  # where the tensor stood among an operator's arguments
 
 
 def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) -> Tensor:
-    """Do to logits what was done to the column."""
+    """Run the recorded operators on logits."""
+    # An operator in place would write into the argument.
     if any(operator._schema.is_mutable for operator, _, _ in steps):
         logits = logits.clone()
     for operator, args, kwargs in steps:
@@ -478,7 +492,7 @@ def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) 
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """The sources of a model's module."""
+    """What a model's module is built from."""
 
     implementation: str  # `transformers`, or the name that a plugin registered
     config: dict[str, Any] = field(hash=False)  # what config.json holds
@@ -486,12 +500,17 @@ class ModuleSource:
 
 
 def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Make the module as its class does, parameters on meta, with the class' own forward."""
+    """Build the class' own module, with floating point parameters of `dtype` on meta.
+
+    Raises ConfigError for a name that no plugin registered, SetupError if a plugin returns no
+    module. Errors of the class' constructor are not caught.
+    """
     with put_parameters_on_meta():
         make = get_registered("model", source.implementation)
         config = dict(source.config)
-        is_ours = source.implementation == TRANSFORMERS  # a plugin is asked for the module alone
-        model = make(config, source.attention, dtype) if is_ours else make(config)
+        is_transformers = source.implementation == TRANSFORMERS
+        # A plugin's function takes the config alone.
+        model = make(config, source.attention, dtype) if is_transformers else make(config)
     if not isinstance(model, nn.Module):
         raise SetupError(
             f"model.implementation={source.implementation}: found {type(model).__name__}, expected"
@@ -500,27 +519,28 @@ def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-                # In place, since others may share it.
+                # In place, since other modules may share the parameter.
                 parameter.data = parameter.data.to(dtype)
     return model
 
 
 @contextmanager
 def put_parameters_on_meta() -> Iterator[None]:
-    """Put every parameter that a module registers inside the block on the meta device; buffers keep
-    theirs.
+    """Put every parameter that is registered inside the block on meta; buffers stay where they are.
+
+    Under `torch.device("meta")` buffers would lose the values that a constructor computes.
     """
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         if parameter is not None and parameter.device.type != "meta":
-            placed = nn.Parameter(
+            on_meta = nn.Parameter(
                 torch.empty_like(parameter, device="meta"), parameter.requires_grad
             )
-            # A class may mark its parameters.
-            placed.__dict__.update(parameter.__dict__ | placed.__dict__)
-            module._parameters[name] = placed
+            # Classes set attributes on parameters, which are kept.
+            on_meta.__dict__.update(parameter.__dict__ | on_meta.__dict__)
+            module._parameters[name] = on_meta
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
@@ -531,7 +551,7 @@ def put_parameters_on_meta() -> Iterator[None]:
 
 @register("model", "native")
 def build_native_module(config: dict[str, Any]) -> nn.Module:
-    """Build our own decoder of a config.json, on meta."""
+    """Build our own decoder of a config.json, on meta, as a plugin would (`native`)."""
     return build_meta(build_spec(config, "config.json"), torch.float32)
 
 
@@ -539,8 +559,9 @@ def build_native_module(config: dict[str, Any]) -> nn.Module:
 def build_transformers_module(
     config: dict[str, Any], attention: str = "sdpa", dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Build the causal language model that transformers has for a config.json; attention: its word
-    for an implementation.
+    """Build the causal language model that transformers has for a config.json.
+
+    attention: "sdpa" or "eager", its `attn_implementation`.
     """
     from transformers import AutoModelForCausalLM
 

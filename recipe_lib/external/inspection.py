@@ -1,8 +1,9 @@
-"""The config, the embedding and head, and the linears of a model of another library.
+"""Read what training needs off a model of another library, whose classes nobody has described.
 
-`build_transformers_config` makes transformers' own object of a config.json. Of the modules nobody
-wrote a description: they are found by what they are (`find_embedding_and_head`), and an adapter
-stands for any linear inside the layers, of whatever class, by the ends of its name.
+`build_transformers_config` makes transformers' config object of a config.json, with clear errors.
+`find_embedding_and_head`, `list_layer_linears` and `list_other_parts` find modules by their class
+and place; `module_spec` and `build` call them. `add_adapters` puts an adapter on linears inside the
+layers, selected by the ends of their names.
 """
 
 import inspect
@@ -26,38 +27,38 @@ from recipe_lib.models.config_fields import NEWER
 from recipe_lib.models.config_spelling import spell_both
 from recipe_lib.models.language_model import get_built_tensors, list_layer_names
 
-TRANSFORMERS = "transformers"
-_DECODERS = (
-    "gpt_neox",
-    "gpt_neox_japanese",
-)  # whose config has an is_decoder that they do not read
-_ENCODERS = ("cpmant", "xlnet")  # whose config has none
+TRANSFORMERS = "transformers"  # the value of `model.implementation` for this library
+# Decoders by model_type whose config has an is_decoder (False) that their class does not read.
+_DECODERS = ("gpt_neox", "gpt_neox_japanese")
+# Encoders by model_type whose config has no is_decoder.
+_ENCODERS = ("cpmant", "xlnet")
+# Numbers that JSON lacks, as transformers 5 spells them in a config.json.
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def build_transformers_config(config: Mapping[str, Any], where: str) -> Any:
-    """Build the config object of transformers for a config.json. Nothing of the checkpoint's own
-    code is run.
+    """Build the config object of transformers for a config.json.
 
+    The checkpoint's own code is never run. where: the file, folder or preset, named in errors.
     Raises SetupError if transformers is not installed, CheckpointError for a model_type that it
-    does not have.
+    does not have, or a config that the class does not take.
     """
     require_transformers()
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    kind = config.get("model_type")
+    model_type = config.get("model_type")
     where = f"{where}: config.json"
-    if not isinstance(kind, str) or not kind:
+    if not isinstance(model_type, str) or not model_type:
         raise CheckpointError(
-            f"{where}: model_type: found {kind!r}, expected the name of an architecture"
+            f"{where}: model_type: found {model_type!r}, expected the name of an architecture"
         )
     try:
         built = AutoConfig.for_model(
-            kind,
+            model_type,
             **{key: restore_numbers(value) for key, value in config.items() if key != "model_type"},
         )
     except ValueError as error:
-        if kind in str(error) and "auto_map" in config:
+        if model_type in str(error) and "auto_map" in config:
             remedy = (
                 "its own code is not run: convert it to an architecture that transformers has, or"
                 " give it by --plugin"
@@ -68,36 +69,40 @@ def build_transformers_config(config: Mapping[str, Any], where: str) -> Any:
                 f" ({format_one_line(error)})"
             )
         raise CheckpointError(
-            f"{where}: model_type {kind!r} is not one of transformers'; {remedy}"
+            f"{where}: model_type {model_type!r} is not one of transformers'; {remedy}"
         ) from None
     except Exception as error:  # noqa: BLE001
-        # Its class computes with it: no heads are a division by zero.
+        # The class computes with the values and may raise anything: 0 heads divide by zero.
         raise CheckpointError(
-            f"{where}: the config of {kind!r} does not take it ({format_one_line(error)})"
+            f"{where}: the config of {model_type!r} does not take it ({format_one_line(error)})"
         ) from None
     if type(built) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(
-            f"{where}: model_type {kind!r} is no causal language model in transformers; take one"
-            " that is"
+            f"{where}: model_type {model_type!r} is no causal language model in transformers; take"
+            " one that is"
         )
     return built
 
 
 def spell_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a config.json with the older and the newer names of its keys, if its class reads the
-    same from them.
+    """Return a config.json with both the older and the newer names of keys that were renamed.
 
-    Classes that came with transformers 5 may not; earlier releases have none for those models.
+    Then releases of transformers before and after 5 read it. Where the class reads something else
+    from that, the result has no newer spelling of rotary settings: classes that came with
+    transformers 5 may, and earlier releases have none for those models. where: as in
+    `build_transformers_config`.
     """
     built = build_transformers_config(config, where).to_dict()
     spelled = spell_both(_add_ropes(config, built))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of such a class on a name that is not its own
+        warnings.simplefilter("ignore")  # such a class warns of a key that it does not know
         try:
-            read = build_transformers_config(spelled, where).to_dict()
+            built_again = build_transformers_config(spelled, where).to_dict()
         except CheckpointError:
-            read = {}
-    is_same = all(_drop_type(read.get(key)) == _drop_type(value) for key, value in built.items())
+            built_again = {}
+    is_same = all(
+        _drop_type(built_again.get(key)) == _drop_type(value) for key, value in built.items()
+    )
     return spelled if is_same else spell_both(config, with_ropes=False)
 
 
@@ -108,33 +113,38 @@ def _drop_type(value: Any) -> Any:
     return {key: _drop_type(inner) for key, inner in value.items() if key != "type"}
 
 
-def _add_ropes(config: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json, and its parts, with the `rope_parameters` that its class makes of
-    it.
+def _add_ropes(config: Mapping[str, Any], built: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the `rope_parameters` of the built config, in nested configs too.
+
+    built: the dict of the config object that its class made of it.
     """
     parts = {
         key: value
         for key, value in config.items()
-        if isinstance(value, dict) and isinstance(made.get(key), dict)
+        if isinstance(value, dict) and isinstance(built.get(key), dict)
     }
-    added = {key: _add_ropes(part, made[key]) for key, part in parts.items()}
-    return dict(config) | added | ({NEWER: made[NEWER]} if made.get(NEWER) else {})
+    added = {key: _add_ropes(part, built[key]) for key, part in parts.items()}
+    return dict(config) | added | ({NEWER: built[NEWER]} if built.get(NEWER) else {})
 
 
-def is_encoder(made: Any) -> bool:
-    """Return True if a config is of an encoder, which transformers has a language model's head for
-    too.
+def is_encoder(config: Any) -> bool:
+    """Return True if each token sees later ones: an encoder that has a head for tokens too.
 
-    made: that of a built model: decoders of encoder-decoders are configured so in their
+    config: the config object of a built model, since decoders of encoder-decoders set it in their
     constructors.
     """
-    is_no_decoder = getattr(made, "is_decoder", None) is False and made.model_type not in _DECODERS
-    return is_no_decoder or getattr(made, "causal", None) is False or made.model_type in _ENCODERS
+    is_no_decoder = (
+        getattr(config, "is_decoder", None) is False and config.model_type not in _DECODERS
+    )
+    return (
+        is_no_decoder or getattr(config, "causal", None) is False or config.model_type in _ENCODERS
+    )
 
 
 def restore_numbers(value: Any) -> Any:
-    """Return a value of config.json with its numbers: transformers 5 writes an infinite one as
-    `{"__float__": "Infinity"}`.
+    """Return a value of config.json with its infinite numbers and nan as floats.
+
+    transformers 5 writes them as `{"__float__": "Infinity"}`. Nested values are restored too.
     """
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and str(value["__float__"]) in _FLOATS:
@@ -144,34 +154,35 @@ def restore_numbers(value: Any) -> Any:
 
 
 def require_transformers() -> None:
-    """Raise SetupError unless transformers is installed; call it before an import, which it makes a
-    silent one.
+    """Raise SetupError unless transformers is installed; called before it is imported.
+
+    It also silences what torchao would print at that import.
     """
     silence_torchao()
     check_transformers()
 
 
 def format_one_line(error: Exception) -> str:
-    """Return what an exception of another library says, in one line and not in full."""
+    """Return the message of another library's exception in one line, of at most 200 characters."""
     return " ".join(str(error).split())[:200]
 
 
-# The modules of a model that nobody described, and adapters on its linears.
+# The modules of a model, and adapters on its linears.
 
 
-# What is asked of a weight without reading its numbers.
-_OF_ITS_FORM = r"(?!\.(dtype|device|shape|size|is_meta|requires_grad|ndim)\b)"
+# A regular expression behind `self.CHILD.weight`: not an attribute that is read without the values.
+_NOT_AN_ATTRIBUTE = r"(?!\.(dtype|device|shape|size|is_meta|requires_grad|ndim)\b)"
 
 
 def find_embedding_and_head(model: nn.Module) -> tuple[Any, Any] | None:
-    """Find the module of the token embedding and that of the output projection; None where either
-    is not found.
+    """Find the modules of the token embedding and the output projection; None if one is missing.
 
-    Asked of the model, as transformers' classes answer; else the first nn.Embedding outside the
-    layers and the last nn.Linear there that has as many outputs as that has rows.
+    The model's own `get_input_embeddings` and `get_output_embeddings` are asked first, as
+    transformers' classes have them. Else it is the first nn.Embedding outside the layers, and the
+    last nn.Linear there with as many outputs as the embedding has rows.
     """
-    embedding = _ask_model(model, "get_input_embeddings")
-    head = _ask_model(model, "get_output_embeddings")
+    embedding = _call_getter(model, "get_input_embeddings")
+    head = _call_getter(model, "get_output_embeddings")
     if embedding is not None and head is not None:
         return embedding, head
     inside = tuple(f"{name}." for name in list_layer_names(model))
@@ -191,7 +202,7 @@ def find_embedding_and_head(model: nn.Module) -> tuple[Any, Any] | None:
     return None if head is None else (embedding, head)
 
 
-def _ask_model(model: nn.Module, method: str) -> Any:
+def _call_getter(model: nn.Module, method: str) -> Any:
     try:
         module = getattr(model, method)()
     except (AttributeError, NotImplementedError):
@@ -201,17 +212,18 @@ def _ask_model(model: nn.Module, method: str) -> Any:
 
 def list_layer_linears(model: nn.Module) -> dict[str, nn.Module]:
     """List the linears inside the layers that the model calls as linears, by name."""
-    left = find_uncalled_linears(model)
-    return {name: module for name, module in _list_inner_linears(model).items() if name not in left}
+    uncalled = find_uncalled_linears(model)
+    return {
+        name: module for name, module in _list_inner_linears(model).items() if name not in uncalled
+    }
 
 
 def find_uncalled_linears(model: nn.Module) -> dict[str, str]:
-    """Find linears inside the layers that are not called as one, with the reason: an adapter there
-    would be passed by.
+    """Find linears inside the layers on which an adapter would not work: name -> the reason.
 
-    A class whose kernels read a linear's weight (the state-space layers of Mamba and its
-    descendants), and a class derived from nn.Linear whose forward returns something else (routers
-    of mixtures). Plain and meta models.
+    Either the kernels of the module around it read the weight and never call the linear (the
+    state-space layers of Mamba and its descendants), or its class derives from nn.Linear and
+    returns something else (routers of mixtures). The model may be on meta.
     """
     reasons: dict[str, str] = {}
     for name, module in _list_inner_linears(model).items():
@@ -227,31 +239,36 @@ def find_uncalled_linears(model: nn.Module) -> dict[str, str]:
 
 
 def list_other_parts(model: Any) -> list[str]:
-    """List modules of a multimodal model that text does not run through (vision, audio, their
-    projector), by name.
+    """List names of modules that text does not run through: vision, audio, their projectors.
+
+    The outermost ones of a multimodal model; empty for others.
     """
-    made: Any = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if (
-        not hasattr(made, "get_text_config")
-        or made.get_text_config() is made
+        not hasattr(config, "get_text_config")
+        or config.get_text_config() is config
         or not hasattr(model, "get_decoder")
     ):
         return []
     decoder = model.get_decoder()
     if decoder is None or decoder is model:
         return []
-    of_text = nn.ModuleList([decoder, model.get_output_embeddings()])
-    run = set(map(id, of_text.parameters()))
+    text_modules = nn.ModuleList([decoder, model.get_output_embeddings()])
+    text_ids = set(map(id, text_modules.parameters()))
     parts: list[str] = []
     for name, module in model.named_modules():
-        outer = any(name.startswith(f"{part}.") for part in parts)
-        parameters = [] if outer or not name else list(module.parameters())
-        if parameters and not any(id(parameter) in run for parameter in parameters):
+        is_inside = any(name.startswith(f"{part}.") for part in parts)
+        parameters = [] if is_inside or not name else list(module.parameters())
+        if parameters and not any(id(parameter) in text_ids for parameter in parameters):
             parts.append(name)
     return parts
 
 
 def _list_inner_linears(model: nn.Module) -> dict[str, nn.Module]:
+    """List all linears inside the layers by name, without the parts that text does not run through.
+
+    Conv1D of transformers is one, a linear of transposed weight.
+    """
     inside = tuple(f"{name}." for name in list_layer_names(model))
     other_parts = tuple(f"{name}." for name in list_other_parts(model))
     return {
@@ -265,20 +282,22 @@ def _list_inner_linears(model: nn.Module) -> dict[str, nn.Module]:
 
 @lru_cache(maxsize=1024)
 def is_weight_read(owner: type, child: str) -> bool:
-    """Return True if a class reads the numbers of `self.CHILD.weight` or `.bias` itself, as its
-    source says.
+    """Return True if the source of a class reads the values of `self.CHILD.weight` or `.bias`.
+
+    owner: the class of the module that has the linear. child: the linear's name there.
     """
     try:
         source = inspect.getsource(owner)
     except (OSError, TypeError):  # a class made in a console
         return False
     return (
-        re.search(rf"\bself\.{re.escape(child)}\.(weight|bias)\b{_OF_ITS_FORM}", source) is not None
+        re.search(rf"\bself\.{re.escape(child)}\.(weight|bias)\b{_NOT_AN_ATTRIBUTE}", source)
+        is not None
     )
 
 
 def _is_called_as_linear(module: Any) -> bool:
-    """Return True if what a linear's forward makes of `[2, in]` is one tensor `[2, out]`."""
+    """Return True if a linear's forward maps `[2, in]` to one tensor `[2, out]`."""
     if type(module).forward is nn.Linear.forward or is_transposed(module):
         return True
     outputs, inputs = get_linear_shape(module)
@@ -303,26 +322,27 @@ def get_linear_shape(module: Any) -> tuple[int, int]:
     return (columns, rows) if is_transposed(module) else (rows, columns)
 
 
-# Names of linears that PEFT (0.21) takes for experts, which transformers 5 has fused, in models of
-# these kinds: in peft.utils.transformers_weight_conversion the keys of _MOE_TARGET_MODULE_MAPPING.
-_FUSED = {
+# Kind of mixture -> names of linears that PEFT 0.21 takes for the experts that transformers 5 has
+# fused: the keys of _MOE_TARGET_MODULE_MAPPING in peft.utils.transformers_weight_conversion.
+_FUSED_EXPERTS = {
     "mixtral": frozenset({"gate", "w1", "w2", "w3"}),
     "qwen2_moe": frozenset({"gate", "gate_proj", "up_proj", "down_proj"}),
 }
 
 
 class AdaptedExternal(AdaptedMatrix):
-    """A linear of a class that is not torch's own, such as transformers' Conv1D: its own forward,
-    and an adapter.
+    """A linear of a class that is not torch's own, such as transformers' Conv1D, with an adapter.
+
+    The frozen part is computed by the class' own forward.
     """
 
     def __init__(self, base: nn.Module, settings: AdapterSettings) -> None:
         super().__init__(base, settings, get_linear_shape(base))
-        self.kind = type(base)
-        self.transposed = is_transposed(base)
+        self.kind = type(base)  # the class of the linear
+        self.transposed = is_transposed(base)  # its weight is [in, out]
 
     def get_frozen_rows(self, start: int, stop: int) -> Tensor:
-        """Return rows of W `[stop - start, in]`."""
+        """Return the rows of the frozen weight from `start` to `stop` (exclusive), `[rows, in]`."""
         weight: Any = self.weight
         return weight[:, start:stop].t() if self.transposed else weight[start:stop]
 
@@ -334,11 +354,11 @@ class AdaptedExternal(AdaptedMatrix):
 def select_adapter_targets(
     linears: Collection[str], targets: Collection[str], left: Mapping[str, str]
 ) -> list[str]:
-    """Select the linears that an adapter is for. targets: `lora.target_modules`, ends of names or
-    short names.
+    """Select the names of the linears that get an adapter.
 
-    left: names of modules that cannot have an adapter -> why, as `list_without_adapter` has them.
-    Raises ConfigError for an end that no linear's name has, or that one of them has.
+    targets: `lora.target_modules`: ends of names, PEFT's short names, or "all-linear". left: names
+    of modules that cannot have an adapter -> the reason, from `list_without_adapter`. Raises
+    ConfigError for an end that no linear's name has, or that a name in `left` has.
     """
     ends = [] if "all-linear" in targets else [PEFT_NAMES.get(name, name) for name in targets]
     for end in ends:
@@ -364,8 +384,11 @@ def select_adapter_targets(
 def list_without_adapter(
     linears: Collection[str], uncalled: Mapping[str, str], family: str
 ) -> dict[str, str]:
-    """List linears, and parameters that stand for some, that get no adapter: name -> why."""
-    # Family -> the kind of mixture for whose fused experts PEFT takes names of linears.
+    """Return the linears that cannot have an adapter: name -> the reason.
+
+    linears: names. uncalled: the result of `find_uncalled_linears`. family: model_type.
+    """
+    # model_type -> the kind of mixture whose conversions transformers uses for it.
     kinds: dict[str, str] = {}
     if find_spec("transformers") is not None:
         from transformers import conversion_mapping
@@ -373,32 +396,30 @@ def list_without_adapter(
         kinds = {"mixtral": "mixtral"} | getattr(
             conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {}
         )
-    taken = _FUSED.get(kinds.get(family, ""), frozenset())
+    expert_names = _FUSED_EXPERTS.get(kinds.get(family, ""), frozenset())
     why = f"PEFT takes the name for the experts of {family}, and would not open the adapter"
-    return dict(uncalled) | {name: why for name in linears if get_leaf_name(name) in taken}
+    return dict(uncalled) | {name: why for name in linears if get_leaf_name(name) in expert_names}
 
 
 def get_leaf_name(name: str) -> str:
-    """Return the last part of a module's name; with the one before it, where that is a number
-    alone.
-    """
+    """Return the last part of a module's name; the last two where it is a number (`experts.3`)."""
     *_, before, last = ("", *name.split("."))
     return f"{before}.{last}" if last.isdigit() and before else last
 
 
 def has_end(name: str, end: str) -> bool:
-    """Return True if a module's name has this end, in whole parts, as PEFT understands it."""
+    """Return True if a module's name ends in these parts: `mlp.up` fits `end="up"`, not `"p"`."""
     return name == end or name.endswith(f".{end}")
 
 
 def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None:
-    """Put adapters on linears inside the layers, in place, and quantize those of torch's own class
-    if asked to.
+    """Put adapters on linears inside the layers, in place, and quantize as `lora.quantize_base`.
 
-    Linears that a recipe added are left as they are. Raises ConfigError as `select_adapter_targets`
-    does, and for a model whose layers have no linears for an adapter.
+    Linears of nn.Linear itself are quantized, also those without an adapter. Linears that a recipe
+    added to the model are left as they are. Raises ConfigError as `select_adapter_targets` does,
+    and for a model whose layers have no linears for an adapter.
     """
-    built = get_built_tensors(model)
+    built = get_built_tensors(model)  # names of the class' own tensors; None: all are
     linears = {
         name: base
         for name, base in list_layer_linears(model).items()

@@ -1,11 +1,13 @@
-"""Keep for backward, of a layer that an inferred plan runs, only what the rest can be made of.
+"""Save fewer tensors for backward in a layer that runs by an inferred tensor-parallel plan.
 
-autograd keeps what each operator asks for: of a norm the tokens in another type, their scale and
-the normed ones; of a gated MLP four tensors; and every gathered copy of the tokens. Most of that
-follows from the rest by operators that cost little. So while a layer runs, its cheap calls and
-gathers are noted; when it ends, the fewest bytes are chosen from which everything that autograd
-asked for can be made again (a minimum cut), and the rest is let go. Backward makes it again, by the
-same functions of the same tensors: to the bit what was let go.
+`plan_executor` enters `KeptTensors.around` for a model's forward and `.layer` for each layer in it,
+and notes the layer's calls. Layers with activation checkpointing are left alone.
+
+autograd saves what each operator asks for: of a norm its input in another type, the scale and the
+result; of a gated MLP four tensors; and every gathered copy of the tokens. Most of these follow
+from the others by operators that cost little. So when a layer ends, the fewest bytes are chosen
+from which all saved tensors can be recomputed (a minimum cut), and the others are freed. Backward
+recomputes them by the same functions of the same tensors, so that they are the same bit for bit.
 """
 
 import contextlib
@@ -19,8 +21,8 @@ from torch import Tensor
 
 from recipe_lib.external.tensor_plan.sharding_plan import list_tensors
 
-# Functions that are cheaper than the memory of what they give: element by element, norms,
-# conversions and copies.
+# Names of functions that cost less to run again than their result's memory is worth: elementwise
+# ones, norms, conversions and copies. Underscores around a name do not count.
 CHEAP = frozenset(
     "to float type type_as half bfloat16 double contiguous clone reshape flatten expand repeat"
     " repeat_interleave unsqueeze squeeze view transpose permute chunk split unbind getitem cat"
@@ -32,66 +34,72 @@ Function = Callable[..., Any]
 
 
 class _Node:
-    """Some memory of a layer. held: the tensor it belongs to; None where it was let go.
-
-    made_by: the function, its arguments with nodes for tensors, and which of its results this is;
-    None for what cannot be made again. waiting: kept things whose making goes through this one.
-    """
+    """One storage that a layer's calls read or make, as a node of the graph of these calls."""
 
     def __init__(
         self, held: Tensor, made_by: tuple[Function, Any, Any, int] | None, parents: list["_Node"]
     ) -> None:
+        # A tensor that covers the storage; None: it was freed.
         self.held: Tensor | None = held
+        # The function, its arguments with views of nodes for tensors, and the index of this tensor
+        # in its result; None: it cannot be recomputed.
         self.made_by = made_by
+        # The nodes among these arguments.
         self.parents = parents
+        # Of the tensor when it was noted: a later version has other values.
         self.version = held._version
         self.dtype = held.dtype
         self.bytes = held.untyped_storage().nbytes()
+        # Saved tensors that backward has still to recompute through this node.
         self.waiting = 0
 
 
 class _View:
-    """A tensor by the memory that it lies in."""
+    """A tensor as a view of a node's storage."""
 
     def __init__(self, node: _Node, tensor: Tensor) -> None:
         self.node = node
         self.geometry = (tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def view_of(self, made: Tensor) -> Tensor:
-        """Return the tensor, as it lies in what its node made."""
+        """Return the tensor as a view of `made`, the node's recomputed tensor."""
         return made.as_strided(*self.geometry)
 
 
 @dataclass(eq=False)
 class _SavedTensor:
-    """A stand-in for a tensor that autograd keeps: the tensor, or how to make it."""
+    """A stand-in for a tensor that autograd saves: the tensor, or how to recompute it."""
 
-    tensor: Tensor | None
+    tensor: Tensor | None  # None: it was freed, and `view` says how to recompute it
     view: _View | None = None
+    # The nodes that have to be recomputed for it.
     cone: list[_Node] = field(default_factory=list)
 
 
 class KeptTensors:
-    """The saved tensors of one thread's forward. `layer` is entered around each layer, `around`
-    around the whole model's forward.
-    """
+    """The saved tensors of a model's forward; see the module's head for who enters what."""
 
     def __init__(self) -> None:
+        # The graph of the layer that runs: address of a storage -> its node.
         self._nodes: dict[int, _Node] = {}
+        # What autograd has saved in the layer that runs.
         self._kept: list[_SavedTensor] = []
+        # A layer runs.
         self._recording = False
+        # The result of `minimum_cut` by its arguments: layers are mostly alike.
         self._chosen: dict[Any, frozenset[int]] = {}
+        # Storages of parameters, which are there anyway: saving them costs nothing.
         self._free: set[int] = set()
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the hooks of the saved tensors of a model's forward, which runs inside."""
+        """Return the context for a model's forward: hooks on the tensors that autograd saves."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     @contextlib.contextmanager
     def layer(self) -> Iterator[None]:
-        """Record the forward of a layer, which runs inside. One that is checkpointed keeps nothing
-        by itself, and is left alone.
-        """
+        """Record the forward of a layer, which runs inside, and free tensors when it ends."""
+        # Other hooks on top than ours are those of activation checkpointing: the layer saves
+        # nothing by itself. Private: torch has no public way to ask for the hooks on top.
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if self._recording or top is None or top[0] != self._pack:
             yield
@@ -107,25 +115,26 @@ class KeptTensors:
             self._free.clear()
 
     def note_parameters(self, parameters: Any) -> None:
-        """Note tensors that are there anyway."""
+        """Note parameters that the layer uses, this rank's parts: they are never freed here."""
         self._free.update(tensor.untyped_storage()._cdata for tensor in list_tensors(parameters))
 
     def note(
         self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool | None = None
     ) -> None:
-        """Note a call that was made; it counts within a layer. cheap: None asks the function's
-        name.
+        """Note a call with its result, within a layer.
+
+        cheap: it may be run again in backward; None: if its name is in `CHEAP`.
         """
         if not self._recording:
             return
         name = getattr(function, "__name__", "")
         if name.endswith("_") and not name.endswith("__"):
-            return  # what it wrote into is noticed by its version
+            return  # it writes in place, which `_choose` notices by the tensor's version
         if not (name.strip("_") in CHEAP if cheap is None else cheap) or "out" in kwargs:
             return
         parents: list[_Node] = []
         known = {tensor.untyped_storage()._cdata for tensor in list_tensors((args, kwargs))}
-        for at, tensor in enumerate(list_tensors(result)):
+        for index, tensor in enumerate(list_tensors(result)):
             storage = tensor.untyped_storage()._cdata
             if storage in known or storage in self._nodes:
                 continue  # a view
@@ -133,10 +142,10 @@ class KeptTensors:
                 args, kwargs = pytree.tree_map(
                     lambda value: self._link_node(value, parents), (args, kwargs)
                 )
-            self._nodes[storage] = _Node(tensor.detach(), (function, args, kwargs, at), parents)
+            self._nodes[storage] = _Node(tensor.detach(), (function, args, kwargs, index), parents)
 
     def _link_node(self, value: Any, parents: list[_Node]) -> Any:
-        """Return an argument, a tensor as a view of its node, which becomes one of the parents."""
+        """Return an argument for `made_by`: a tensor as a view of its node, added to `parents`."""
         if not isinstance(value, Tensor):
             return value
         storage = value.untyped_storage()._cdata
@@ -148,6 +157,7 @@ class KeptTensors:
         return _View(self._nodes[storage], value)
 
     def _pack(self, tensor: Tensor) -> Any:
+        """Return what autograd saves in place of a tensor; `_unpack` gets it in backward."""
         if not self._recording or tensor.untyped_storage()._cdata in self._free:
             return tensor
         kept = _SavedTensor(tensor.detach())
@@ -155,47 +165,47 @@ class KeptTensors:
         return kept
 
     def _choose(self) -> None:
-        """Let go of all that can be made again of the fewest bytes."""
+        """Free the saved tensors of the layer that can be recomputed from those that stay."""
         nodes = list(self._nodes.values())
-        node_numbers = {node: number for number, node in enumerate(nodes)}
+        indices = {node: index for index, node in enumerate(nodes)}
         saved = [
-            (kept, self._nodes[_get_storage(kept)])
+            (kept, self._nodes[_get_storage_address(kept)])
             for kept in self._kept
-            if _get_storage(kept) in self._nodes
+            if _get_storage_address(kept) in self._nodes
         ]
         if any(node.held is not None and node.held._version != node.version for node in nodes):
-            return  # something was written into since
+            return  # a tensor was written into since: recomputing would give other values
         if any(kept.tensor is not None and kept.tensor.dtype != node.dtype for kept, node in saved):
-            return  # read as another type
+            return  # a view of another type, which `as_strided` cannot make
         settings = (
             tuple(node.bytes for node in nodes),
             tuple(node.made_by is None for node in nodes),
-            tuple(tuple(node_numbers[parent] for parent in node.parents) for node in nodes),
+            tuple(tuple(indices[parent] for parent in node.parents) for node in nodes),
         )
-        targets = frozenset(node_numbers[node] for _, node in saved)
+        targets = frozenset(indices[node] for _, node in saved)
         key = (*settings, targets)
-        if key not in self._chosen:  # layers are mostly alike
+        if key not in self._chosen:
             self._chosen[key] = minimum_cut(*settings, targets)
-        stays = {nodes[at] for at in self._chosen[key]}
+        stays = {nodes[index] for index in self._chosen[key]}
         for kept, node in saved:
             if node not in stays and kept.tensor is not None:
                 kept.view = _View(node, kept.tensor)
                 kept.tensor = None
                 kept.cone = _list_recomputed_nodes(node, stays)
-                for each in kept.cone:
-                    each.waiting += 1
+                for recomputed in kept.cone:
+                    recomputed.waiting += 1
         for node in nodes:
             if node not in stays:
                 node.held = None
 
 
-def _get_storage(kept: _SavedTensor) -> int:
+def _get_storage_address(kept: _SavedTensor) -> int:
     assert kept.tensor is not None
     return int(kept.tensor.untyped_storage()._cdata)
 
 
 def _list_recomputed_nodes(node: _Node, stays: set[_Node]) -> list[_Node]:
-    """List all nodes that have to be made again for one, itself included."""
+    """List the nodes that have to be recomputed for one, itself included. stays: those kept."""
     recomputed: dict[_Node, None] = {}
     queue = [node]
     while queue:
@@ -207,6 +217,7 @@ def _list_recomputed_nodes(node: _Node, stays: set[_Node]) -> list[_Node]:
 
 
 def _unpack(kept: Any) -> Tensor:
+    """Return the tensor that autograd saved, recomputed if it was freed."""
     if isinstance(kept, Tensor):
         return kept
     if kept.view is None:
@@ -221,14 +232,14 @@ def _unpack(kept: Any) -> Tensor:
 
 
 def _recompute(node: _Node) -> Tensor:
-    """Make the tensor of a node again; it is held as long as others wait for it."""
+    """Return a node's tensor, recomputed if it was freed, and hold it; `_unpack` lets it go."""
     if node.held is None:
         assert node.made_by is not None
-        function, args, kwargs, at = node.made_by
+        function, args, kwargs, index = node.made_by
         args, kwargs = pytree.tree_map_only(
             _View, lambda view: view.view_of(_recompute(view.node)), (args, kwargs)
         )
-        node.held = list(list_tensors(function(*args, **kwargs)))[at]
+        node.held = list(list_tensors(function(*args, **kwargs)))[index]
     return node.held
 
 
@@ -238,23 +249,27 @@ def minimum_cut(
     parents: tuple[tuple[int, ...], ...],
     targets: frozenset[int],
 ) -> frozenset[int]:
-    """Return the nodes of the fewest bytes from which all targets can be made; of equal ones those
-    nearest to the targets.
+    """Return the indices of the nodes of the fewest bytes from which all targets can be made.
 
-    roots: nodes that cannot be made of others. parents: what each of the others is made of.
+    sizes: bytes of each node. roots: for each node, if it cannot be made of others. parents: the
+    indices of the nodes that it is made of. targets: indices. Of equally small sets the one nearest
+    to the targets is taken.
     """
-    import networkx
+    import networkx  # a dependency of torch
 
     graph = networkx.DiGraph()
     graph.add_nodes_from(["source", "sink"])
-    for at, size in enumerate(sizes):
-        graph.add_edge(("in", at), ("out", at), capacity=size)  # without a capacity an edge has any
-        if roots[at]:
-            graph.add_edge("source", ("in", at))
-        graph.add_edges_from((("out", parent), ("in", at)) for parent in parents[at])
-        if at in targets:
-            graph.add_edge(("out", at), "sink")
-    _, (_, reaching) = networkx.minimum_cut(graph, "source", "sink")
+    # Each node is an edge of its bytes; edges between nodes have no capacity, which is infinite.
+    for index, size in enumerate(sizes):
+        graph.add_edge(("in", index), ("out", index), capacity=size)
+        if roots[index]:
+            graph.add_edge("source", ("in", index))
+        graph.add_edges_from((("out", parent), ("in", index)) for parent in parents[index])
+        if index in targets:
+            graph.add_edge(("out", index), "sink")
+    _, (_, sink_side) = networkx.minimum_cut(graph, "source", "sink")
     return frozenset(
-        at for at in range(len(sizes)) if ("in", at) not in reaching and ("out", at) in reaching
+        index
+        for index in range(len(sizes))
+        if ("in", index) not in sink_side and ("out", index) in sink_side
     )

@@ -399,8 +399,11 @@ class TensorConversion:
             yield 0, None, self.sources
             return
         for expert in range(num_names.pop()):
-            names = {pattern: [names[expert]] for pattern, names in self.sources.items()}
-            yield expert, expert + 1, names
+            yield (
+                expert,
+                expert + 1,
+                {pattern: [names[expert]] for pattern, names in self.sources.items()},
+            )
 
 
 def _is_stacking(operations: list[Any]) -> bool:

@@ -1,10 +1,10 @@
-"""The plan that an external model is trained by: inferred, and proven before its weights are read.
+"""Infer the tensor-parallel plan of an external model, and prove it before weights are read.
 
-Every rank traces one forward of the model without memory (`tensor_plan.infer`). The first rank then
-makes a small model of the same class with the same adapters and infers its plan, which has to treat
-every parameter, and exchange at every call, as that of the large model does; `certify` proves that
-plan. A model that is small already is proven as it is. It takes a second or two, a tenth of what
-inferring the plan does.
+`infer_proven_plan` is called by `module_spec.ModuleSpec.shard_tensors` on every rank, which traces
+one forward of the model on meta (`tensor_plan.infer`). The first rank then makes a small model of
+the same class with the same adapters, and infers its plan, which has to treat every parameter, and
+exchange at every call, as that of the large model does. `certify` proves the small plan; a model
+that is small already is proven as it is. A proof takes a second or two, a tenth of the inference.
 """
 
 import copy
@@ -42,19 +42,19 @@ from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.device import holds_values
 from recipe_lib.parallel import World, materialize
 
-# The proof that an inferred plan is right, on a small model with random weights on the host.
+# The proof that an inferred plan is right, on a small model with random weights on the CPU.
 #
-# `certify` runs in one process, with a thread for each rank. A rank has its own, smaller parameters
-# and nothing of the others', takes the attributes that the plan rewrites, and runs the forward that
-# trains (`plan_executor`), whose exchanges are between threads. What the model gives has to be what
-# the whole model gives, and so has the gradient of every parameter: a forward that is right says
-# nothing of a boundary that is missing there, or of a whole parameter whose gradient is taken for
-# full.
+# `certify` runs in one process, with a thread for each rank. A rank has its own parts of parameters
+# and nothing of the others', and runs the same forward as in training (`plan_executor`), whose
+# exchanges are between threads here. The outputs, and the gradients of all parameters, have to be
+# those of the whole model. Outputs alone would not do: they are right also where an exchange of
+# gradients is missing, or where the gradient of a replicated parameter is a part of a sum.
 
 
 def find_plan_difference(large: ShardingPlan, small: ShardingPlan) -> str:
-    """Find what one of the plans does with a kind of parameter, or at a call, and the other does
-    not; empty: nothing.
+    """Find a kind of parameter or module that two plans treat differently; describe it.
+
+    Kinds are names with `*` for numbers. Empty: there is none.
     """
     of_large = _describe_treatments(large)
     of_small = _describe_treatments(small)
@@ -67,49 +67,51 @@ def find_plan_difference(large: ShardingPlan, small: ShardingPlan) -> str:
 
 
 def _describe_treatments(plan: ShardingPlan) -> dict[str, set[str]]:
-    """Describe how a plan holds each kind of parameter, and what it exchanges in each kind of
-    module.
+    """Describe by kind how a plan holds parameters, and what it exchanges in modules.
+
+    Sizes are left out: they differ between a model and its small one.
     """
     treatments: dict[str, set[str]] = {}
-    for each in plan.parameters:
-        # As often as there are groups of heads, which may be fewer.
-        once = find_period(list(each.segments))
-        segments = f"{len(once)} {len(each.segments) > len(once)}"
-        said = (
-            f"{each.role} {each.dim} {each.gradient} {segments} {each.whole} {each.after_reduction}"
+    for parameter in plan.parameters:
+        # Segments repeat once for each group of heads, of which a small model may have fewer.
+        period = find_period(list(parameter.segments))
+        segments = f"{len(period)} {len(parameter.segments) > len(period)}"
+        treatment = (
+            f"{parameter.role} {parameter.dim} {parameter.gradient} {segments} {parameter.whole}"
+            f" {parameter.after_reduction}"
         )
-        treatments.setdefault(make_pattern(each.name), set()).add(said)
+        treatments.setdefault(make_pattern(parameter.name), set()).add(treatment)
     for boundary in plan.boundaries:
-        said = (
+        treatment = (
             f"{boundary.kind} {boundary.call} {boundary.place} {boundary.function} {boundary.bias}"
             f" {boundary.taken} {boundary.dim} {boundary.tokens_first} {boundary.mean}"
             f" {boundary.whole}"
         )
-        treatments.setdefault(make_pattern(boundary.module), set()).add(said)
+        treatments.setdefault(make_pattern(boundary.module), set()).add(treatment)
     return treatments
 
 
-# Relative error above which it is not rounding; some forwards compute in float32 whatever they are
-# given.
+# Relative error above which a result is wrong. That of float32 is below: some forwards compute in
+# it whatever the type of the weights.
 WRONG = 1e-3
-_PATIENCE = 60.0  # seconds for another rank, which has failed if it is not there by then
-_OUTPUT = "output "  # and its number: a name that no parameter has
+_PATIENCE = 60.0  # seconds that a rank waits for the others; then one has failed
+_OUTPUT = "output "  # prefix of an output's name in results; no parameter's name has a space
 
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
     """The result of a proof."""
 
-    checked: int  # comparisons
-    failures: tuple[str, ...]  # a line each
+    checked: int  # number of comparisons
+    failures: tuple[str, ...]  # one line for each that failed; empty: the plan is right
 
 
 def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]) -> Certificate:
-    """Run a small model on the CPU as each of `size` ranks would, in float64, or in float32 if it
-    takes no other.
+    """Prove a plan by running a small model as each of `size` ranks would, on the CPU.
 
-    model: with real weights, on the CPU, which are not changed. plan: of this very model. inputs:
-    of one forward. Raises SetupError for a size that the plan does not allow.
+    It runs in float64, or in float32 where the class takes no other. model: with values, on the
+    CPU; it is not changed. plan: the one of this very model. inputs: keyword arguments of one
+    forward. Raises SetupError for a size that does not divide the plan's axes.
     """
     if not all(axis.vocabulary or axis.size % size == 0 for axis in plan.axes):
         raise SetupError(
@@ -130,22 +132,25 @@ def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, A
             return Certificate(0, (f"{size} ranks: forward and backward fail: {line}",))
     failures = []
     for name, relative in errors.items():
-        if not relative <= WRONG:
-            what = "what the model gives" if name.startswith(_OUTPUT) else f"the gradient of {name}"
-            failures.append(f"{size} ranks: {what} is off by {relative:.0e} of its norm")
+        if not relative <= WRONG:  # so that nan is wrong, too
+            subject = (
+                "what the model gives" if name.startswith(_OUTPUT) else f"the gradient of {name}"
+            )
+            failures.append(f"{size} ranks: {subject} is off by {relative:.0e} of its norm")
     return Certificate(size * len(errors), tuple(failures))
 
 
 def measure_rank_errors(
     model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]
 ) -> dict[str, float]:
-    """Measure how far what ranks come to is from what the whole model does, relative to its norm.
+    """Measure the relative errors of the ranks' outputs and gradients, by name.
 
-    By name for the gradient of each parameter, and for each of the model's outputs, of which the
-    loss is a random combination. model: small, on the CPU; float64 tells rounding from mistakes.
-    Raises RuntimeError where a rank fails.
+    An error is the norm of the difference over that of the whole model's result; inf where shapes
+    differ. Names are those of the parameters, for their gradients, and "output N". The loss is a
+    random linear combination of the outputs. model: small, on the CPU; float64 tells rounding from
+    mistakes. Raises RuntimeError where a rank fails.
     """
-    # Copied before a forward, which some models keep the state of.
+    # Copied before any forward: some models keep state of one.
     models = [copy.deepcopy(model).eval() for _ in range(size + 1)]
     expected = _compute_results(
         models[size], models[size], inputs=inputs, gather=lambda tensor: tensor
@@ -153,7 +158,7 @@ def measure_rank_errors(
     group = _RankGroup(size)
     by_rank: list[Any] = [None] * size
 
-    def work(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         try:
             by_rank[rank] = _compute_rank_results(
                 models[rank], plan, group=group, rank=rank, inputs=inputs
@@ -163,19 +168,20 @@ def measure_rank_errors(
             group.barrier.abort()
 
     with ThreadPoolExecutor(size) as pool:
-        pool.map(work, range(size))
-    failed = [each for each in by_rank if isinstance(each, Exception)]
-    if failed:
+        pool.map(run_rank, range(size))
+    errors = [result for result in by_rank if isinstance(result, Exception)]
+    if errors:
+        # Ranks that wait for one that failed have a BrokenBarrierError, which says nothing.
         first = next(
-            (each for each in failed if not isinstance(each, threading.BrokenBarrierError)),
-            failed[0],
+            (error for error in errors if not isinstance(error, threading.BrokenBarrierError)),
+            errors[0],
         )
         raise RuntimeError(f"a rank fails: {first}") from first
-    # Some gradients are nothing but rounding, as that of a bias of keys is: no error is measured
-    # against less.
-    precision = max(torch.finfo(each.dtype).eps for each in expected.values())
+    # Some gradients are 0 but for rounding, such as that of a bias of keys: errors of gradients are
+    # relative to at least this norm.
+    precision = max(torch.finfo(result.dtype).eps for result in expected.values())
     least = precision**0.5 * max(
-        float(each.norm()) for name, each in expected.items() if not name.startswith(_OUTPUT)
+        float(result.norm()) for name, result in expected.items() if not name.startswith(_OUTPUT)
     )
     return {
         name: _measure_error(plan, name, expected=expected[name], by_rank=by_rank, least=least)
@@ -184,28 +190,28 @@ def measure_rank_errors(
 
 
 class _RankGroup:
-    """Ranks that hand each other tensors, in the same order."""
+    """A process group of threads, one a rank; all make the same collectives in the same order."""
 
     def __init__(self, size: int):
         self.size = size
         self.barrier = threading.Barrier(size, timeout=_PATIENCE)
         self._slots: list[Any] = [None] * size
 
-    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, rank: int, tensor: Tensor) -> list[Tensor]:
         self._slots[rank] = tensor.detach()
         self.barrier.wait()
         tensors = list(self._slots)
-        self.barrier.wait()
+        self.barrier.wait()  # no rank writes its next tensor before all have read these
         return tensors
 
     def ranks(self, rank: int) -> Ranks:
-        """Return one of them."""
+        """Return the `Ranks` of one rank: its collectives, over this group."""
 
         def total(tensor: Tensor) -> Tensor:
-            return torch.stack(self.exchange(rank, tensor)).sum(0)
+            return torch.stack(self.all_gather(rank, tensor)).sum(0)
 
         def gather(tensor: Tensor) -> Tensor:
-            return torch.cat(self.exchange(rank, tensor))
+            return torch.cat(self.all_gather(rank, tensor))
 
         def scatter(tensor: Tensor) -> Tensor:
             return total(tensor).chunk(self.size)[rank].clone()
@@ -216,21 +222,26 @@ class _RankGroup:
 def _compute_rank_results(
     model: nn.Module, plan: ShardingPlan, group: _RankGroup, rank: int, inputs: dict[str, Any]
 ) -> dict[str, Tensor]:
+    """Compute outputs and gradients as one rank; see `_compute_results`.
+
+    model: a copy of the whole model, whose parameters are cut in place.
+    """
     for name, parameter in model.named_parameters():
         parameter.data = take_parameter_part(
             parameter.data, plan=plan.parameter(name), rank=rank, size=group.size
         )
+    # The rank's range of the vocabulary.
     own_tokens = [
         compute_bounds((axis.size,), rank, group.size)[0] for axis in plan.axes if axis.output
     ]
 
-    def gather_tokens(logits: Tensor) -> Tensor:
-        """Gather the logits of all ranks, for a loss that each rank has whole."""
+    def gather_logits(logits: Tensor) -> Tensor:
+        """Gather logits `[..., v]` of all ranks, for a loss that each rank computes whole."""
         for start, stop in own_tokens:
             if logits.shape[-1] == stop - start:
                 take_part = partial(torch.narrow, dim=-1, start=start, length=stop - start)
                 return exchange(
-                    logits, lambda part: torch.cat(group.exchange(rank, part), -1), take_part
+                    logits, lambda part: torch.cat(group.all_gather(rank, part), -1), take_part
                 )
         return logits
 
@@ -238,7 +249,7 @@ def _compute_rank_results(
         model,
         frame_forward(model, plan, group.ranks(rank), head=None, gathers_again=False),
         inputs=inputs,
-        gather=gather_tokens,
+        gather=gather_logits,
     )
 
 
@@ -249,10 +260,15 @@ def _compute_results(
     inputs: dict[str, Any],
     gather: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
-    """Compute what a model gives, and the gradients of its parameters, by name. gather: makes a
-    whole output of a rank's.
+    """Compute a model's outputs and the gradients of its parameters, by name.
+
+    gather: makes the whole output of a rank's part of it.
     """
-    parameters = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
+    parameters = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point()
+    }
     for parameter in parameters.values():
         parameter.requires_grad_(True)
     output = forward(
@@ -264,10 +280,10 @@ def _compute_results(
     generator = torch.Generator().manual_seed(1)
     loss: Any = 0.0
     results: dict[str, Tensor] = {}
-    for number, tensor in enumerate(list_tensors(get_output_values(output))):
+    for index, tensor in enumerate(list_tensors(get_output_values(output))):
         if tensor.requires_grad:
             full = gather(tensor)
-            results[f"{_OUTPUT}{number}"] = full.detach()
+            results[f"{_OUTPUT}{index}"] = full.detach()
             loss = (
                 loss + (full * torch.randn(full.shape, generator=generator, dtype=full.dtype)).sum()
             )
@@ -281,71 +297,77 @@ def _compute_results(
 def _measure_error(
     plan: ShardingPlan, name: str, expected: Tensor, by_rank: list[dict[str, Tensor]], least: float
 ) -> float:
-    ours = [results[name] for results in by_rank]
+    """Return the largest error of the ranks' results of one name; see `measure_rank_errors`.
+
+    least: the smallest norm that the error of a gradient is relative to.
+    """
+    rank_results = [results[name] for results in by_rank]
     if name.startswith(_OUTPUT):
-        pairs = [(output, expected) for output in ours]
+        pairs = [(output, expected) for output in rank_results]
         least = 0.0
     elif (treatment := plan.parameter(name)).gradient == "partial":
-        pairs = [(torch.stack(ours).sum(0), expected)]
+        pairs = [(torch.stack(rank_results).sum(0), expected)]
     else:
         pairs = [
-            (gradient, take_parameter_part(expected, plan=treatment, rank=rank, size=len(ours)))
-            for rank, gradient in enumerate(ours)
+            (
+                gradient,
+                take_parameter_part(expected, plan=treatment, rank=rank, size=len(rank_results)),
+            )
+            for rank, gradient in enumerate(rank_results)
         ]
-    if any(left.shape != right.shape for left, right in pairs):
+    if any(result.shape != target.shape for result, target in pairs):
         return float("inf")
-    worst = max(float((left - right).norm()) for left, right in pairs)
+    worst = max(float((result - target).norm()) for result, target in pairs)
     return worst / max(float(expected.norm()), least, 1e-30)
 
 
-# The plan of a model that is to be trained, proven so.
+# The plan of a model that is to be trained.
 
 
-LENGTH = 16  # tokens of a row that a forward is traced with; two rows
-_RANK = 4  # of a small model's adapters
-# Heads of keys of a small model, and the most ranks: either these divide them, or they are fewer.
+LENGTH = 16  # tokens of each of the two rows with which a forward is traced
+_RANK = 4  # rank r of a small model's adapters
+# Heads of keys and values of a small model, and the most ranks to prove it for, tried in order. By
+# the large model, the ranks divide these heads, or there are fewer heads than ranks.
 _SMALL_HEADS = ((4, 2**16), (2, 4))
 
 
 def infer_proven_plan(model: Any, parallel: ParallelConfig, world: World) -> ShardingPlan:
-    """Infer the plan that ranks run: with tokens shared out, or without where that cannot be
-    proven. A collective.
+    """Infer the plan that ranks run, and prove it. A collective.
 
-    Raises ConfigError where the ranks can share nothing of it, SetupError where its forward cannot
-    be traced.
+    Ranks share tokens (sequence parallel) unless such a plan cannot be proven. Raises ConfigError
+    where `parallel.tensor` ranks can share nothing of the model, SetupError where its forward
+    cannot be traced or no plan can be proven.
     """
     has_dora = any(
-        getattr(each, "lora_magnitude_vector", None) is not None
-        for each in list_all_modules(model).values()
+        getattr(module, "lora_magnitude_vector", None) is not None
+        for module in list_all_modules(model).values()
     )
-    # What DoRA adds is computed beside the calls that the plan counts, of all tokens.
+    # DoRA's factors are computed beside the calls that the plan counts, and expect all tokens.
     plan = infer_model_plan(model, parallel.tensor, tokens=not has_dora)
     if world.pipeline is not None:
-        # What layers give has to be a rank's tokens after each of them, or after none; the last
-        # gives to the head.
-        *before, _ = model.find_stage_parts().layers
-        if len({name in plan.local_outputs for name in before}) > 1:
+        # Stages exchange hidden states of one shape: all layers have to give a rank's tokens, or
+        # all whole rows. The last one does not count, its output goes to the head.
+        *sending_layers, _ = model.find_stage_parts().layers
+        if len({name in plan.local_outputs for name in sending_layers}) > 1:
             plan = infer_model_plan(model, parallel.tensor, tokens=False)
     check_plan(model, plan, parallel)
-    if not holds_values(world.device):
+    if not holds_values(world.device):  # a simulation by the planner, which proves nothing
         return plan
     log = get_logger()
     try:
-        said = prove(model, plan, world)
+        summary = prove(model, plan, world)
     except SetupError as error:
         if not plan.shared_tokens:
             raise
         log.info("tensor plan of %s: every rank has all tokens: %s", model.spec.family, error)
         plan = infer_model_plan(model, parallel.tensor, tokens=False)
-        said = prove(model, plan, world)
-    log.info("tensor plan of %s: %s", model.spec.family, said)
+        summary = prove(model, plan, world)
+    log.info("tensor plan of %s: %s", model.spec.family, summary)
     return plan
 
 
 def check_plan(model: Any, plan: ShardingPlan, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if `parallel.tensor` ranks cannot run the plan, or would share nothing by
-    it.
-    """
+    """Raise ConfigError if `parallel.tensor` ranks cannot run the plan, or share no layer by it."""
     size = parallel.tensor
     name = model.spec.family
     if all(axis.vocabulary for axis in plan.axes):
@@ -363,15 +385,14 @@ def check_plan(model: Any, plan: ShardingPlan, parallel: ParallelConfig) -> None
 
 
 def infer_model_plan(model: Any, size: int, tokens: bool = True) -> ShardingPlan:
-    """Infer the plan of an external model as `build_meta` made it, adapters included, for `size`
-    ranks.
+    """Infer the plan of an external model, its adapters included, for `size` ranks.
 
-    It is traced without memory, and as training calls it: without a mask where the class does
-    without one. tokens: shares out tokens, too, but where the calls of a forward depend on whether
-    documents share its rows. Raises SetupError.
+    The model is traced on meta with the arguments of training: without an attention mask where the
+    class does without one. tokens: ranks share tokens as well, unless the calls of the forward are
+    others when a row holds several documents. Raises SetupError where it cannot be traced.
     """
     errors: list[SetupError] = []
-    with _disable_current_modes():  # a simulation's: the trace is none of it
+    with _disable_current_modes():  # the planner's, which must not count the trace
         traced = _rebuild_on_meta(model)
         for inputs in build_example_inputs(model, "meta"):
             try:
@@ -384,9 +405,7 @@ def infer_model_plan(model: Any, size: int, tokens: bool = True) -> ShardingPlan
 
 
 def _rebuild_on_meta(model: Any) -> Any:
-    """Build the same model anew, with all that it holds on the meta device, and its class' own
-    forward.
-    """
+    """Build the same model anew on meta, with its buffers, and with its class' own forward."""
     rebuilt = _rebuild(model, model.spec)  # whole, whatever stages of it the model has
     for module in rebuilt.modules():
         for name, value in (vars(module) | module._buffers).items():
@@ -397,7 +416,10 @@ def _rebuild_on_meta(model: Any) -> Any:
 
 
 def _build_other_inputs(model: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """Build what else a forward gets: rows that hold several documents, and longer ones."""
+    """Build other arguments of training: rows that hold several documents, and longer rows.
+
+    The plan's calls have to be the same for these (`infer_plan`).
+    """
     accepted = inspect.signature(model.class_forward).parameters
     *_, masked = build_example_inputs(model, "meta")
     rows = inputs["input_ids"]
@@ -414,7 +436,10 @@ def _build_other_inputs(model: Any, inputs: dict[str, Any]) -> list[dict[str, An
 
 
 def build_example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
-    """Yield what a forward may be called with: tokens alone, or with a mask `[b, 1, s, s]`."""
+    """Yield arguments of a forward: tokens `[2, LENGTH]`, then these with a mask `[b, 1, s, s]`.
+
+    Some classes cannot be traced without the mask.
+    """
     tokens = torch.randint(
         0, model.spec.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(0)
     ).to(device)
@@ -425,9 +450,9 @@ def build_example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
 
 
 def prove(model: Any, plan: ShardingPlan, world: World) -> str:
-    """Prove the plan on the first rank; return one line on how. A collective.
+    """Prove the plan on the first rank; return one line about the proof. A collective.
 
-    Raises SetupError on every rank if it is not right.
+    Raises SetupError on every rank if the plan is wrong, or could not be proven.
     """
     success = ""
     failure = ""
@@ -438,7 +463,7 @@ def prove(model: Any, plan: ShardingPlan, world: World) -> str:
         except SetupError as error:
             failure = str(error)
         except Exception as error:  # noqa: BLE001
-            # Of the class' own code: the other ranks wait to hear of it.
+            # The class' own code may raise anything, and the other ranks wait to hear of it.
             failure = (
                 f"parallel.tensor={size}: the plan of {model.spec.family} could not be proven on a"
                 f" small model ({type(error).__name__}: {' '.join(str(error).split())[:200]});"
@@ -451,20 +476,23 @@ def prove(model: Any, plan: ShardingPlan, world: World) -> str:
 
 
 def prove_on_small_model(model: Any, plan: ShardingPlan, size: int) -> str:
-    """Prove the plan for `size` ranks, in this process; return how. Raises SetupError if it is not
-    right.
+    """Prove the plan for `size` ranks, in this process; return one line about the proof.
+
+    Raises SetupError if the plan is wrong, or no small model has a plan like it.
     """
     family = model.spec.family
     differences: list[str] = []
-    for keys, most in _SMALL_HEADS:
-        small = _build_small_model(model, keys)
-        ranks = min(size, most)
-        small_plan = infer_model_plan(small, ranks, plan.shared_tokens > 0)
-        if ranks not in small_plan.legal_sizes:  # it may have fewer heads
-            ranks = max((legal for legal in small_plan.legal_sizes if legal <= ranks), default=0)
-            small_plan = infer_model_plan(small, ranks, plan.shared_tokens > 0)
+    for num_key_heads, most_ranks in _SMALL_HEADS:
+        small = _build_small_model(model, num_key_heads)
+        num_ranks = min(size, most_ranks)
+        small_plan = infer_model_plan(small, num_ranks, plan.shared_tokens > 0)
+        if num_ranks not in small_plan.legal_sizes:  # the small model may have fewer heads
+            num_ranks = max(
+                (legal for legal in small_plan.legal_sizes if legal <= num_ranks), default=0
+            )
+            small_plan = infer_model_plan(small, num_ranks, plan.shared_tokens > 0)
         differences.append(find_plan_difference(plan, small_plan))
-        if ranks and not differences[-1]:
+        if num_ranks and not differences[-1]:
             break
     else:
         reason = next(
@@ -478,20 +506,21 @@ def prove_on_small_model(model: Any, plan: ShardingPlan, size: int) -> str:
     randomize(small)
     small.forward = small.class_forward
     certificate = certify(
-        small, plan=small_plan, size=ranks, inputs=next(build_example_inputs(small, "cpu"))
+        small, plan=small_plan, size=num_ranks, inputs=next(build_example_inputs(small, "cpu"))
     )
     if certificate.failures:
         raise SetupError(
-            f"parallel.tensor: the plan of {family} for {ranks} ranks is wrong"
+            f"parallel.tensor: the plan of {family} for {num_ranks} ranks is wrong"
             f" ({certificate.failures[0]}); set parallel.tensor=1"
         )
-    elements = sum(parameter.numel() for parameter in small.parameters())
-    return f"proven on a model of {elements:,} parameters: {certificate.checked} comparisons"
+    num_elements = sum(parameter.numel() for parameter in small.parameters())
+    return f"proven on a model of {num_elements:,} parameters: {certificate.checked} comparisons"
 
 
 def _build_small_model(model: Any, keys: int) -> Any:
-    """Build a model of the same class, without memory yet; of the same shape if that is small.
-    keys: as in `shrink`.
+    """Build a small model of the same class on meta; one that is small already is built as it is.
+
+    keys: the most heads of keys and values (`small_models.shrink`).
     """
     of_transformers = model.spec.source.implementation == TRANSFORMERS
     sizes = {
@@ -499,30 +528,27 @@ def _build_small_model(model: Any, keys: int) -> Any:
         for module in list_all_modules(model).values()
         for parameter in module.parameters()
     }
-    large = sum(sizes.values()) > SMALL_MODEL
+    is_large = sum(sizes.values()) > SMALL_MODEL
     return _rebuild(
-        model, model.spec.build_shrunk(keys=keys) if of_transformers and large else model.spec
+        model, model.spec.build_shrunk(keys=keys) if of_transformers and is_large else model.spec
     )
 
 
 def list_all_modules(model: Any) -> dict[str, nn.Module]:
-    """List the modules of an external model by name, with those that other ranks of a pipeline
-    have.
-    """
+    """List all modules of an external model by name, those of other pipeline ranks included."""
     modules = dict(model.named_modules())
     for path, module in model.elsewhere.items():
         modules |= {
-            f"{path}.{name}" if name else path: each for name, each in module.named_modules()
+            f"{path}.{name}" if name else path: inner for name, inner in module.named_modules()
         }
     return modules
 
 
 def _rebuild(model: Any, spec: ExternalSpec) -> Any:
-    """Build a model of the spec with adapters on the linears that have one in `model`, parameters
-    on meta.
+    """Build a model of the spec on meta, with adapters on the linears that have one in `model`.
 
-    In float32, whatever the model's weights are: the small one is, and some of what converts types
-    does nothing then.
+    It is float32, whatever the model's weights are: the small model is, and conversions of types
+    that are calls in bf16 are none then.
     """
     rebuilt = build_meta(spec, torch.float32)
     layers = [*list_layer_names(model), *model.elsewhere]
@@ -532,7 +558,8 @@ def _rebuild(model: Any, spec: ExternalSpec) -> Any:
         if isinstance(module, AdaptedModule)
     }
     if adapted:
-        ends = {
+        # Names within a layer: the small model has the same ones in fewer layers.
+        names_in_layer = {
             name.removeprefix(f"{layer}.")
             for layer in layers
             for name in adapted
@@ -543,5 +570,5 @@ def _rebuild(model: Any, spec: ExternalSpec) -> Any:
             rank=rank, scaling=2.0, dropout=0.0, dora=False, dtype=torch.float32
         )
         rebuilt.requires_grad_(False)
-        add_adapters(rebuilt, LoraConfig(target_modules=sorted(ends)), settings)
+        add_adapters(rebuilt, LoraConfig(target_modules=sorted(names_in_layer)), settings)
     return rebuilt

@@ -190,7 +190,7 @@ def keep_parts(
 if TYPE_CHECKING:
     from recipe_lib.external.module_spec import ModuleSpec  # which imports this module
 
-_TOKENS = (2, 12)  # shape [b, s] of the token ids with which a small model is tried
+_TOKENS_SHAPE = (2, 12)  # [b, s] of a small model's token ids
 
 
 @lru_cache(maxsize=8)
@@ -250,16 +250,15 @@ def _resize_parts(spec: "ModuleSpec", parts: StageParts) -> StageParts:
             spec.family,
             f"its small model has other modules ({(in_no_part or layers or ['no layers'])[0]})",
         )
-    width = _read_width(spec)
-    if width is None or _read_width(spec.build_shrunk()) != parts.width:
+    width = _read_hidden_size(spec)
+    if width is None or _read_hidden_size(spec.build_shrunk()) != parts.width:
         raise make_refusal(
             spec.family, "its config does not say how wide its hidden states are (hidden_size)"
         )
     return replace(parts, layers=tuple(layers), width=width)
 
 
-def _read_width(spec: "ModuleSpec") -> int | None:
-    """Read the width of hidden states off the config; None if it does not name it."""
+def _read_hidden_size(spec: "ModuleSpec") -> int | None:
     return getattr(
         build_transformers_config(spec.source.config, spec.family).get_text_config(),
         "hidden_size",
@@ -283,7 +282,7 @@ def _find_small_parts(model: Any) -> StageParts:
         raise make_refusal(model.spec.family, f"it has {len(lists)} lists of layers, not one")
     owners = _list_owners(model, layers, not_text_parts)
     with torch.no_grad():
-        _, outputs = _run_whole(model, _make_tokens(model, 0), (*owners, *layers))
+        _, outputs = _run_whole(model, _make_random_tokens(model, 0), (*owners, *layers))
     order = [name for name, _ in outputs]
     if [name for name in order if name in layers] != layers:
         raise make_refusal(
@@ -304,7 +303,7 @@ def _find_small_parts(model: Any) -> StageParts:
         raise make_refusal(model.spec.family, "its embedding runs behind its layers")
     output = outputs[begin][1]
     hidden = _get_hidden_states(output)
-    if not isinstance(hidden, Tensor) or hidden.shape[:-1] != torch.Size(_TOKENS):
+    if not isinstance(hidden, Tensor) or hidden.shape[:-1] != torch.Size(_TOKENS_SHAPE):
         raise make_refusal(
             model.spec.family, "a layer returns something else than hidden states [b, s, d]"
         )
@@ -340,12 +339,14 @@ def _list_owners(model: Any, layers: list[str], not_text_parts: tuple[str, ...])
     return owners
 
 
-def _make_tokens(model: Any, seed: int) -> Tensor:
-    """Make random token ids `[b, s]`, of shape `_TOKENS`."""
+def _make_random_tokens(model: Any, seed: int) -> Tensor:
     vocab_size = model.spec.vocab_size
     # Not the first three ids: one may be padding, of which classes warn.
     return torch.randint(
-        min(3, vocab_size - 1), vocab_size, _TOKENS, generator=torch.Generator().manual_seed(seed)
+        min(3, vocab_size - 1),
+        vocab_size,
+        _TOKENS_SHAPE,
+        generator=torch.Generator().manual_seed(seed),
     )
 
 
@@ -374,12 +375,12 @@ def _prove(model: Any, parts: StageParts) -> None:
     Raises ConfigError where a layer's hidden states, or the logits, are not the same bit for bit.
     """
     family = model.spec.family
-    tokens = _make_tokens(model, 0)
+    tokens = _make_random_tokens(model, 0)
     logits, outputs = _run_whole(model, tokens, parts.layers)
     hidden_states = [_get_hidden_states(output) for _, output in outputs]
     # Another forward runs in between, and layers run from the last to the first: what a forward
     # leaves in the model must not make up for what a stage does not get.
-    _run_whole(model, _make_tokens(model, 1))
+    _run_whole(model, _make_random_tokens(model, 1))
     with run_only(model, parts=parts, hidden=hidden_states[-1], tokens=tokens, layers=None):
         if not torch.equal(_run_whole(model, tokens)[0], logits):
             raise make_refusal(

@@ -1,14 +1,13 @@
-"""Tensor parallel for a model that nobody wrote a plan for: the plan is inferred, proven, and then
-run.
+"""Shard an external model over a tensor-parallel group, by a plan that was inferred and proven.
 
-Every rank traces one forward of the model without memory (`recipe_lib.external.tensor_plan`).
-Before its weights are read, a small model of the same class has to pass the certificate of its own
-plan, which must treat every parameter as the large one's does.
+`module_spec.ModuleSpec.shard_tensors` calls `shard_module` with the plan of
+`proven_plan.infer_proven_plan`, on a meta model with its adapters; `apply_plan` uses the parts of
+it that a user's own model needs. Parameters become DTensors, the class' forward that of one rank
+(`plan_executor`), and the output projection `project`.
 
-With DoRA the plan is that of LoRA. What DoRA adds is a number for each output: the trained length
-over the matrix's own, which is computed beside the calls that the plan counts. A rank has the
-outputs of its rows, or of a matrix that is cut by columns all of them, whose squares are summed
-over the ranks.
+With DoRA the plan is that of LoRA. DoRA adds a factor for each output channel, the trained
+magnitude over the norm of the weight's row, which is computed beside the calls that the plan
+counts. Where a weight is cut by columns, the squares of the norms are summed over ranks.
 """
 
 from collections.abc import Mapping
@@ -41,45 +40,48 @@ from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.parallel.tensor import place_parameter
 from recipe_lib.parallel.world import World
 
-_LENGTHS = "lora_magnitude_vector"
-# Of an adapted linear, before DoRA does anything else: the product, and the adapter's two.
-_CALLS = 3
+_MAGNITUDE = "lora_magnitude_vector"  # attribute of an adapted linear: DoRA's magnitudes
+# Products that an adapted linear makes before DoRA changes them: that of the weight, A's and B's.
+_NUM_ADAPTER_CALLS = 3
 
 
 def shard_module(
     model: Any, plan: ShardingPlan, parallel: ParallelConfig, world: World
 ) -> dict[str, str]:
-    """Shard a meta model's matrices by its proven plan over each tensor-parallel group, in place.
+    """Shard a meta model's parameters by its proven plan over the tensor-parallel group, in place.
 
-    Returns what each parameter's gradient is on a rank, as `recipe_lib.parallel.shard_tensors`
-    does. Raises ConfigError where the ranks can share nothing of it, SetupError where its forward
-    cannot be traced.
+    Returns by parameter what a rank's gradient is: "sharded", "full" (the same on all ranks) or
+    "partial" (to be summed over ranks). Raises ConfigError for a quantized or DoRA-adapted linear
+    that the plan cuts in a way that these do not allow.
     """
     group = world.tensor
     assert group is not None
-    # Without what other ranks of a pipeline have. Exchanges stay: those in other ranks' modules are
-    # not come to.
+    # Parameters of other pipeline ranks' modules are left out. Their exchanges may stay: they are
+    # never reached.
     elsewhere = model.modules_elsewhere
     plan = replace(
         plan,
         parameters=tuple(
-            each for each in plan.parameters if each.name.rpartition(".")[0] not in elsewhere
+            parameter
+            for parameter in plan.parameters
+            if parameter.name.rpartition(".")[0] not in elsewhere
         ),
-        rewrites=tuple(each for each in plan.rewrites if each.module not in elsewhere),
+        rewrites=tuple(rewrite for rewrite in plan.rewrites if rewrite.module not in elsewhere),
     )
     head = model.output_head()
-    columns = 0
+    vocabulary = 0
     if head is not None:
-        plan, columns = exclude_head_exchanges(plan, model, head)
-    stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
+        plan, vocabulary = exclude_head_exchanges(plan, model, head)
+    # Parameters that are no weights of the class, and so not in the plan: codes, magnitudes.
+    stored = _take_parts(model, plan, group) | _shard_magnitudes(model, plan, group)
     place_parameters(model, plan=plan, mesh=world.mesh["tensor"], stored=stored)
-    runs = {each.name: find_runs(each, group.size) for each in plan.parameters}
-    # Lengths are cut as the rows of their matrix, which may hold several.
-    rows = {name: f"{name.removesuffix(_LENGTHS)}lora_B.weight" for name in stored}
-    runs |= {name: runs[rows[name]] for name in stored if name.endswith(_LENGTHS)}
+    runs = {parameter.name: find_runs(parameter, group.size) for parameter in plan.parameters}
+    # Magnitudes are cut as the rows of their matrix, which may be several fused ones.
+    b_names = {name: f"{name.removesuffix(_MAGNITUDE)}lora_B.weight" for name in stored}
+    runs |= {name: runs[b_names[name]] for name in stored if name.endswith(_MAGNITUDE)}
     model.runs = {name: run for name, run in runs.items() if run is not None}
     if head is not None:
-        head.forward = partial(project, head, group, columns)
+        head.forward = partial(project, head, group, vocabulary)
     run_by_plan(
         model,
         plan=plan,
@@ -88,22 +90,28 @@ def shard_module(
         gathers_again=parallel.tensor_regather_in_backward != "false",
     )
     names = {name for name, _ in model.named_parameters()}
-    of_stored = {
+    gradients = {
+        parameter.name: parameter.gradient
+        for parameter in plan.parameters
+        if parameter.name in names
+    }
+    return gradients | {
         name: "full" if placement.is_replicate() else "sharded"
         for name, placement in stored.items()
     }
-    return {each.name: each.gradient for each in plan.parameters if each.name in names} | of_stored
 
 
 def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
-    """Tell quantized linears which part of their weight this rank computes with; return how their
-    storage lies on the group.
+    """Tell quantized linears which part of their weight this rank computes with.
 
-    Raises ConfigError where a part is not one of whole blocks, or of rows that follow one another.
+    Returns the placements of their codes, factors and scales by name. Raises ConfigError where a
+    part would not be whole quantization blocks, or is several ranges of rows.
     """
     placements: dict[str, Placement] = {}
     quantized = {
-        name: each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLinear)
     }
     for name, module in quantized.items():
         weight = plan.parameter(f"{name}.weight")
@@ -113,8 +121,8 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
         codes: Placement = Replicate()
         factors: Placement = Replicate()
         if weight.dim >= 0:
-            is_one = len(weight.segments) == 1
-            if not is_one or not can_cut(
+            is_one_matrix = len(weight.segments) == 1
+            if not is_one_matrix or not can_cut(
                 inputs,
                 out_features=outputs,
                 kind=module.kind,
@@ -123,17 +131,18 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
             ):
                 reason = (
                     "has no whole blocks of 64 numbers for each rank"
-                    if is_one
+                    if is_one_matrix
                     else "holds several matrices"
                 )
                 raise ConfigError(
                     f"parallel.tensor={group.size}: lora.quantize_base={module.kind} keeps {name}"
                     f" in blocks, and it {reason}; set lora.quantize_base=none,"
-                    f" {'int8, ' if is_one else ''}or parallel.tensor=1"
+                    f" {'int8, ' if is_one_matrix else ''}or parallel.tensor=1"
                 )
             (part,) = compute_bounds(weight.segments, group.rank, group.size)
             module.take_part(*((0, outputs), part) if by_columns else (part, (0, inputs)))
             codes = Shard(weight.dim)
+            # One factor a row, except in nf4, whose factors of all blocks every rank keeps.
             if not by_columns and module.kind != "nf4":
                 factors = Shard(0)
         placements[f"{name}.weight_codes"] = codes
@@ -146,24 +155,25 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
 def exclude_head_exchanges(
     plan: ShardingPlan, model: nn.Module, head: nn.Module
 ) -> tuple[ShardingPlan, int]:
-    """Take out of the plan what the output projection is exchanged for, which the loss does itself;
-    return the size of the vocabulary, too.
+    """Return the plan without the output projection's exchanges, and the vocabulary's size.
 
-    0 tokens: no rank has a part of the vocabulary, all have the whole.
+    `project` makes these exchanges together with the loss. The size is 0 where every rank has the
+    whole vocabulary.
     """
-    of_head = {id(parameter) for parameter in head.parameters()}
-    names = {name for name, parameter in model.named_parameters() if id(parameter) in of_head}
+    head_ids = {id(parameter) for parameter in head.parameters()}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in head_ids}
     axis = next((axis for axis in plan.axes if axis.output and names & set(axis.parameters)), None)
     if axis is None:
         return plan, 0
-    kept = tuple(
-        each
-        for each in plan.boundaries
-        if each.kind in ("lookup", "gather", "slice")
-        or not each.parameters
-        or not set(each.parameters) <= names
+    # A lookup stays: a tied embedding's. So do exchanges of tokens, which the trunk needs.
+    boundaries = tuple(
+        boundary
+        for boundary in plan.boundaries
+        if boundary.kind in ("lookup", "gather", "slice")
+        or not boundary.parameters
+        or not set(boundary.parameters) <= names
     )
-    return replace(plan, boundaries=kept), plan.parameter(axis.parameters[0]).shape[0]
+    return replace(plan, boundaries=boundaries), plan.parameter(axis.parameters[0]).shape[0]
 
 
 def place_parameters(
@@ -172,12 +182,11 @@ def place_parameters(
     mesh: DeviceMesh,
     stored: Mapping[str, Placement] | None = None,
 ) -> None:
-    """Make each parameter a DTensor of this rank's part of it; one that several modules own stays
-    one.
+    """Replace each parameter by a DTensor of this rank's part, in place; tied ones stay tied.
 
-    stored: how parameters that are no weights of the class lie on the group.
+    mesh: of one dimension. stored: placements of parameters that the plan does not have.
     """
-    plans = {each.name: each for each in plan.parameters}
+    plans = {parameter_plan.name: parameter_plan for parameter_plan in plan.parameters}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     placed: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -187,12 +196,12 @@ def place_parameters(
                 placed[id(parameter)] = (
                     place_parameter(parameter, stored[path], mesh)
                     if stored and path in stored
-                    else _take_parameter_part(parameter, plans[path], mesh)
+                    else _shard_parameter(parameter, plans[path], mesh)
                 )
             setattr(module, name, placed[id(parameter)])
 
 
-def _take_parameter_part(
+def _shard_parameter(
     parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh
 ) -> nn.Parameter:
     full = parameter.detach()
@@ -205,8 +214,10 @@ def _take_parameter_part(
 
 
 def find_runs(plan: ParameterPlan, size: int) -> Runs | None:
-    """Return the runs of the file that follow one another on the ranks; None where the order is
-    that of the file.
+    """Return (dim, runs) for a parameter whose order on the ranks is not the file's; else None.
+
+    runs: (start, stop) along dim in the file, in the order of the ranks. A fused matrix is cut
+    within each of its segments, so that each rank has one run of every segment.
     """
     if plan.dim < 0 or len(plan.segments) < 2:
         return None
@@ -214,7 +225,7 @@ def find_runs(plan: ParameterPlan, size: int) -> Runs | None:
     return plan.dim, tuple(chain.from_iterable(parts))
 
 
-# The output projection, of a part of the vocabulary.
+# The output projection, of which each rank has a part of the vocabulary.
 
 
 def project(
@@ -227,10 +238,12 @@ def project(
     head_loss: HeadLoss | None = None,
     after: LogitTransform | None = None,
 ) -> Tensor:
-    """Compute the loss, or logits, as `LinearHead.forward`; each rank has hidden `[..., d]` whole,
-    and its part of `vocabulary`, 0: all of it.
+    """Compute the loss, or logits `[..., v]`, as `LinearHead.forward`, on each of the ranks.
 
-    The ranks share the tokens out for the loss. Without labels all get all logits: for short texts.
+    vocabulary: tokens in all, of which the head has this rank's; 0: the head has all. hidden:
+    `[..., d]`, the same on all ranks. after: what is done to the logits. With labels each rank
+    passes its share of the tokens to the loss, which exchanges them over the group. Without, all
+    ranks get all logits, which is for short texts.
     """
     weight, bias = map(get_local, (head.weight, head.bias))
     after = after or LogitTransform()
@@ -244,7 +257,7 @@ def project(
     if vocabulary:
         hidden = exchange(
             hidden.flatten(0, -2),
-            lambda whole: whole.chunk(group.size)[group.rank].clone(),
+            lambda all_hidden: all_hidden.chunk(group.size)[group.rank].clone(),
             lambda gradient: wait(start_gather(gradient, group)),
         )
         parts = replace(group, columns=-(-vocabulary // group.size))
@@ -261,13 +274,15 @@ def project(
 
 
 def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
-    """Gather logits `[..., v / t]` of each rank to `[..., v]` on all; each rank's gradient is that
-    of the same loss.
+    """Gather logits `[..., v / t]` of each of t ranks to `[..., v]` on all.
+
+    Backward takes this rank's columns of the gradient, without a sum: all ranks compute one loss.
     """
     columns = -(-vocabulary // group.size)
     num_columns = logits.shape[-1]
 
     def gather(part: Tensor) -> Tensor:
+        # Padded: the last rank's part may be smaller, and a gather takes equal ones.
         padded = F.pad(part, (0, columns - num_columns)).flatten(0, -2)
         gathered = wait(start_gather(padded.t(), group))[:vocabulary]
         return gathered.t().reshape(*part.shape[:-1], vocabulary)
@@ -277,20 +292,22 @@ def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
     )
 
 
-def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
-    """Make adapted linears with DoRA compute lengths as one rank; return how each one's trained
-    lengths lie on the group.
+def _shard_magnitudes(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
+    """Make linears with DoRA compute norms of a part of their weight; return their placements.
 
-    Raises ConfigError where ranks would exchange what DoRA changes, or cut an adapter by its rank.
+    The placements are those of the magnitudes, by name. Raises ConfigError where ranks would
+    exchange an adapter's output before DoRA has changed it, or where A is cut by its rank.
     """
-    late = {each.module for each in plan.boundaries if each.call >= _CALLS}
+    late_modules = {
+        boundary.module for boundary in plan.boundaries if boundary.call >= _NUM_ADAPTER_CALLS
+    }
     placements: dict[str, Placement] = {}
     for name, module in model.named_modules():
         if not isinstance(module, AdaptedMatrix) or module.lora_magnitude_vector is None:
             continue
         first = plan.parameter(f"{name}.lora_A.weight")
         second = plan.parameter(f"{name}.lora_B.weight")
-        if first.dim == 0 or name in late:
+        if first.dim == 0 or name in late_modules:
             raise ConfigError(
                 f"parallel.tensor={group.size}: lora.dora: the plan exchanges what the adapter of"
                 f" {name} gives, before DoRA has changed it; set lora.dora=false, or"
@@ -302,23 +319,27 @@ def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[st
         module.compute_relative_lengths = partial(  # type: ignore[method-assign]
             _compute_relative_lengths, module, group, first.dim
         )
-        placements[f"{name}.{_LENGTHS}"] = Shard(0) if second.dim == 0 else Replicate()
+        placements[f"{name}.{_MAGNITUDE}"] = Shard(0) if second.dim == 0 else Replicate()
     return placements
 
 
 def _compute_relative_lengths(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
-    """Return what this rank's outputs are multiplied by; no call of the forward that the plan
-    counts.
+    """Return the factors of this rank's output channels: magnitudes over norms.
+
+    cut: see `_compute_norms`.
     """
+    # Not counted among the calls of the forward: the plan is that of LoRA, which has none of these.
     with torch._C.DisableTorchFunction():
-        lengths: Tensor = get_local(module.lora_magnitude_vector)
-        return lengths / _compute_norms(module, group, cut)
+        magnitudes: Tensor = get_local(module.lora_magnitude_vector)
+        return magnitudes / _compute_norms(module, group, cut)
 
 
 @torch.no_grad()
 def _compute_norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
-    """Compute the norms of this rank's rows of the matrix. cut: the dimension of A that is cut, 1:
-    as the matrix's columns are.
+    """Compute the norms of this rank's rows of the adapted matrix, `[out]`. A collective if cut=1.
+
+    cut: the dimension along which A is cut. 1: ranks have parts of every row, as the matrix is cut
+    by columns, and the squares of their norms are summed.
     """
     weight = (
         module.dequantize_local_weight()
@@ -332,6 +353,9 @@ def _compute_norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
 
 
 def _gather_norms(module: AdaptedMatrix, group: Group, cut: int, rows: int) -> Tensor:
-    """Gather the norms of all rows, in the order of the ranks. A collective."""
+    """Gather the norms of all rows, in the order of the ranks. A collective.
+
+    cut: see `_compute_norms`. rows: the dimension along which B is cut; 0: ranks have other rows.
+    """
     norms = _compute_norms(module, group, cut)
     return wait(start_gather(norms, group)) if rows == 0 else norms

@@ -1,7 +1,9 @@
-"""Training methods, a folder each: the section of the config and the class of the recipe's config
-(`config`, no torch), the loss, what is checked before a run, validation.
+"""Training methods other than plain fine-tuning, a folder each: `dpo`, `reward`, `distill`.
 
-What the rest of the library has to know of a method it asks the config class
-(`config.schema.RecipeFacts`). Full fine-tuning and LoRA are no methods: their config classes are
-`config.schema`'s, their loss is cross-entropy.
+A folder has the config of its recipe (`config.py`, without torch), the loss and validation
+(`loss.py`), and checks before a run. A recipe imports what it needs of its own method.
+
+The rest of the library knows no method by name: it asks the recipe's config class, which overrides
+properties of `config.schema.RecipeFacts`. Full fine-tuning and LoRA have no folder here: their
+config classes are in `config.schema`, their loss is the cross-entropy of `ops`.
 """

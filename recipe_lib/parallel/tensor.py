@@ -93,7 +93,11 @@ def shard_tensors(
         elif isinstance(module, QuantizedLinear):
             head = kv_head if name.endswith(("k_proj", "v_proj")) else None
             _take_part(
-                module, group, name.endswith(ROW_PARALLEL), kv_head=head, head_width=spec.head_width
+                module,
+                group=group,
+                is_row_parallel=name.endswith(ROW_PARALLEL),
+                kv_head=head,
+                head_width=spec.head_width,
             )
     gradients = _place_parameters(
         model, world.mesh["tensor"], ("k_proj", "v_proj") if copies_kv_heads else ()

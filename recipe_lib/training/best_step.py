@@ -1,10 +1,9 @@
-"""The best step of a run by a number of its validations, its weights, and when there has been no
-better one for long enough.
+"""Track the best step of a run by a number of its validations, keep its weights, and stop early.
 
-`checkpoint.keep_best` keeps the weights of the best step in output_dir/state/best/step_N and puts
-them back into the model when the steps are done, so that they are what is exported.
-`validation.patience` ends the steps. What both count is part of each saved state: a run that was
-killed and goes on has the same best step, and ends at the same one.
+`TrainingLoop` calls `BestStep.judge` after each validation. `checkpoint.keep_best` keeps the
+weights of the best step in output_dir/state/best/step_N and loads them into the model after the
+last step, to be exported. `validation.patience` ends the run early. Each saved state records both,
+so that a resumed run has the same best step and ends at the same step.
 """
 
 import math
@@ -26,12 +25,12 @@ from recipe_lib.parallel.world import World
 from recipe_lib.report.phases import phase
 from recipe_lib.units import pluralize
 
-_LOWER = ("loss", "perplexity", "error")  # at the end of a name: less is better
-_COUNTS = ("_tokens", "_pairs")  # how much was measured
+_LOWER = ("loss", "perplexity", "error")  # ends of metrics' names of which less is better
+_COUNTS = ("_tokens", "_pairs")  # ends of the names of counts, by which no step is better
 
 
 class BestStep:
-    """The best step so far by `checkpoint.best_metric`, on all ranks alike."""
+    """The best step so far by `checkpoint.best_metric`; every rank has the same."""
 
     def __init__(self, cfg: FullFinetuneConfig) -> None:
         self.metric = cfg.checkpoint.best_metric
@@ -45,38 +44,39 @@ class BestStep:
         self._patience = cfg.validation.patience
         self._min_delta = cfg.validation.min_delta
         self._root = Path(cfg.output_dir) / STATE_FOLDER
-        # Both None before the first finite number.
+        # The best step (number of steps done) and its metric; None before the first finite value
         self.step: int | None = None
         self.value: float | None = None
-        # Validations since the number was last better by more than validation.min_delta.
+        # Validations since the metric last improved by more than validation.min_delta
         self.num_waited = 0
-        # The number that was then: the next is compared with it, so that small gains add up.
+        # The metric at that improvement. The next is compared with it and not with the best value,
+        # so that small gains add up
         self._reference: float | None = None
-        # The step that the run has come to, when it has no more.
+        # The run's last step; None while it trains
         self.last_step: int | None = None
-        # Name of the best step's folder in output_dir/state/best; None where none is kept.
+        # Name of the best step's folder in output_dir/state/best; None if no weights are kept
         self.folder: str | None = None
 
     @property
     def is_asked_for(self) -> bool:
-        """Return True if the config has a use for it."""
+        """Return True if the config keeps the best step or stops early."""
         return self.keeps_weights or self._patience is not None
 
     @property
     def is_waited_out(self) -> bool:
-        """Return True if the run ends here, before its last step."""
+        """Return True if `validation.patience` ends the run after this step."""
         return self._patience is not None and self.num_waited >= self._patience
 
     @property
     def exported_step(self) -> int | None:
-        """Return the step whose weights are exported; None: the run's last."""
+        """Return the step whose weights are exported; None: the run's last step."""
         return self.step if self.folder is not None else None
 
     def judge(self, step: int, numbers: Mapping[str, float], world: World) -> bool:
         """Count a validation after `step`; return True if it is the best so far. Collective.
 
-        A number that is not finite is never better. Raise ConfigError if the validation does not
-        give best_metric.
+        numbers: of the validation, by name. One that is not finite is never better. Raise
+        ConfigError if best_metric is not among them.
         """
         if self.metric not in numbers:
             names = [name for name in numbers if not name.endswith(_COUNTS)]
@@ -84,7 +84,7 @@ class BestStep:
                 f"checkpoint.best_metric: found {self.metric}, expected a number of the recipe's"
                 f" validation: {', '.join(names)}{did_you_mean(self.metric, names)}"
             )
-        # Rank 0's number counts: rounding may differ between ranks, what they decide may not.
+        # Ranks must decide alike, and rounding may differ between them: rank 0's number counts.
         value = float(world.broadcast_json(float(numbers[self.metric])))
         if self._is_better(value, self._reference, self._min_delta):
             self._reference = value
@@ -105,7 +105,7 @@ class BestStep:
         return value > reference + delta if self.greater_is_better else value < reference - delta
 
     def make_record(self) -> dict[str, Any] | None:
-        """Return what a saved state keeps of it; None if the config has no use for it."""
+        """Return the record that a saved state keeps; None if no best step is asked for."""
         if not self.is_asked_for:
             return None
         return {
@@ -119,11 +119,11 @@ class BestStep:
         }
 
     def restore(self, saved: Mapping[str, Any], state: Path, world: World) -> None:
-        """Go on from what a state has. A best step that is later than the state is forgotten with
-        it. Collective.
+        """Restore the best step that a saved state records. Collective.
 
-        saved: what the run added to the state. Raise CheckpointError if it was another number that
-        decided, or if the weights of the best step are gone.
+        A best step that came after the state is forgotten. saved: the `extra` of the state. state:
+        its folder. Raise CheckpointError if best_metric or its direction has changed, or if the
+        weights of the best step are gone.
         """
         record = saved.get(BEST_RECORD)
         if not self.is_asked_for or record is None:
@@ -152,9 +152,7 @@ class BestStep:
             self.prune(world)
 
     def save_weights(self, step: int, model: nn.Module, world: World) -> None:
-        """Save the weights of this best step, and then remove those of others that no state needs.
-        Collective.
-        """
+        """Save the weights of this best step, then `prune`. Collective."""
         extra = {"step": step, "metric": self.metric, "value": self.value}
         path = save_state(
             self._root / BEST_FOLDER,
@@ -169,15 +167,14 @@ class BestStep:
         self.prune(world)
 
     def prune(self, world: World) -> None:
-        """Remove the weights of best steps that neither this run nor any of its states needs.
-        Collective.
-        """
+        """Remove weights of best steps that no saved state of the run needs. Collective."""
         if self.keeps_weights:
             run_on_rank_0(world, lambda: prune_best(self._root, self.folder))
 
     def load(self, model: nn.Module, last_step: int, total_steps: int, world: World) -> None:
-        """Put the weights of the best step into the model, which is at `last_step`, when the steps
-        are done. Collective.
+        """Load the weights of the best step into the model after the last step. Collective.
+
+        last_step: the step that the model is at. Raise CheckpointError if the weights are damaged.
         """
         if not self.is_asked_for:
             return
@@ -196,10 +193,9 @@ class BestStep:
             load_state(path, model=model, optimizer=None, world=world)
 
     def describe_outcome(self, total_steps: int) -> str | None:
-        """Return `best step 40 of 60: validation_loss 1.2340`, and if the run stopped early; None
-        if the config has no use for it.
+        """Return `best step 40 of 60: validation_loss 1.2340`, and whether the run stopped early.
 
-        total_steps: that the run was to have.
+        None if no best step is asked for. total_steps: of the run by its config.
         """
         if not self.is_asked_for:
             return None
@@ -216,7 +212,7 @@ class BestStep:
         return f"last step {last_step}; no validation gave a finite {self.metric}{early}"
 
     def list_facts(self, total_steps: int) -> dict[str, Any]:
-        """Return what the summary says of it; empty if the config has no use for it."""
+        """Return the keys of summary.json on the best step; empty if none is asked for."""
         if not self.is_asked_for:
             return {}
         facts = {"best_metric": self.metric, "best_step": self.step, "best_value": self.value}
@@ -228,12 +224,12 @@ class BestStep:
 
 
 def _format_setting(value: Any) -> str:
-    """Return a value as a command line takes it: `true`, not `True`."""
+    """Return a value as it is written on the command line: `true`, not `True`."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def describe_best(cfg: FullFinetuneConfig) -> list[str]:
-    """Return a line for the log: by which number the best step is found, and what follows."""
+    """Return a log line on the metric of the best step and what it decides; none if unused."""
     best = BestStep(cfg)
     if not best.is_asked_for:
         return []

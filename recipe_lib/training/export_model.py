@@ -1,8 +1,7 @@
-"""What a run leaves for others: the trained model or an adapter, its model card, and the commands
-to go on with.
+"""Export the trained model or adapter with a model card, and log commands that use it.
 
-Recipes end with `export_trained_model` or `export_trained_adapter`. The commands are ready to be
-copied, and only such as work with what was written; `tune export` prints them too.
+Recipes end with `export_trained_model` or `export_trained_adapter`. The commands can be copied as
+they are, and only those are listed that work with the export; `tune export` prints them too.
 """
 
 import shlex
@@ -31,9 +30,11 @@ from recipe_lib.training.resolve_model import ResolvedModel, warn_of_export
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import GIB
 
-ANYWHERE = Path("FOLDER")  # of an export, in the model card that travels with it
-_SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what `--max-lora-rank` of vLLM may be
-_SERVED_TARGETS = {"q", "k", "v", "o", "gate", "up", "down"}
+# Stands for the export's folder in the commands of a model card: the folder will be moved
+ANYWHERE = Path("FOLDER")
+_SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of `--max-lora-rank` of vLLM
+_SERVED_TARGETS = {"q", "k", "v", "o", "gate", "up", "down"}  # LoRA targets that vLLM loads
+# Numbers of a validation that have a row of their own in the card, or none
 _KNOWN_VALIDATION = ("validation_loss", "validation_tokens")
 
 
@@ -44,8 +45,9 @@ def export_trained_model(
     data: TrainingData,
     world: World,
 ) -> None:
-    """Write output_dir/model, a Hugging Face folder with the tokenizer it was trained with.
-    Collective.
+    """Write output_dir/model, a Hugging Face folder with the tokenizer of training. Collective.
+
+    source: the model before training. data: its tokenizer and the best step.
     """
     folder = Path(cfg.output_dir) / MODEL_FOLDER
     is_usable = _can_generate(cfg, model)
@@ -80,12 +82,14 @@ def export_trained_adapter(
     data: TrainingData,
     world: World,
 ) -> None:
-    """Write output_dir/adapter as PEFT does; with lora.merge_on_save also output_dir/model, merged.
-    Collective.
+    """Write output_dir/adapter in PEFT's layout. Collective.
+
+    With lora.merge_on_save also write output_dir/model, with the adapter merged into the base.
+    source: the model before training. data: its tokenizer and the best step.
     """
     folder = Path(cfg.output_dir) / ADAPTER_FOLDER
     merged_folder = Path(cfg.output_dir) / MODEL_FOLDER
-    # Without a checkpoint nobody can load the adapter's base: its random weights are in no file.
+    # Without a checkpoint the adapter's base has random weights, which are in no file.
     is_usable = source.folder is not None and _can_generate(cfg, model)
     chat_conventions = _find_chat_conventions(cfg, data)
     list_commands = partial(
@@ -114,7 +118,7 @@ def export_trained_adapter(
     )
     warn_of_export(model, world, folder)
     get_logger().info("adapter: %s", folder)
-    # Merged from the checkpoint's files: weights of a random start (model.preset) are in none.
+    # The adapter is merged into the checkpoint's files; a random start (model.preset) has none.
     if cfg.lora.merge_on_save and source.folder is not None:
         card_commands = list_model_commands(ANYWHERE) if is_usable else []
         merge_adapter(
@@ -138,7 +142,7 @@ def export_trained_adapter(
         commands = list_commands(folder, source.name)
         if cfg.lora.merge_on_save:
             commands += list_model_commands(merged_folder)
-        # The model of a run that is gone on with stays, and `tune export --merge` would refuse.
+        # A resumed run leaves an earlier merged model, and `tune export --merge` would refuse.
         elif cfg.overwrite_output_dir or not merged_folder.exists():
             recipe = find_copied_recipe(cfg)
             commands.append(format_merge_command(Path(cfg.output_dir), recipe=recipe))
@@ -151,16 +155,19 @@ def _log_rounding(cfg: FullFinetuneConfig, *, is_adapter: bool) -> None:
 
 
 def _find_chat_conventions(cfg: FullFinetuneConfig, data: TrainingData) -> dict[str, Any]:
-    """Return what the tokenizer's own files may not say: the template of the samples, and the ids
-    that end an answer.
+    """Return the chat template of the samples and the ids that end an answer.
+
+    They go into the export, because the tokenizer's own files may lack them or have others.
     """
     template = find_trained_template(cfg, data.tokenizer, data.dataset.report.chats)
     return {"chat_template": template, "stop_ids": data.tokenizer.stop_ids}
 
 
 def _can_generate(cfg: FullFinetuneConfig, model: nn.Module) -> bool:
-    """Return True if `tune generate` loads what was written: no model of a plugin, none with
-    parameters of a recipe, and none with a score head.
+    """Return True if `tune generate` can load the export.
+
+    It loads no model of a plugin, none with parameters that a recipe added, and none with a score
+    head.
     """
     if cfg.scores_sequences or cfg.model.implementation not in ("native", "transformers"):
         return False
@@ -176,7 +183,10 @@ def _make_card(
     commands: list[str],
     is_adapter: bool,
 ) -> str | None:
-    """Return the card on rank 0, which has the records of the run and writes the export."""
+    """Return the model card on rank 0, which has the run's records and writes the export.
+
+    None on other ranks.
+    """
     if not world.is_main:
         return None
     return make_run_card(
@@ -200,11 +210,11 @@ def make_run_card(
     step: int | None = None,
     exported: str | None = None,
 ) -> str:
-    """Return the text of a model card: the config, how it was trained, and the results.
+    """Return the text of a model card: the config, how the model was trained, and the results.
 
-    commands: what to do with the export. run: the folder with the run's metrics. step: the last one
-    of what is exported; None: the run's. exported: why it is that one, where a best step was looked
-    for.
+    commands: those that use the export. run: the folder with the run's metrics. step: the step
+    whose weights are exported; None: the last. exported: text on the choice of that step; None: no
+    best step was asked for.
     """
     lines = [line for line in read_run_metrics(run) if step is None or line["step"] <= step]
     base = cfg.model.preset or ""
@@ -223,7 +233,7 @@ def make_run_card(
 
 
 def describe_training(cfg: FullFinetuneConfig, lines: list[dict[str, Any]]) -> dict[str, str]:
-    """Return how it was trained, in words. lines: of metrics.jsonl."""
+    """Return name and text of the card's rows on training. lines: of metrics.jsonl."""
     last_step: dict[str, Any] = next((line for line in reversed(lines) if "loss" in line), {})
     rate_per_device = last_step.get("tokens_per_second_per_device")
     scales = f"{cfg.qat_group_size} weights" if cfg.qat == "int4" else "each row"
@@ -253,7 +263,7 @@ def describe_training(cfg: FullFinetuneConfig, lines: list[dict[str, Any]]) -> d
 
 
 def describe_results(lines: list[dict[str, Any]]) -> dict[str, str]:
-    """Return what the run has come to, in words; empty without its metrics.
+    """Return name and text of the card's rows on results; empty without steps in `lines`.
 
     lines: of metrics.jsonl.
     """
@@ -261,8 +271,8 @@ def describe_results(lines: list[dict[str, Any]]) -> dict[str, str]:
     if not steps:
         return {}
     losses = [line["validation_loss"] for line in lines if line.get("validation_loss") is not None]
-    # Of devices only: the resident memory of a CPU process differs from run to run and tells
-    # another machine nothing.
+    # Only peaks of a device: the resident memory of a CPU process differs from run to run, and is
+    # of no use on another machine.
     peaks = [
         line["peak_memory_reserved_gib"] for line in steps if line.get("memory_kind") == "device"
     ]
@@ -288,7 +298,7 @@ def _format_number(value: Any) -> str:
 
 
 def list_model_commands(folder: Path) -> list[str]:
-    """Return the commands for a model folder of one of our families."""
+    """Return the commands for a model folder of a native family."""
     return [_format_command("tune", "generate", folder), _format_command("vllm", "serve", folder)]
 
 
@@ -301,10 +311,11 @@ def list_adapter_commands(
     with_base: bool = False,
     template: bool = False,
 ) -> list[str]:
-    """Return the commands for an adapter.
+    """Return the commands for an adapter's folder.
 
-    base: what it was trained on. rank: of the file, which may stack adapters. with_base: the
-    adapter does not find its base by itself. template: it has a chat template of its own.
+    base: hub id or folder of the model that it was trained on. rank: of the matrices in its file,
+    which may stack several adapters. with_base: the command has to name the base, because the
+    adapter's config does not. template: the folder has a chat template.
     """
     commands = [
         _format_command("tune", "generate", folder, *(["--base", base] if with_base else []))
@@ -313,14 +324,14 @@ def list_adapter_commands(
     # vLLM loads no DoRA and no other targets: no command then, rather than one that fails.
     if not lora.dora and max_rank is not None and set(lora.targets) <= _SERVED_TARGETS:
         options = ["--enable-lora", "--lora-modules", f"mine={folder}", "--max-lora-rank", max_rank]
-        if template:  # the server takes the base's own otherwise
+        if template:  # else the server uses the base's template
             options += ["--chat-template", folder / CHAT_TEMPLATE]
         commands.append(_format_command("vllm", "serve", base, *options))
     return commands
 
 
 def list_gguf_commands(file: Path, *, is_adapter: bool = False) -> list[str]:
-    """Return the commands for a GGUF file; an adapter goes with the file of its base."""
+    """Return the commands for a GGUF file; that of an adapter names a file of its base."""
     if is_adapter:
         return [_format_command("llama-cli", "-m", "BASE.gguf", "--lora", file)]
     return [_format_command("llama-cli", "-m", file)]
@@ -328,13 +339,15 @@ def list_gguf_commands(file: Path, *, is_adapter: bool = False) -> list[str]:
 
 def list_quantized_commands(folder: Path) -> list[str]:
     """Return the commands for a folder whose linears are quantized."""
-    # None of `tune`, which does not read such a folder.
+    # No command of `tune`, which cannot read such a folder.
     return [_format_command("vllm", "serve", folder)]
 
 
 def list_run_commands(cfg: FullFinetuneConfig) -> list[str]:
-    """Return the commands for a run: evaluate it, where it has held-out answers; quantize it as it
-    was trained to be.
+    """Return the commands for a run's output folder.
+
+    They are `tune eval` if the run has validation samples with answers, and the quantization that
+    `qat` has trained for.
     """
     output = Path(cfg.output_dir)
     recipe = find_copied_recipe(cfg)
@@ -352,7 +365,7 @@ def format_merge_command(
 ) -> str:
     """Return the command that merges the adapter of a run or a folder.
 
-    base: given where it is not found. recipe: the file of a copied one.
+    base: the adapter's base; None: the adapter's config names it. recipe: file of a copied recipe.
     """
     options = ["--base", base] if base else []
     if recipe:
@@ -361,9 +374,9 @@ def format_merge_command(
 
 
 def find_copied_recipe(cfg: FullFinetuneConfig) -> str | None:
-    """Return the file of the recipe whose config has keys of its own; None for a shipped one.
+    """Return the file of a recipe outside of recipe_lib that defines the config's class, or None.
 
-    Reading such a run again takes the file.
+    Reading the config of such a run again needs the file.
     """
     module = type(cfg).__module__
     if module.startswith("recipe_lib."):
@@ -372,7 +385,7 @@ def find_copied_recipe(cfg: FullFinetuneConfig) -> str | None:
 
 
 def log_next_commands(commands: Iterable[str]) -> None:
-    """Log a line for each command, which a terminal does not break."""
+    """Log a line for each command, marked so that the log does not wrap it."""
     for command in commands:
         get_logger().info("next: %s", command, extra={"is_command": True})
 

@@ -1,8 +1,8 @@
-"""The loop around a recipe's training step: what is recorded of each step, when to validate and to
-save, and how a run may end.
+"""Run the loop around a recipe's training step: record, validate, save, and end in order.
 
 A recipe opens `TrainingLoop`, takes the batches of each step from `steps` and hands what its
-`train_step` returned to `finish`; `resume_run` goes on from a saved state.
+`train_step` returned to `finish`. Before that it calls `resume_run`, which loads a saved state.
+`CommunicationProbe`, at the end, measures the share of communication in one step.
 """
 
 import os
@@ -49,11 +49,11 @@ from recipe_lib.units import convert_to_gib
 
 @dataclass
 class Step:
-    """What an optimizer step leaves, on device or host; tensors of one element."""
+    """The results of an optimizer step; tensors of one element, on the device or the host."""
 
-    loss: torch.Tensor  # the mean loss
-    grad_norm: torch.Tensor  # of the gradient over all parameters, before it was clipped
-    # Further numbers of a recipe, by name; the same on every rank.
+    loss: torch.Tensor  # mean loss of the step over all ranks
+    grad_norm: torch.Tensor  # L2 norm of the gradient of all parameters, before clipping
+    # Further numbers that the recipe logs, by name; the same on every rank
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def read_numbers(self) -> tuple[float, float, dict[str, float]]:
@@ -73,14 +73,14 @@ class Step:
 
 
 def build_lr_schedule(cfg: FullFinetuneConfig, total_steps: int) -> Callable[[int], float]:
-    """Return the function from a step, counted from 0, to its learning rate."""
+    """Return a function from the index of a step, from 0, to its learning rate."""
     return partial(
         compute_learning_rate, cfg.lr_scheduler, cfg.optimizer.lr, total_steps=total_steps
     )
 
 
 class TrainingLoop:
-    """The steps of a run, one after the other; every rank goes through the same calls.
+    """The steps of a run, one after the other; every rank makes the same calls.
 
     with TrainingLoop(cfg, world, model, optimizer, data, done=step) as loop:
         for batches in loop.steps():
@@ -89,11 +89,12 @@ class TrainingLoop:
             step = train_step(batches)
             loop.finish(step, batches, learning_rate=learning_rate, validate=validate)
 
-    Out of memory inside the block becomes one line with the levers that are left.
+    An out-of-memory error inside the block becomes one line, with the config keys that save memory
+    and are not yet used.
     """
 
-    step: int  # optimizer steps done
-    total_steps: int
+    step: int  # number of optimizer steps done, those before a resume included
+    total_steps: int  # number of optimizer steps of the whole run
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class TrainingLoop:
         *,
         done: int,
     ) -> None:
-        """done: steps that an earlier process has trained."""
+        """Take the parts of a run. done: number of steps that an earlier process has trained."""
         self.step = done
         self.total_steps = data.total_steps
         self._cfg = cfg
@@ -120,14 +121,15 @@ class TrainingLoop:
                 f"qat_start_step: found {cfg.qat_start_step} for a run of {self.total_steps} steps,"
                 f" none of which would train in {cfg.qat}; choose less, or remove qat"
             )
-        self._began = 0.0
-        self._has_warned_of_zero = False
+        self._began = 0.0  # time.perf_counter() when the step began, seconds
+        self._has_warned_of_zero = False  # of a gradient that is exactly 0
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(explain_out_of_memory("training", self._cfg, self._peak))
-            # What a recipe raises in its loop over micro-batches leaves the pipeline's generator
-            # behind, which cannot see it. Inside of the former, which quotes what is added.
+            # Here as well as in the pipeline: an error of the recipe's loop over micro-batches is
+            # not raised inside of the pipeline's generator. Inside of `explain_out_of_memory`,
+            # which quotes the action that this adds to the error.
             stack.enter_context(self._world.heartbeat.name_action_in_errors())
             self._log = stack.enter_context(
                 RunLog(
@@ -139,12 +141,13 @@ class TrainingLoop:
                 )
             )
             self._stop = stack.enter_context(StopSignal())
-            # All were entered: from here on `__exit__` leaves them.
+            # All have been entered. If one had raised, the `with` would have left the others; from
+            # here on `__exit__` does.
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exception: Any) -> bool | None:
-        self._probe.end(0.0)  # of a step that was not finished
+        self._probe.end(0.0)  # stops the profiler of a step that was not finished
         self._world.heartbeat.is_ending = exception[0] is not None
         if exception[0] is None:
             best = self._data.best
@@ -155,15 +158,15 @@ class TrainingLoop:
         return self._stack.__exit__(*exception)
 
     def steps(self) -> Iterator[StepBatches]:
-        """Yield the batches of each step that is left; `finish` ends a step.
+        """Yield the batches of each step that is left; the caller ends a step by `finish`.
 
-        With `checkpoint.keep_best` the model has the weights of the best step when there are no
-        more.
+        With `checkpoint.keep_best` the weights of the best step are loaded into the model after the
+        last.
         """
         first_step = self.step
         source = self._data.batches(first_step)
         while not self._is_over():
-            # The first step makes communicators and kernels, so it may take longer.
+            # The first step creates communicators and compiles kernels, so it may take longer.
             is_first = self.step == first_step
             self._world.heartbeat.enter(
                 f"step {self.step + 1}", FIRST_STEP_TIMEOUTS if is_first else STEP_TIMEOUTS
@@ -175,7 +178,7 @@ class TrainingLoop:
             if is_first:
                 check_same_batches(batches, self._world)
             yield batches
-            del batches  # else they are alive while the next step's are made
+            del batches  # else they hold memory while the next step's are made
         self._world.heartbeat.enter("loading the best step")
         self._data.best.load(self._model, self.step, self.total_steps, self._world)
         self._world.heartbeat.enter("exporting")
@@ -191,13 +194,14 @@ class TrainingLoop:
         learning_rate: float,
         validate: Callable[[], Mapping[str, float]],
     ) -> None:
-        """Record a step, then validate and save where that is due.
+        """Record a step, then validate and save if that is due. Collective.
 
-        learning_rate: that the step has trained with, for the log. validate: gives the numbers of a
-        validation: at each `validation.every_n_steps`-th step, else at the end of each epoch, and
-        after the last; by one of them it is known which step is best (`checkpoint.best_metric`).
-        Raise DivergedError if loss or gradient are not finite, or what would be saved or exported;
-        StoppedAndSaved once any rank was asked to stop.
+        learning_rate: of this step, for the log. validate: runs a validation and returns its
+        numbers, of which `checkpoint.best_metric` decides the best step. It is called each
+        `validation.every_n_steps` steps (None: at the end of each epoch), and after the last.
+
+        Raise DivergedError if loss or gradient are not finite, or weights that would be saved or
+        exported; StoppedAndSaved, after saving, once any rank has received a signal to stop.
         """
         heartbeat = self._world.heartbeat
         self._record(step, batches, learning_rate)
@@ -230,7 +234,8 @@ class TrainingLoop:
                     world=self._world,
                     keep=self._cfg.checkpoint.keep_last_n,
                 )
-                # Only now: an older state may have needed the weights of an older best step.
+                # Only now that the new state is complete: the state before may name older weights
+                # of a best step, which are removed here.
                 self._data.best.prune(self._world)
         if stopped:
             self._log.close("stopped")
@@ -239,8 +244,9 @@ class TrainingLoop:
             )
 
     def _record(self, step: Step, batches: StepBatches, lr: float) -> None:
-        """Wait for the step and write its line; raise DivergedError if its numbers are not
-        finite.
+        """Wait for the step and write its line of metrics. Collective.
+
+        Raise DivergedError if loss or gradient norm are not finite.
         """
         step.metrics |= compute_expert_load(self._model, self._world, self._cfg)
         loss, grad_norm, metrics = step.read_numbers()  # the one place that waits for the device
@@ -281,8 +287,9 @@ class TrainingLoop:
             self._raise_diverged(f"loss {loss} and grad_norm {grad_norm}")
 
     def _judge(self, numbers: Mapping[str, float]) -> None:
-        """Keep the weights of this step, if its validation is the best so far and the config asks
-        for it.
+        """Compare a validation with the best so far, and keep the weights of a better step.
+
+        Weights are kept with `checkpoint.keep_best` alone. numbers: of the validation, by name.
         """
         best = self._data.best
         if best.is_asked_for and best.judge(self.step, numbers, self._world) and best.keeps_weights:
@@ -293,7 +300,7 @@ class TrainingLoop:
 
     def _check_weights(self) -> None:
         """Raise DivergedError if trained weights are not finite. Collective."""
-        # The last update shows in no loss of a step, so what it left is looked at.
+        # The last update enters no further loss that could show it, so look at the weights.
         shards = [
             get_detached_local(parameter)
             for parameter in self._model.parameters()
@@ -321,10 +328,10 @@ class TrainingLoop:
 
 
 def _gather_peaks(local_peaks: Peaks, world: World) -> tuple[Peaks, dict[str, float]]:
-    """Return the peaks of the rank that has reserved most, and for each rank of the pipeline the
-    most that was allocated there, GiB.
+    """Return (peaks of the rank that has reserved most, most GiB allocated on each pipeline rank).
 
-    A collective of the host in a pipeline; without one the local peaks, and nothing more.
+    The second has a metric's name for each rank of the pipeline. Collective, over the host's
+    process group. Without a pipeline nothing is gathered: the local peaks, and an empty dict.
     """
     if world.pipeline is None:
         return local_peaks, {}
@@ -337,8 +344,7 @@ def _gather_peaks(local_peaks: Peaks, world: World) -> tuple[Peaks, dict[str, fl
 
 
 class StopSignal:
-    """SIGTERM and SIGINT as a flag that all ranks agree on between two steps; a second SIGINT
-    aborts at once.
+    """A flag for SIGTERM and SIGINT that ranks agree on between two steps; a second SIGINT aborts.
 
     with StopSignal() as stop:
         for step in ...:
@@ -350,7 +356,7 @@ class StopSignal:
     delivers signals there only.
     """
 
-    received: str | None = None  # name of the signal
+    received: str | None = None  # name of the signal this process has received
 
     def __enter__(self) -> Self:
         self._former_handlers = {
@@ -373,10 +379,8 @@ class StopSignal:
         self.received = signal.Signals(number).name
 
     def agree(self, world: World) -> bool:
-        """Return True on every rank once a signal has reached any of them. Collective: all ranks
-        call it after each step.
-        """
-        # One number over the host's process group, so the device's queue is not waited for.
+        """Return True on every rank once a signal has reached any of them. Collective."""
+        # One number over the host's process group, so that nobody waits for the device.
         return world.any(self.received is not None)
 
 
@@ -388,19 +392,19 @@ def resume_run(
     data: TrainingData,
     world: World,
 ) -> int:
-    """Load the state that `resume` asks for into model and optimizer; return its step, 0 without
-    one. Collective.
+    """Load the state that `resume` names into model and optimizer; return its step. Collective.
 
-    Raise CheckpointError if there is none whole, if it is of another model, other data or another
-    seed, or of a later step than this run's last.
+    Returns 0 if `resume` is not set or finds no state. levers: of `apply_optimizer_levers`, which
+    says where in memory the optimizer's states belong. Raise CheckpointError if the state is not
+    complete, is of another model, data or seed, or of a later step than this run's last.
     """
     states = Path(cfg.output_dir) / STATE_FOLDER
     state = find_state(states, cfg.resume, world) if cfg.resume else None
     if state is None:
         return 0
     done = read_manifest(state).step
-    # A run that is as long as what is done trains nothing and exports; a shorter one would pass the
-    # later weights off as those of its own last step.
+    # With done == total_steps nothing is trained, and the model is exported. A shorter run would
+    # export weights of a later step as those of its last.
     if done > data.total_steps:
         raise CheckpointError(
             f"{state}: was saved after step {done}, found a run of {data.total_steps} steps"
@@ -410,7 +414,8 @@ def resume_run(
     saved = load_state(
         state, model=model, optimizer=optimizer, world=world, place_state=levers.place_state
     )
-    set_hyperparameters(optimizer, cfg.optimizer)  # a changed config is what the run goes on with
+    # The loaded state has the hyperparameters of the earlier run; those of this config count.
+    set_hyperparameters(optimizer, cfg.optimizer)
     check_same_data(saved, data.identity(), state)
     data.best.restore(saved, state, world)
     get_logger().info("resume: %s, %d of %d steps done", state, saved["step"], data.total_steps)
@@ -420,39 +425,41 @@ def resume_run(
     return saved["step"]
 
 
-# How much of a step goes to communication: one step of a run is profiled on rank 0, the others are
-# left alone.
+# The share of communication in a step. One step of a run is profiled, on rank 0; no other step is
+# slowed down.
 #
 # torch's profiler notes when each kernel of the device runs, NCCL's among them; on a CPU when
-# operators and gloo's collectives do. From these times, each counted once however many run at once:
+# operators and gloo's collectives run. Overlapping times count once:
 #
 #     communication_share          time in which a collective runs / time of the step
 #     communication_exposed_share  time in which one runs and nothing is computed / the same
 #     scaling_efficiency           1 - communication_exposed_share
 #
-# The last is the share of the step that would be left if all communication were hidden: what a rank
-# does alone, as long as nothing else about the step changes. A collective runs from when rank 0
-# enters it, so that waiting for slower ranks is communication too. Copies between host and device
-# are neither. The part for CUDA has not run on a GPU (docs/measurements/on_a_gpu.md).
+# The last is the share of the step's time that would remain if all communication were hidden, and
+# nothing else about the step changed. A collective runs from when rank 0 enters it, so waiting for
+# slower ranks counts as communication. Copies between host and device are neither communication nor
+# computation. The part for CUDA has not run on a GPU (docs/measurements/on_a_gpu.md).
 
 Spans = list[tuple[int, int]]  # beginning and end, ns
 
-# NCCL's kernels and annotations; gloo's collectives on its own threads.
+# Beginnings of the names of profiler events: NCCL's kernels and annotations, gloo's collectives
 _COMMUNICATION = ("nccl", "gloo:")
-_COPIES = ("Memcpy HtoD", "Memcpy DtoH")
-_SILENT = ("KINETO_LOG_LEVEL", "99")  # kineto prints two lines for each profile otherwise
-_OPERATORS = "aten::"  # of a CPU; what surrounds them (autograd's nodes, hooks) also waits
+_COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # between host and device
+# On a CPU only operators are computation: the events around them (autograd's nodes, hooks) include
+# waiting
+_OPERATORS = "aten::"
+# Environment variable and value; without it kineto prints two lines for each profile
+_SILENT = ("KINETO_LOG_LEVEL", "99")
 
 
 class CommunicationProbe:
     """The measurement of one step of rank 0 in a world of several ranks.
 
-    begin(step)   before each step
-    end(seconds)  when the step is over, on the device too, or the run; empty: nothing was measured
+    `TrainingLoop` calls `begin` before each step, and `end` when it is over on the device too.
     """
 
     def __init__(self, step: int | None, world: World) -> None:
-        """step: the one to measure, counted from 1; None: none."""
+        """Choose the step to measure, counted from 1; None: none."""
         self._step = step if world.is_main and world.size > 1 else None
         self._device = world.device
         self._profiler: Any = None
@@ -467,7 +474,8 @@ class CommunicationProbe:
         os.environ.setdefault(*_SILENT)
         on_cpu = self._device.type == "cpu"
         try:
-            # What torch.profiler stands on: that would import the compiler first, for seconds.
+            # Not torch.profiler, which is built on this: it imports the compiler, which takes
+            # seconds.
             self._profiler = torch.autograd.profiler.profile(
                 use_cpu=on_cpu, use_device=None if on_cpu else self._device.type, use_kineto=True
             ).__enter__()
@@ -475,7 +483,10 @@ class CommunicationProbe:
             _log_not_measured(get_first_line(error))
 
     def end(self, seconds: float) -> dict[str, float]:
-        """Return the shares, see above. seconds: wall time of the step."""
+        """Stop the profiler and return the shares by name; empty: nothing was measured.
+
+        seconds: wall time of the step.
+        """
         profiler = self._profiler
         if profiler is None:
             return {}
@@ -488,16 +499,16 @@ class CommunicationProbe:
         except Exception as error:  # noqa: BLE001 - as in `begin`
             _log_not_measured(get_first_line(error))
             return {}
-        if not computation:  # no permission to look at the device, say
+        if not computation:  # for example if the profiler may not read the device's counters
             _log_not_measured("the profiler saw nothing run")
             return {}
         return compute_shares(communication, computation, seconds)
 
 
 def collect_spans(events: Iterable[Any], device: torch.device) -> tuple[Spans, Spans]:
-    """Return the spans of collectives and those of computation, in no order.
+    """Return (spans of collectives, spans of computation), unordered.
 
-    events: kineto's, of which those of other devices are left out.
+    events: kineto's of a profile. Events of other devices are left out.
     """
     communication: Spans = []
     computation: Spans = []
@@ -523,7 +534,7 @@ def collect_spans(events: Iterable[Any], device: torch.device) -> tuple[Spans, S
 
 
 def compute_shares(communication: Spans, computation: Spans, seconds: float) -> dict[str, float]:
-    """Return the shares above by name; seconds: of the step."""
+    """Return the shares by name, each between 0 and 1. seconds: wall time of the step."""
     exposed = measure_covered([*communication, *computation]) - measure_covered(computation)
     nanoseconds = max(seconds * 1e9, 1.0)
     exposed_share = min(exposed / nanoseconds, 1.0)

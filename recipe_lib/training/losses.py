@@ -1,10 +1,9 @@
-"""Losses of micro-batches, in training and in validation: what recipes compute of label tokens and
-of answers, and sums and metrics over all held-out sequences.
+"""Compute losses of micro-batches, and sums and metrics over all validation sequences.
 
-The micro-batches of a step are `Parallel.micro_batches`. `compute_validation_loss` is for recipes
-whose loss is cross-entropy; methods with another one give `sum_over_validation` the sums of a
-micro-batch. `compute_token_scores` and `sum_over_sequences` tell the log-likelihood of each
-sequence, for metrics and for `tune eval`.
+Recipes whose loss is cross-entropy call `build_head_loss` and `compute_validation_loss`. Those with
+another loss call `compute_answer_logps` for the log-probabilities of answers, and
+`sum_over_validation`, to which they give the sums of a micro-batch. `compute_token_scores` and
+`sum_over_sequences` compute the log-likelihood of each sequence, for metrics and for `tune eval`.
 """
 
 import math
@@ -27,15 +26,16 @@ from recipe_lib.ops.head_losses import CrossEntropy, TokenScores
 from recipe_lib.parallel import Parallel, World
 from recipe_lib.training.training_data import TrainingData
 
-_PIPELINE_BATCHES = 16  # that go through a pipeline at a time
-_CHUNK_TOKENS = 512  # tokens whose logits exist at a time
+_PIPELINE_BATCHES = 16  # validation micro-batches that a pipeline runs in one schedule
+_CHUNK_TOKENS = 512  # tokens whose logits are in memory at a time
 
 
 def build_head_loss(cfg: FullFinetuneConfig) -> CrossEntropy:
     """Return the head loss that sums the token losses of `loss`, in `memory.loss_chunks` chunks.
 
-    The built-in one is `ops.head_losses`'; a plugin registers its own, `fn(logits [m, v], labels
-    [m]) -> sum`. Raise ConfigError with the nearest name if no loss of that name is registered.
+    The built-in loss is in `ops.head_losses`; a plugin registers its own as `fn(logits [m, v],
+    labels [m]) -> sum`. Raise ConfigError, with the nearest name, for a loss that is not
+    registered.
     """
     return CrossEntropy(cfg.memory.loss_chunks, get_registered("loss", cfg.loss))
 
@@ -46,13 +46,13 @@ def evaluate_micro_batches(
     micro_batches: Sequence[Batch],
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[Any]:
-    """Return the result of `compute`, which calls the model, for each micro-batch, without
-    gradients.
+    """Return an iterator over the results of `compute` for each micro-batch, without gradients.
 
-    inside: makes the context that the model's calls run in. In a pipeline `compute` is called on
-    the rank with the last stage alone, and the results of others are None.
+    compute: calls the model. In a pipeline it is called on the rank with the last stage alone, and
+    the results of other ranks are None. inside: makes the context that the model's calls run in.
     """
-    # A schedule runs all micro-batches at once; elsewhere each runs when its result is asked for.
+    # A pipeline's schedule runs all micro-batches at once. Without one, each runs when its result
+    # is asked for, so that only one is in memory.
     if parallel.pipeline is not None:
         with inside():
             results = parallel.pipeline.evaluate(
@@ -73,9 +73,9 @@ def _compute_without_gradients(
 
 
 def get_values(batch: Batch) -> Tensor:
-    """Return the margins, classes or labels (1: wanted) of a micro-batch's items.
+    """Return the labels of a micro-batch's items: margins, indices of classes, or 1 and 0.
 
-    Raise ValueError for a micro-batch without.
+    1 is a desirable answer (KTO). Raise ValueError if the items have no labels.
     """
     if batch.targets is None:
         raise ValueError("this batch holds no labels")
@@ -83,22 +83,23 @@ def get_values(batch: Batch) -> Tensor:
 
 
 def compute_answer_logps(token_logps: Tensor, batch: Batch, *, mean: bool) -> Tensor:
-    """Return the log-probability of each answer of a micro-batch, fp64: of pairs `[2 p]`, chosen
-    and rejected by turns.
+    """Return the log-probability of each answer of a micro-batch, fp64 `[answers]`.
 
-    token_logps: `[b, s]`, 0 where there is no label. mean: over an answer's tokens; else their sum.
+    The answers of p pairs are `[2 p]`: chosen, rejected, chosen, ... token_logps: `[b, s]`, 0 where
+    there is no label. mean: average over an answer's tokens; else sum. Raise ValueError for a batch
+    without sequence ids.
     """
     if batch.sequence_ids is None:
         raise ValueError("this batch holds no pairs")
     num_answers = batch.num_sequences
-    # Padding has an answer of its own, which is dropped.
+    # Padding is summed into one more answer, which is dropped.
     answer_ids = torch.where(batch.sequence_ids < 0, num_answers, batch.sequence_ids).flatten()
 
     def sum_by_answer(values: Tensor) -> Tensor:
         sums = values.new_zeros(num_answers + 1)
         return sums.index_add(0, answer_ids, values.flatten())[:num_answers]
 
-    # In fp64: an answer's log-probability is in the hundreds, and what counts are differences.
+    # In fp64: an answer's log-probability is in the hundreds, and losses use small differences.
     sums = sum_by_answer(token_logps.double())
     if not mean:
         return sums
@@ -116,11 +117,13 @@ def sum_over_validation(
     *,
     take: Callable[[StepBatches], Sequence[Batch]] = attrgetter("micro_batches"),
 ) -> tuple[int, int]:
-    """Add the sums of all validation sequences, each counted once and without dropout, to this
-    rank's `sums` in fp64; return the label tokens and the items. Collective.
+    """Add up sums over this rank's validation sequences; return (label tokens, items). Collective.
 
-    compute_sums: returns the sums of each micro-batch; None where another rank of the pipeline has
-    them, or they are added already. take: returns the micro-batches of a step that it is given.
+    Each sequence counts once, without dropout. The counts are those of all ranks.
+
+    compute_sums: gets a list of micro-batches and returns the sums of each; None where another rank
+    of the pipeline has them, or they are added already. sums: this rank's totals, fp64, to which
+    they are added. take: chooses the micro-batches of a step, such as its mismatched ones.
     """
     model.eval()
     num_label_tokens = 0
@@ -143,8 +146,9 @@ def sum_over_validation(
 def add_to_each(
     parallel: Parallel, add_sums: Callable[[Batch, Tensor], Any], sums: Tensor
 ) -> Callable[[Sequence[Batch]], Iterator[None]]:
-    """Return a `compute_sums` for `sum_over_validation` from a function that runs a micro-batch and
-    adds to `sums` itself.
+    """Return a `compute_sums` for `sum_over_validation`, made of a function that adds by itself.
+
+    add_sums: runs a micro-batch and adds its sums to the tensor `sums` that it is given.
     """
 
     def add(batch: Batch) -> None:
@@ -154,7 +158,7 @@ def add_to_each(
 
 
 def name_validation(numbers: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the numbers as those of a validation, on the host."""
+    """Return the numbers on the host, with `validation_` before their names."""
     return {f"validation_{name}": value.item() for name, value in numbers.items()}
 
 
@@ -165,10 +169,10 @@ def compute_validation_loss(
     data: TrainingData,
     world: World,
 ) -> dict[str, float]:
-    """Return the mean loss of the label tokens of all validation sequences, each counted once and
-    without dropout, and the metrics that `validation.metrics` names. Collective.
+    """Return the mean loss over all validation label tokens, and `validation.metrics`. Collective.
 
-    compute_loss: returns the sum of the token losses of a micro-batch.
+    Each sequence counts once, without dropout. compute_loss: returns the sum of the token losses of
+    a micro-batch.
     """
     loss = torch.zeros((), device=world.device, dtype=torch.float64)
     num_label_tokens, _ = sum_over_validation(
@@ -192,10 +196,12 @@ def compute_validation_loss(
 def _compute_score_metrics(
     model: nn.Module, parallel: Parallel, data: TrainingData, world: World
 ) -> dict[str, float]:
-    """Return the share of label tokens that are the likeliest, and of sequences in which all
-    are, as far as `validation.metrics` names them.
+    """Return the metrics of `validation.metrics` that are computed from token scores. Collective.
+
+    `token_accuracy` is the share of label tokens that are the model's likeliest token,
+    `exact_match` the share of sequences in which all label tokens are.
     """
-    # Label tokens, right ones, sequences, right ones.
+    # [label tokens, those predicted right, sequences, those with all tokens right]
     sums = torch.zeros(4, device=world.device, dtype=torch.float64)
     score_tokens = make_scorer(model)
 
@@ -221,7 +227,7 @@ def _compute_score_metrics(
 
 
 def _compute_answer_metrics(model: Any, data: TrainingData, world: World) -> dict[str, float]:
-    """Return the means of a plugin's metrics of the answers to all validation questions."""
+    """Generate answers to all validation questions; return the means of their metrics."""
     cfg = data.cfg
     model.eval()
     answers = generate_answers(
@@ -268,11 +274,11 @@ def make_scorer(model: nn.Module) -> Callable[[Batch], Tensor]:
 
 
 def sum_over_sequences(scores: Tensor, batch: Batch) -> Tensor:
-    """Return for each sequence of a micro-batch, fp64 `[n, 3]`: log-likelihood, label tokens, and
-    how many of these are as likely as the likeliest token, which greedy decoding would give.
+    """Return (log-likelihood, label tokens, right ones) of each sequence, fp64 `[n, 3]`.
 
-    A sequence is a row, or where rows hold several documents one of those; padding is one without
-    labels. scores: `[b, s, 2]`, of `make_scorer`.
+    A label token is right if it is as likely as the likeliest token, which greedy decoding would
+    choose. n counts rows, or with packing the documents in them; padding is a document without
+    labels. scores: `[b, s, 2]`, from `make_scorer`.
     """
     is_label = batch.labels != IGNORED
     is_right = is_label & (scores[..., 0] == scores[..., 1])
@@ -282,7 +288,7 @@ def sum_over_sequences(scores: Tensor, batch: Batch) -> Tensor:
     documents = None if batch.attention is None else batch.attention.documents
     if documents is None:
         return token_numbers.sum(dim=1)
-    # Documents are numbered in each row: room for as many as it has tokens, so that no size
+    # Document ids begin anew in each row. A row has as many entries as tokens, so that no shape
     # depends on the data.
     num_rows, length = documents.shape
     row_starts = length * torch.arange(num_rows, device=documents.device)[:, None]

@@ -1,8 +1,10 @@
-"""The output folder of a run: checks that it may be used, its lock, and what is kept of a run that
-another one replaces.
+"""Check, lock and open the output folder of a run, and keep the run that it replaces until the end.
+
+`prepare_data` calls `check_output`; `RunLog` calls `lock_output` and `open_output` when the steps
+begin, and `drop_earlier` or `log_kept_run` when the run is over.
 
 output_dir/config.yaml     every value that was used     metrics.jsonl   one JSON object a step
-           state/step_N/   to go on from                 summary.json    how it ended
+           state/step_N/   to resume from                summary.json    how the run ended
            model/          the Hugging Face folder       report.html     the curves
            adapter/        PEFT's layout, where adapters were trained
            written.json    what the run has written, which it or a later one may replace
@@ -55,28 +57,29 @@ from recipe_lib.training.records import METRICS_FILE, REPORT_FILE, SUMMARY_FILE
 
 TRACKERS_FOLDER = "trackers"
 CONFIG_FILE = "config.yaml"
-PUBLISHED = (MODEL_FOLDER, ADAPTER_FOLDER)
+PUBLISHED = (MODEL_FOLDER, ADAPTER_FOLDER)  # folders that a run ends with
+# Files at the top of output_dir, besides written.json
 FILES = (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, REPORT_FILE)
 
-# Files that a tracker has written, also one that was killed before they were recorded.
+# Files that trackers write, to know those of a run that was killed before it recorded them
 _TRACKER_FILES = re.compile(
     r"tensorboard/events\.out\.tfevents\.[^/]+|wandb/(offline-)?run-.+|wandb/(latest-run|debug[^/]*)"
 )
-# Every config.yaml that a run wrote has them.
+# Keys that every config.yaml has which a run wrote
 _CONFIG_KEYS = {
     "recipe", "model", "data", "optimizer", "seed", "dtype", "batch_size", "output_dir",
     "overwrite_output_dir", "resume",
 }  # fmt: skip
-_NOT_READ = ("output_dir", "resume", "data.cache_dir")
+_NOT_READ = ("output_dir", "resume", "data.cache_dir")  # path keys that are no inputs of a run
 
 
 def check_output(cfg: FullFinetuneConfig) -> None:
-    """Raise ConfigError if output_dir holds what this run would mix with, read, or replace though
-    no run wrote it.
+    """Raise ConfigError if this run may not use output_dir. Writes nothing.
 
-    Nothing is written.
+    It may not use one with an earlier run, unless that is resumed or replaced, nor one in which it
+    would replace its own inputs or files that no run wrote.
     """
-    check_no_secrets(cfg)  # config.yaml is what was used, to the letter
+    check_no_secrets(cfg)  # config.yaml will hold every value as it is
     folder = Path(cfg.output_dir)
     check_folder(folder)
     if not folder.is_dir():
@@ -97,10 +100,10 @@ def _check_ours(cfg: FullFinetuneConfig, folder: Path) -> None:
 
 
 def lock_output(cfg: FullFinetuneConfig) -> int | None:
-    """Make the folder and keep other runs out of it until `unlock_output`, or until this process
-    ends.
+    """Make the folder and lock it, until `unlock_output` or the end of this process.
 
-    Raise ConfigError if another run is in it, and StorageError.
+    Return the descriptor that holds the lock; None where the file system has no locks. Raise
+    ConfigError if another run is in the folder, and StorageError.
     """
     folder = Path(cfg.output_dir)
     with files.report_storage_faults():
@@ -109,14 +112,17 @@ def lock_output(cfg: FullFinetuneConfig) -> int | None:
 
 
 def unlock_output(lock: int | None) -> None:
-    """Let other runs in again."""
+    """Release the lock of `lock_output`; None: there is none."""
     if lock is not None:
         os.close(lock)
 
 
 def _lock_folder(folder: Path, kind: int) -> int | None:
-    """Return a locked descriptor of the folder; None where the file system has no locks."""
-    # Of the folder itself, so that no lock file is left.
+    """Return a locked descriptor of the folder; None where the file system has no locks.
+
+    kind: fcntl.LOCK_EX or LOCK_SH. Raise ConfigError if another run holds a lock that excludes it.
+    """
+    # The folder itself is locked, so that no lock file is left.
     descriptor = None
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -136,25 +142,26 @@ def _lock_folder(folder: Path, kind: int) -> int | None:
 def open_output(cfg: FullFinetuneConfig) -> None:
     """Make the folder, clear what killed runs left, and write config.yaml. On one rank.
 
-    Raise ConfigError and StorageError. The run that `overwrite_output_dir` replaces stays, out of
-    the way, until `drop_earlier`.
+    The run that `overwrite_output_dir` replaces is moved aside until `drop_earlier`. Raise
+    ConfigError and StorageError.
     """
     folder = Path(cfg.output_dir)
     with files.report_storage_faults():
         folder.mkdir(parents=True, exist_ok=True)
-        _check_ours(cfg, folder)  # again, now that nobody else is in the folder
+        _check_ours(cfg, folder)  # again, now that the lock keeps others out of the folder
         remove_leftovers(folder)
         begin_record(folder)
         if cfg.overwrite_output_dir:
             keep_earlier(folder)
-        # These two are of this start only.
+        # These two keys are about this start, not about the run.
         written = replace(cfg, overwrite_output_dir=False, resume=None)
         files.replace_text(folder / CONFIG_FILE, format_config(written))
 
 
 def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """Raise CheckpointError unless a step means the same sequences now as in the run that saved the
-    state at `path`.
+    """Raise CheckpointError unless steps take the same sequences as in the run of a saved state.
+
+    saved, now: `TrainingData.identity` of that run and of this one. path: the state's folder.
     """
     if saved["global_batch_size"] != now["global_batch_size"]:
         raise CheckpointError(
@@ -179,9 +186,9 @@ def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
 
 
 def check_inputs(cfg: FullFinetuneConfig) -> None:
-    """Raise ConfigError if an input lies in a part of output_dir that runs replace.
+    """Raise ConfigError if an input of the run lies in a part of output_dir that runs replace.
 
-    Links and relative paths are followed.
+    Links are followed, and relative paths resolved.
     """
     root = Path(cfg.output_dir).resolve()
     names = (
@@ -204,7 +211,7 @@ def check_inputs(cfg: FullFinetuneConfig) -> None:
 
 
 def list_input_paths(cfg: FullFinetuneConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) of all that a config's run reads from the disk, as it was written."""
+    """Yield (key, path) of all paths that a run reads from the disk, as the config writes them."""
     config_class: Any = type(cfg)  # mypy takes a dataclass for unhashable, its class too
     for name, key in read_schema(config_class).keys.items():
         value: Any = attrgetter(name)(cfg)
@@ -220,34 +227,35 @@ def list_input_paths(cfg: FullFinetuneConfig) -> Iterator[tuple[str, str]]:
 
 
 def _resolve_links(key: str, path: str) -> Iterator[Path]:
-    """Yield the file or folder that a path leads to, and of a folder also those that its links
-    lead to; of a folder of data all its files.
+    """Yield what a path leads to: the resolved file or folder, and the targets of links in it.
+
+    key: of the path in the config. All files of a folder of data are yielded as well.
     """
     yield Path(os.path.realpath(path))
     if os.path.isdir(path):
         is_data = key.startswith(("data.", "validation."))
-        with suppress(OSError):  # whoever reads the folder says why it cannot be read
+        with suppress(OSError):  # the code that reads the folder will report the error
             for entry in os.scandir(path):
                 if entry.is_symlink() or (is_data and entry.is_file()):
                     yield Path(os.path.realpath(entry.path))
 
 
-# The run that `overwrite_output_dir=true` replaces: its known files, where they are until then,
-# when they go.
+# Where the run that `overwrite_output_dir=true` replaces is kept while the new one trains:
 #
-#     output_dir/model/ adapter/   stay, until the new ones are whole and are exchanged with them
+#     output_dir/model/ adapter/   stay, until the new ones are complete and are exchanged with them
 #                earlier/          its states, config.yaml, metrics.jsonl, summary.json,
 #                                  report.html and trackers/
 #
-# Both go when the new run has written its model; a run that stops, diverges or is killed before
-# leaves them. What no run wrote is never removed: it is refused before anything changes.
+# Both are removed when the new run has written its model. A run that stops, diverges or is killed
+# before leaves them. Files that no run wrote are never removed: the new run is refused before
+# anything changes.
 
 
 def find_unrecorded(root: Path, *, replaced: bool) -> Path | None:
-    """Return the first path that no run wrote among those that a run writes to.
+    """Return the first path that a run would write to and that no run wrote; None: there is none.
 
-    replaced: the earlier run is replaced; otherwise the run goes on, or finds only records of one
-    that left nothing.
+    replaced: the new run replaces an earlier one. Otherwise it resumes it, or finds only records of
+    a run that left no state and no model.
     """
     record = read_record(root)
     listing = record.records if record and replaced else {}
@@ -267,7 +275,7 @@ def find_unrecorded(root: Path, *, replaced: bool) -> Path | None:
 
 
 def is_record(path: Path) -> bool:
-    """Return True if nothing is there, or what a run writes under this name."""
+    """Return True if the path is free, or has a file such as runs write under this name."""
     if path.is_symlink() or path.exists() != path.is_file():
         return False
     if not path.exists():
@@ -275,7 +283,7 @@ def is_record(path: Path) -> bool:
     try:
         with open_regular(path) as file:
             begin = file.read(2**16).decode(errors="replace")
-    except OSError:  # what nobody may look at is not ours to replace
+    except OSError:  # a file that we may not read is not ours to replace
         return False
     if path.name == CONFIG_FILE:  # every key, and no comment: it was not written by hand
         return (
@@ -294,13 +302,13 @@ def is_record(path: Path) -> bool:
         return {"status", "settings", "versions"} <= summary.keys() and "tune-recipes" in summary[
             "versions"
         ]
-    # The second mark is of pages that earlier versions wrote.
+    # Pages that earlier versions wrote have only the second mark.
     has_mark = 'content="tune-recipes: run"' in begin or "--c0:" in begin
     return begin.startswith("<!DOCTYPE html>") and has_mark
 
 
 def _parse_object(text: str) -> dict[str, Any]:
-    """Return the object of a JSON text; empty for whatever else."""
+    """Return the object of a JSON text; an empty one for any other text."""
     try:
         value = parse_json(text)
     except ValueError:
@@ -326,7 +334,10 @@ def _find_unrecorded_tracker_file(root: Path, folder: Path) -> Path | None:
 
 
 def begin_record(root: Path) -> None:
-    """Make the record of a new output folder, or take out of an old one what is no longer there."""
+    """Write the record of a new output folder, or update that of an old one.
+
+    Folders that no longer exist are dropped from it.
+    """
     old = read_record(root)
     record = old or OutputRecord()
     folders = {
@@ -340,7 +351,7 @@ def begin_record(root: Path) -> None:
 
 
 def record_written_files(root: Path) -> None:
-    """Add to the record what trackers have written, and how the run leaves its own files."""
+    """Record the files that trackers have written, and the final contents of the run's own."""
     record = read_record(root)
     if record is None:
         return
@@ -352,8 +363,9 @@ def record_written_files(root: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed processes left under temporary names; a model whose exchange was cut short
-    comes back.
+    """Remove temporary files of killed processes.
+
+    A model that was moved away to be replaced, and was not, is put back first.
     """
     for name in PUBLISHED:
         files.restore_replaced(root, name)
@@ -362,7 +374,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def keep_earlier(root: Path) -> None:
-    """Make room for a run that replaces the one in `root`, which stays until `drop_earlier`."""
+    """Move the run in `root` aside for one that replaces it, until `drop_earlier`."""
     record = read_record(root) or OutputRecord()
     record.earlier = [name for name in PUBLISHED if (root / name).exists()]
     states = root / STATE_FOLDER
@@ -370,7 +382,7 @@ def keep_earlier(root: Path) -> None:
     if has_states or (record.earlier and not record.kept):
         folder = find_free(root / EARLIER_FOLDER)
         record.kept = [*(name for name in record.kept if name != folder.name), folder.name]
-        # The record first: a run that is killed in the middle leaves no folder that is unknown.
+        # The record is written first: if the process is killed here, the folder is in the record.
         write_record(root, record)
         _copy_records(root, folder)
         for name in (TRACKERS_FOLDER, STATE_FOLDER):
@@ -385,7 +397,7 @@ def keep_earlier(root: Path) -> None:
 
 
 def _copy_records(root: Path, folder: Path) -> None:
-    # Under a temporary name, so that `folder` has all of them or does not exist.
+    # Under a temporary name first, so that `folder` has all of them or does not exist.
     temporary = files.make_temporary_path(folder)
     files.make_folder(temporary)
     for name in FILES:
@@ -417,7 +429,7 @@ def drop_earlier(root: Path) -> None:
 
 
 def _find_unrecorded_earlier(root: Path, folder: Path) -> Path | None:
-    """Return the first path in a folder of `keep_earlier` that is not of the run."""
+    """Return the first path in a folder of `keep_earlier` that no run wrote."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name not in (*FILES, STATE_FOLDER, TRACKERS_FOLDER):
             return path
@@ -440,7 +452,7 @@ def _remove_unless(unrecorded: Path | None, folder: Path) -> bool:
 
 
 def log_kept_run(root: Path) -> None:
-    """Say where a run is that was to be replaced, and was not."""
+    """Log where the earlier run is that this one was to replace and has not."""
     record = read_record(root) or OutputRecord()
     _log_earlier_run(root, record, "this run has written no model; the earlier run is still there")
 

@@ -1,10 +1,9 @@
-"""The records of a run: metrics.jsonl, one JSON object a line; summary.json at its end; and
-report.html, the curves and the settings on one page that needs neither network nor script.
+"""Write the records of a run: metrics.jsonl, one JSON object a line, summary.json and report.html.
 
-`build_step_metrics` makes the line of a step, `compute_expert_load` its numbers of a mixture of
-experts, `MetricsFile` writes lines and `read_metrics` reads them back. `write_summary` and
-`write_report` are made from what was recorded. A number that is not finite is written as `null`, so
-that every line is JSON that any reader takes.
+`TrainingLoop` calls `build_step_metrics` and `compute_expert_load` for the numbers of a step, and
+`RunLog` appends them to a `MetricsFile`. At the end of a run it calls `write_summary` and
+`write_report`: curves and settings on one page, which needs neither network nor script. Numbers
+that are not finite are written as `null`, because JSON has no others.
 """
 
 import json
@@ -32,25 +31,26 @@ from recipe_lib.report.view import Figure, Section, Table
 from recipe_lib.units import GIB, Bytes, convert_to_gib, format_count, format_seconds
 
 METRICS_FILE = "metrics.jsonl"
-METRICS_LIMIT = 2**31  # bytes; a step has some 500
+METRICS_LIMIT = 2**31  # bytes that are read of metrics.jsonl at most; a step's line has some 500
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
-# What `log.communication_step` measures, of one step.
+# Keys of a metrics line that only the step of `log.communication_step` has
 _COMMUNICATION_KEYS = ("communication_share", "communication_exposed_share", "scaling_efficiency")
-# Keys of a metrics line that a run itself writes; every other number is one that the recipe adds.
+# Keys of a metrics line that every recipe's run writes; the recipe itself has added other numbers
 _RUN_KEYS = {
     "step", "epoch", "loss", "grad_norm", "lr", "tokens_per_second",
     "tokens_per_second_per_device", "label_tokens", "label_token_fraction", "seconds", "tokens",
     "memory_kind", "validation_loss", "validation_tokens", *_COMMUNICATION_KEYS,
 }  # fmt: skip
+# Beginnings of keys of a metrics line
 _PEAK = "peak_memory_"
-_STAGE_PEAK = "peak_memory_allocated_gib_pipeline_"
+_STAGE_PEAK = "peak_memory_allocated_gib_pipeline_"  # and the rank in the pipeline
 _VALIDATION = "validation_"
 _NO_PLAN = (
     "This run has no plan, or ended before its plan was made; `tune plan` with the same arguments"
     " makes it, and `tune run` does unless --no-plan or TUNE_PLAN=off says otherwise."
 )
-_LARGEST = 1e300  # what is beyond cannot be drawn beside other numbers
+_LARGEST = 1e300  # larger numbers cannot be drawn beside others
 
 
 def build_step_metrics(
@@ -66,12 +66,13 @@ def build_step_metrics(
     devices: int,
     peak: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the line of one optimizer step.
+    """Return the line of one optimizer step in metrics.jsonl.
 
-    step: steps done, this one included. epoch: passes over the data done, a fraction within one.
-    seconds: wall time of the step. label_tokens: labeled tokens of the global step; total_tokens:
-    its tokens without padding. peak: `active`, `allocated`, `reserved` in bytes and `kind`, as
-    `PeakMemory.read()` returns.
+    step: number of steps done, this one included. epoch: passes over the data done, with fraction.
+    seconds: wall time of the step. label_tokens, total_tokens: targets that the loss counts, and
+    tokens without padding, both of all ranks. devices: number of ranks. peak: `active`,
+    `allocated`, `reserved` in bytes and `kind` ("device", or what a CPU run measures), as
+    `PeakMemory.read()` returns them.
     """
     rate = total_tokens / seconds if seconds > 0 else 0.0
     return {
@@ -97,14 +98,14 @@ def build_step_metrics(
 def compute_expert_load(
     model: nn.Module, world: World, cfg: FullFinetuneConfig
 ) -> dict[str, Tensor]:
-    """Return the numbers of the step that ends, on the device, and begin to count anew. Collective.
+    """Return the step's numbers on experts, on the device, and reset their counters. Collective.
 
-    Empty for a model without experts, or with compiled layers. Of a pipeline all ranks have the
-    same, whatever their layers.
+    Empty for a model without experts, or with compiled layers. All ranks get the same numbers, in a
+    pipeline too.
 
-    `expert_load_max_over_mean`: tokens of the busiest expert over those of the average one, of the
-    layer where that is most. `dropped_tokens`: choices that no expert computed. `router_aux_loss`:
-    the mean over layers and micro-batches, where there is one.
+    `expert_load_max_over_mean`: tokens of the busiest expert over those of the average one, the
+    maximum over layers. `dropped_tokens`: choices of the router that no expert computed.
+    `router_aux_loss`: mean over layers and micro-batches, if `router_aux_loss_coef` is set.
     """
     mixture = getattr(getattr(model, "spec", None), "mixture", None)
     if mixture is None or cfg.compile:
@@ -112,7 +113,7 @@ def compute_expert_load(
     rows = torch.zeros(
         len(mixture.layers), mixture.num_experts, dtype=torch.int64, device=world.device
     )
-    # Sum of the balance losses; choices; forwards that the losses are of.
+    # [sum of the balance losses, choices of the router, forwards that these losses are of]
     totals = torch.zeros(3, dtype=torch.float64, device=world.device)
     for name, module in model.named_modules():
         if not isinstance(module, Mixture) or module.load is None:
@@ -124,7 +125,7 @@ def compute_expert_load(
         rows[int(layer)] = load.rows
         loss = load.loss.clone()
         if world.tensor is not None:
-            # Ranks that share tokens know a part of the loss each.
+            # Each tensor-parallel rank has computed a part of the loss.
             dist.all_reduce(loss, group=world.mesh["tensor"].get_group())
         totals += torch.stack([loss, *loss.new_tensor([load.expected, load.calls])])
         load.clear()
@@ -149,25 +150,25 @@ class MetricsFile:
     def __init__(self, output_dir: Path) -> None:
         """Write nothing until the first `append`. output_dir: an existing folder."""
         self.path = Path(output_dir) / METRICS_FILE
-        self._file: LineFile | None = None
+        self._file: LineFile | None = None  # None while it is closed
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write one line. Raise StorageError when the disk refuses it."""
         with report_storage_faults():
             if self._file is None:
                 self._file = LineFile(self.path)
-            # Through to the operating system: a killed process loses no step that was recorded.
+            # LineFile flushes to the operating system: a killed process loses no recorded step.
             self._file.append((_encode_line(line) + "\n").encode())
 
     def truncate(self, step: int) -> None:
-        """Drop the lines after `step`, and a last line that a kill has torn; 0 empties the file.
+        """Drop the lines after `step`, and a last line that is incomplete; 0 empties the file.
 
-        For a run that goes on from the state of `step`.
+        A run calls this when it resumes from the state of `step`.
         """
         self.close()
         if self.path.exists():
             lines = [line for line in read_metrics(self.path) if line["step"] <= step]
-            # All or nothing: a kill in the middle loses none of the lines that stay.
+            # Atomic: if the process is killed here, no line that stays is lost.
             replace_text(self.path, "".join(_encode_line(line) + "\n" for line in lines))
 
     def close(self) -> None:
@@ -178,9 +179,9 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl, or of the one in a folder.
+    """Return the lines of a metrics.jsonl. path: the file, or its folder.
 
-    Lines that are torn or are no object are left out.
+    Lines that are incomplete, no object or without a step are left out.
     """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
@@ -214,9 +215,9 @@ def write_summary(
     """Write summary.json from the run's metrics.jsonl and return what it wrote.
 
     status: `done`, `stopped early`, `stopped`, `diverged` or `failed`. settings: the resolved
-    config as a dict. wall_seconds: of this process, set-up included; the seconds of the steps,
-    those before a resume included, are summed from the metrics. facts: `data`, `planned` and
-    `changed_settings`, as far as they are known, and what `BestStep` says.
+    config as a dict. wall_seconds: of this process, set-up included. (`training_seconds` is summed
+    from the metrics, steps before a resume included.) facts: further keys, if they are known:
+    `data`, `planned`, `changed_settings` and those of `BestStep.list_facts`.
     """
     lines = read_run_metrics(Path(output_dir))
     steps = [line for line in lines if "loss" in line]
@@ -271,7 +272,7 @@ def _encode_line(line: Mapping[str, Any]) -> str:
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """Return the value with numbers that are not finite replaced by None, at any depth."""
+    """Return the value with None for numbers that are not finite, and text for paths, any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -282,10 +283,9 @@ def _replace_non_finite(value: Any) -> Any:
 
 
 def write_report(output_dir: Path) -> Path:
-    """Write `output_dir/report.html` from the run's metrics.jsonl, summary.json and config.yaml;
-    return its path.
+    """Write report.html from metrics.jsonl, summary.json and config.yaml; return its path.
 
-    The summary must be there; missing metrics or config leave their part empty. Raise StorageError
+    The summary must exist; without metrics or config their sections are empty. Raise StorageError
     if the disk refuses.
     """
     output_dir = Path(output_dir)
@@ -347,7 +347,7 @@ def _draw_run_charts(lines: list[dict[str, Any]]) -> list[Figure]:
         {key for line in lines for key in line if key.startswith(_STAGE_PEAK)},
         key=lambda key: (len(key), key),  # 10 after 9
     )
-    # Title, unit, (name, key) of each curve, how the axis goes.
+    # (title, unit, (name, key) of each curve, arguments of `draw_line_figure` for the axis)
     log_axis = {"prefers_log": True}
     from_zero = {"from_zero": True}
     charts: list[tuple[str, str, list[tuple[str, str]], dict[str, Any]]] = [
@@ -372,17 +372,20 @@ def _draw_run_charts(lines: list[dict[str, Any]]) -> list[Figure]:
     figures = []
     for title, unit, series, axis in charts:
         curves = _build_curves(lines, series)
-        # Of several that are equal (on a CPU all kinds of memory are) only the last.
-        last = {tuple(curve.points): curve for curve in curves}
-        distinct = [curve for curve in curves if last[tuple(curve.points)] is curve]
-        if distinct:
-            figures.append(draw_line_figure(title, unit, distinct, **axis))
+        # Of several equal curves draw the last alone: on a CPU all kinds of memory are equal.
+        last_curve_by_points = {tuple(curve.points): curve for curve in curves}
+        distinct_curves = [
+            curve for curve in curves if last_curve_by_points[tuple(curve.points)] is curve
+        ]
+        if distinct_curves:
+            figures.append(draw_line_figure(title, unit, distinct_curves, **axis))
     return figures
 
 
 def _draw_recipe_charts(lines: list[dict[str, Any]]) -> list[Figure]:
-    """Return a chart for each number that the recipe returned with its steps or validations; `x`
-    and `validation_x` share one.
+    """Return a chart for each number that the recipe itself has added to steps or validations.
+
+    `x` and `validation_x` share one.
     """
     keys = dict.fromkeys(
         key for line in lines for key, value in line.items()
@@ -405,7 +408,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _build_curves(lines: list[dict[str, Any]], series: Iterable[tuple[str, str]]) -> list[Curve]:
-    """Return the series that have at least one number that can be drawn."""
+    """Return the curves that have at least one number. series: (name, key in a line) of each."""
     curves = []
     for name, key in series:
         points = [(line["step"], _limit_to_drawable(line[key])) for line in lines if key in line]
@@ -414,21 +417,24 @@ def _build_curves(lines: list[dict[str, Any]], series: Iterable[tuple[str, str]]
 
 
 def _limit_to_drawable(value: Any) -> float | None:
-    """Return a number that can be drawn: 0 for one that is too small, None for one too large."""
+    """Return a number that can be drawn: 0 for a tiny one; None for a huge one or no number."""
     if not _is_number(value) or not abs(value) < _LARGEST or not math.isfinite(value):
         return None
     return float(value) if abs(value) > 1 / _LARGEST else 0.0
 
 
 def _build_planned_section(summary: Mapping[str, Any], lines: list[dict[str, Any]]) -> Section:
-    """Return planned beside measured; nothing for a run whose summary says nothing of plans."""
+    """Return the section of planned and measured memory and time.
+
+    It is empty if the summary has no key `planned`.
+    """
     title = "Planned and measured"
     figures = summary.get("planned")
     if not isinstance(figures, dict):
         return Section(title, items=[_NO_PLAN] if "planned" in summary else [])
-    # What a CPU run measures is another quantity than is planned for a GPU: no difference then.
+    # A CPU run measures another quantity than what is planned for a GPU: no ratio is shown then.
     on_gpu = summary.get("memory_kind") == "device"
-    # Those of the first rank, which records.
+    # The plan's figures of the first rank, because that rank records what is measured.
     planned = {**figures, **(figures.get("first") or {})} if on_gpu else figures
     rows = []
     for kind in KINDS:
@@ -436,7 +442,7 @@ def _build_planned_section(summary: Mapping[str, Any], lines: list[dict[str, Any
         sizes = [Bytes(size) if size else None for size in (planned.get(kind), gib and gib * GIB)]
         rows.append(_build_comparison_row(f"peak {kind} memory", *sizes, is_alike=on_gpu))
     seconds = [line["seconds"] for line in lines if _is_number(line.get("seconds"))]
-    typical = median(seconds[1:] or seconds) if seconds else None  # the first is longer
+    typical = median(seconds[1:] or seconds) if seconds else None  # the first step takes longer
     if figures.get("seconds") is not None or typical is not None:
         is_same_device = on_gpu and bool(figures.get("own_device", True))
         times = (value and float(value) for value in (figures.get("seconds"), typical))
@@ -458,7 +464,11 @@ def _build_planned_section(summary: Mapping[str, Any], lines: list[dict[str, Any
 
 
 def _build_comparison_row(name: str, planned: Any, measured: Any, *, is_alike: bool) -> list[Any]:
-    """Return a row of both, and how far the planned one is off, if they are the same quantity."""
+    """Return the row [name, planned, measured, relative difference of planned from measured].
+
+    planned, measured: Bytes, seconds (float) or None. is_alike: they are the same quantity; else no
+    difference is shown.
+    """
     cells = [
         _format_step_seconds(value) if isinstance(value, float) else value or "–"
         for value in (planned, measured)
@@ -475,7 +485,7 @@ def _format_step_seconds(seconds: float) -> str:
 
 
 def _describe_plan(figures: Mapping[str, Any]) -> str:
-    """Return a note: what the plan was made for, and what it said."""
+    """Return a note that names the devices that the plan is for, and its verdict."""
     device = figures.get("device")
     text = f"Planned for {figures.get('ranks', 1)} x {device}" if device else "Planned"
     if device and not figures.get("own_device", True):
@@ -487,8 +497,10 @@ def _describe_plan(figures: Mapping[str, Any]) -> str:
 
 
 def _build_data_table(data: Mapping[str, Any] | None) -> Table | None:
-    """Return a table of what became of the samples, a column for training and one for validation;
-    None if it was not counted.
+    """Return a table of counts of samples, with columns for training and validation.
+
+    data: counts by name for each of both; None or empty: nothing was counted, and there is no
+    table.
     """
     if not data:
         return None
@@ -501,6 +513,7 @@ def _build_data_table(data: Mapping[str, Any] | None) -> Table | None:
     return Table("Data", header=["", *names], rows=rows, left=("", *names))
 
 
+# (title of the row, key of the count) of the table of data
 _DATA_ROWS = (
     ("source", "source"),
     ("format", "format"),
@@ -542,9 +555,7 @@ def _format_headline(summary: Mapping[str, Any]) -> str:
 def _list_summary_rows(
     summary: Mapping[str, Any], lines: list[dict[str, Any]]
 ) -> list[tuple[str, str]]:
-    """Return name and value of every plain number of the summary, with its unit, and of what was
-    measured in one step.
-    """
+    """Return (name, text with unit) of the summary's scalars and of the communication shares."""
     rows = []
     for key, value in summary.items():
         if isinstance(value, (dict, list)) or key in ("planned", "data", "changed_settings"):

@@ -1,9 +1,8 @@
-"""The model of a run, from a checkpoint or a shape to fill at random, and the checks before it
-takes memory and before its weights are read.
+"""Resolve the model of a run, from a checkpoint or a preset, and check it before it is built.
 
-A recipe calls `resolve_model`, then `validate_parallelism` with what that found. `run_recipe`
-checks the parameters that a recipe adds to a model and that no family knows: a checkpoint may lack
-their values, and an export may lose them.
+A recipe calls `resolve_model`, and `prepare_data` also `validate_parallelism` with its spec.
+`run_recipe` calls `check_models` and `check_trained` for the extra parameters, those that a recipe
+adds to a model of a known family: a checkpoint may lack their values, and an export may lose them.
 """
 
 from collections import Counter
@@ -44,10 +43,10 @@ from recipe_lib.parallel.pipeline.balance import split_layers
 class ResolvedModel:
     """The model that a config names."""
 
-    name: str  # of a preset, a hub id, or the full path of a folder
-    folder: Path | None  # the checkpoint's; None: random weights
-    config: dict[str, Any]  # what config.json holds
-    spec: ModelSpec
+    name: str  # name of a preset, hub id, or full path of a folder
+    folder: Path | None  # folder of the checkpoint; None: random weights
+    config: dict[str, Any]  # contents of config.json
+    spec: ModelSpec  # shape of the model, from that config
 
 
 def resolve_model(
@@ -55,8 +54,9 @@ def resolve_model(
 ) -> ResolvedModel:
     """Return the model that `model.path` or `model.preset` names.
 
-    scored: with a score head of num_labels rows, None: as many as the checkpoint's has. Raise
-    CheckpointError; for a model that is not native also SetupError and ConfigError.
+    scored: give it a score head of num_labels rows in place of the output head; None: as many rows
+    as the checkpoint's score head has. Raise CheckpointError; for a model that is not native also
+    SetupError and ConfigError.
     """
     name = cfg.path or cfg.preset or ""
     folder = find_checkpoint(name) if cfg.path else None
@@ -72,7 +72,8 @@ def resolve_model(
     else:
         spec = read_spec(config, str(folder or name), cfg.implementation)
     if folder:
-        # From the headers of all files: a broken checkpoint is told of before memory is taken.
+        # Reads the headers of all files, so that a broken checkpoint is reported before any memory
+        # is allocated.
         check_weights(spec, folder)
     return ResolvedModel(
         resolve_base_name(name, folder) if folder else name, folder=folder, config=config, spec=spec
@@ -80,25 +81,30 @@ def resolve_model(
 
 
 def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
-    """Refuse a model that the ranks cannot share, or adapters that it would not have where the
-    config says. Raise ConfigError, with what fits.
+    """Raise ConfigError if `parallel` or `lora` of the config does not fit the model.
+
+    The ranks may be unable to divide it, or it may lack modules that adapters are to be added to.
     """
     adapters = cfg.trained_adapters
     if adapters is not None:
-        # On a model without bytes, for what it raises.
+        # Adapters are added to a model on the meta device, only for the errors that this raises.
         dtype = DTYPES[cfg.dtype]
         add_adapters(build_meta(spec, dtype), adapters, dtype)
-        find_adapted_modules(spec, adapters)  # refuses what an adapter file cannot say
+        find_adapted_modules(spec, adapters)  # raises for adapters that PEFT's files cannot express
     if isinstance(spec, DecoderSpec):
         quantize = "none" if adapters is None else adapters.quantize_base
         check_tensor(spec, cfg.parallel, quantize)
         check_context(spec, cfg.parallel)
     if cfg.parallel.pipeline > 1:
-        split_layers(spec, cfg)  # refuses too few layers, and others than pipeline_balance lists
+        # Raises for fewer layers than stages, and for pipeline_layers_per_stage that do not fit.
+        split_layers(spec, cfg)
 
 
 def validate_parallelism_if_local(cfg: FullFinetuneConfig) -> None:
-    """Validate as `validate_parallelism`, if the model's config.json is on this machine's disk."""
+    """Call `validate_parallelism` if the model's config.json is on this machine's disk.
+
+    Nothing is downloaded.
+    """
     if cfg.model.implementation != "native":
         return
     folder = None
@@ -112,8 +118,8 @@ def validate_parallelism_if_local(cfg: FullFinetuneConfig) -> None:
 
 
 def collect_models(recipe: Any) -> dict[str, nn.Module]:
-    """Return the recipe's modules by the name of the attribute that holds them, each once."""
-    # By identity: a recipe may keep one module under two names.
+    """Return attribute name -> module of the recipe's modules, each once."""
+    # Keyed by identity: a recipe may hold one module under two names.
     models: dict[int, tuple[str, nn.Module]] = {}
     for name, value in vars(recipe).items():
         if isinstance(value, nn.Module):
@@ -122,23 +128,23 @@ def collect_models(recipe: Any) -> dict[str, nn.Module]:
 
 
 def check_models(recipe: Any, cfg: FullFinetuneConfig, world: World) -> None:
-    """Refuse, before weights are read, extra parameters that nothing initializes or that the export
-    would lose.
+    """Check, before weights are read, that extra parameters are initialized and exported.
 
-    Collective. Raise SetupError, and ConfigError for `checkpoint.extra_parameters: error`.
+    Collective. Raise SetupError for those that nothing initializes, and ConfigError for those that
+    the export would lose, with `checkpoint.extra_parameters: error`.
     """
     check_each_model(recipe, world, check_extra)
     for model in collect_models(recipe).values():
-        # A stage of a pipeline has a part of the names, and the fault is told on all ranks.
+        # A pipeline rank has a part of the names; the error is raised on all ranks, with all names.
         fault = find_extra_fault(cfg.checkpoint, _merge_stages(world, _count_extra_elements(model)))
         if fault is not None:
             raise ConfigError(fault)
 
 
 def check_trained(recipe: Any, world: World) -> None:
-    """Refuse a trained extra parameter that the recipe's optimizers leave out.
+    """Raise SetupError on all ranks if no optimizer steps an extra parameter that is trained.
 
-    Collective. Raise SetupError on all ranks.
+    Collective.
     """
     stepped: set[int] = set()
     for value in vars(recipe).values():
@@ -148,7 +154,7 @@ def check_trained(recipe: Any, world: World) -> None:
 
     def check(model: nn.Module) -> None:
         if not any(id(parameter) in stepped for parameter in model.parameters()):
-            return  # a reference, say
+            return  # no optimizer trains this model: a frozen reference, for example
         for name, tensor in find_extra_tensors(model).items():
             if tensor.requires_grad and id(tensor) not in stepped:
                 raise SetupError(
@@ -160,15 +166,16 @@ def check_trained(recipe: Any, world: World) -> None:
 
 
 def check_each_model(recipe: Any, world: World, check: Callable[[nn.Module], None]) -> None:
-    """Raise on all ranks what a check raises of any model of the recipe. Collective."""
+    """Run a check on each model of the recipe; an error is raised on all ranks. Collective."""
     with world.raise_together():
         for model in collect_models(recipe).values():
             check(model)
 
 
 def describe_extra(model: nn.Module, world: World) -> list[str]:
-    """Return lines for the log: the parameters and buffers that no family has, and where their
-    values are from. Collective in a pipeline.
+    """Return log lines on the extra parameters and buffers, and where their values come from.
+
+    Collective in a pipeline.
     """
     loaded_names = model.loaded_extras if isinstance(model, LanguageModel) else frozenset()
     counts = _count_extra_elements(model)
@@ -177,7 +184,7 @@ def describe_extra(model: nn.Module, world: World) -> list[str]:
         (False, "start from reset_parameters, no checkpoint has them"),
         (True, "are read"),
     ):
-        # Gathered even if this rank has none: all ranks have to take part.
+        # Called even if this rank has no extra parameters: gathering is a collective.
         merged = _merge_stages(
             world,
             {name: count for name, count in counts.items() if (name in loaded_names) == is_loaded},
@@ -191,9 +198,7 @@ def describe_extra(model: nn.Module, world: World) -> list[str]:
 
 
 def warn_of_export(model: nn.Module, world: World, folder: Path) -> None:
-    """Say which tensors of an exported folder other programs will not load. Collective in a
-    pipeline.
-    """
+    """Warn of exported tensors that other programs ignore. Collective in a pipeline."""
     saved_extra = _merge_stages(world, _count_extra_elements(model, saved=True))
     if saved_extra:
         warn_on_first_rank(
@@ -205,7 +210,7 @@ def warn_of_export(model: nn.Module, world: World, folder: Path) -> None:
 
 
 def shorten_names(names: Iterable[str]) -> str:
-    """Return the names, those of several layers together: `model.layers.*.mlp.extra.weight (5)`."""
+    """Return the names as text, those of several layers as one: `layers.*.mlp.extra.weight (5)`."""
     counts = Counter(
         ".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names
     )
@@ -213,12 +218,15 @@ def shorten_names(names: Iterable[str]) -> str:
 
 
 def _count_extra_elements(model: nn.Module, *, saved: bool = False) -> dict[str, int]:
-    """Return the elements of each extra tensor by its name; saved: of those in a state dict."""
+    """Return name -> elements of each extra tensor; saved: only those in a state dict."""
     return {name: tensor.numel() for name, tensor in find_extra_tensors(model, saved=saved).items()}
 
 
 def _merge_stages(world: World, local_counts: dict[str, int]) -> dict[str, int]:
-    """Return the counts of all ranks; only stages of a pipeline have different tensors."""
+    """Return the counts of all pipeline ranks together; others have the same tensors on each rank.
+
+    Collective in a pipeline.
+    """
     if world.pipeline is None:
         return local_counts
     merged: dict[str, int] = {}

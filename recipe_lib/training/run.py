@@ -1,7 +1,8 @@
-"""A recipe from its config to its last step: the same calls, in the same order, on every rank.
+"""Run a recipe from its config to its last step, by the same calls in the same order on all ranks.
 
-`run_recipe` is the `main` of a recipe. Below it are the checks that need all ranks: that they have
-the same settings, and those that share a model the same batches.
+`main` of a recipe calls `run_recipe` with its class, which has the methods of `Recipe`. Below are
+the checks that need all ranks: that all have the same settings, and that the ranks which share a
+model (tensor, context or pipeline parallelism) have the same batches.
 """
 
 import hashlib
@@ -30,44 +31,48 @@ class Recipe(Protocol):
     """The methods of a recipe's class, in the order in which they are called."""
 
     def __init__(self, cfg: Any, world: World) -> None:
-        """Keep them; refuse what only this recipe cannot do. Nothing large is read or taken."""
+        """Keep config and world, and raise ConfigError for settings that this recipe lacks.
+
+        Reads nothing large and allocates nothing on the device.
+        """
 
     def setup_data(self, prepared: PreparedData | None) -> None:
-        """Open the samples, as the only method. prepared: those that were tokenized before there
-        were ranks.
+        """Build the TrainingData; no other method reads samples.
+
+        prepared: the datasets, tokenized before there was a process group.
         """
 
     def setup_model(self) -> None:
         """Build the model in this rank's memory, without values."""
 
     def load_weights(self) -> None:
-        """Give the model its values."""
+        """Load the checkpoint into the model, or initialize its parameters."""
 
     def setup_optimizer(self) -> None:
-        """Build the optimizer over what is trained."""
+        """Build the optimizer over the trained parameters."""
 
     def describe(self) -> list[str]:
         """Return lines for the log."""
 
     def resume(self) -> None:
-        """Go on from a saved state, if asked to."""
+        """Load the saved state that `resume` names, if it is set."""
 
     def train(self) -> None:
-        """Train all steps, and write what they leave."""
+        """Train all steps that are left, and export the model."""
 
 
 def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
-    """Run a recipe: one process, or under torchrun every rank.
+    """Run a recipe in this process, alone or as one rank under torchrun.
 
-    What is wrong with config, model or data is reported once: where the ranks agree on it, or else
-    by the heartbeat, which ends the others when one rank raises alone. Raise UserError and
-    StoppedAndSaved.
+    A UserError is reported once: `world.agree` raises it on all ranks together, and where one rank
+    raises alone, the heartbeat ends the others. Raise UserError, and StoppedAndSaved after SIGTERM
+    or SIGINT.
     """
     given_settings = list_settings(cfg)  # before `prepare_data` settles the formats in cfg
     with meet_ranks(cfg) as ranks:
         phase = ranks.heartbeat.phase
-        # When the ranks have met and before they are a process group, so that no rank waits in a
-        # collective for the samples to be tokenized.
+        # After the ranks have met and before they are a process group: no rank waits in a
+        # collective until the samples are tokenized.
         with phase("reading the data"):
             tokenized = prepare_data(cfg)
         world = make_world(cfg, ranks)
@@ -75,7 +80,7 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
         with phase("setting up"):
             check_same_config(given_settings, world)
             prepared = world.agree(get_prepared, tokenized)
-            check_same_config(list_settings(cfg), world)  # formats that each found in its data
+            check_same_config(list_settings(cfg), world)  # again: each rank may find other formats
             warn_of_slow_dtype(cfg, world)
             world.agree(check_capability, cfg, world)
             recipe: Recipe = world.agree(recipe_class, cfg, world)
@@ -87,7 +92,7 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
                 check_models(recipe, cfg, world)
             with phase("loading weights"):
                 recipe.load_weights()
-                # No parameter enters training with what its memory held before.
+                # Finds parameters that nothing has written, and that would train from garbage.
                 check_each_model(recipe, world, check_written)
             with phase("setting up the optimizer"):
                 recipe.setup_optimizer()
@@ -101,13 +106,13 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
 
 
 def warn_of_slow_dtype(cfg: FullFinetuneConfig, world: World) -> None:
-    """Warn, on the main rank of a run on CPUs, if this one has no instructions for the dtype."""
+    """Warn, on the main rank of a run on CPUs, if this CPU has no instructions for `dtype`."""
     if world.device.type != "cpu" or not world.is_main or cfg.dtype not in ("bf16", "fp16"):
         return
-    if not torch.backends.mkldnn.is_available():  # a torch that cannot say it
+    if not torch.backends.mkldnn.is_available():  # without oneDNN torch cannot tell
         return
-    # Torch then multiplies such numbers one at a time, in a step's products some 80 times as slowly
-    # as in fp32.
+    # Without them torch multiplies such numbers one at a time: a step's matmuls are some 80 times
+    # as slow as in fp32.
     if not getattr(torch.ops.mkldnn, f"_is_mkldnn_{cfg.dtype}_supported")():
         get_logger().warning(
             "warning: dtype=%s on this CPU, which has no instructions for it: matrices are"
@@ -117,7 +122,7 @@ def warn_of_slow_dtype(cfg: FullFinetuneConfig, world: World) -> None:
 
 
 def check_capability(cfg: FullFinetuneConfig, world: World) -> None:
-    """Raise ConfigError, by name, for what the card lacks; nothing on a CPU."""
+    """Raise ConfigError for settings that this GPU's compute capability lacks; never on a CPU."""
     capability = get_compute_capability(world.device)
     if capability is None:
         return
@@ -127,12 +132,12 @@ def check_capability(cfg: FullFinetuneConfig, world: World) -> None:
 
 
 def check_same_config(settings: dict[str, str], world: World) -> None:
-    """Compare the settings of all ranks (`list_settings`). A collective.
+    """Raise ConfigError on every rank, with each key that differs between ranks. Collective.
 
-    Raise ConfigError on every rank, with each key that differs.
+    settings: this rank's, of `list_settings`.
     """
-    # Where each machine has a config of its own, or has decided `parallel.strategy: auto` by its
-    # own GPUs, ranks that train differently would wait for each other.
+    # Machines may have different config files, or decide `parallel.strategy: auto` by different
+    # GPUs. Such ranks would wait for each other in different collectives.
     gathered = world.gather_json(settings)
     faults = []
     for name in dict.fromkeys(key for rank_settings in gathered for key in rank_settings):
@@ -148,7 +153,10 @@ def check_same_config(settings: dict[str, str], world: World) -> None:
 
 
 def list_settings(cfg: FullFinetuneConfig) -> dict[str, str]:
-    """Return the values as text by key; none of paths and trackers, which may be of a machine."""
+    """Return key and value, as text, of all settings that ranks must share.
+
+    Paths and trackers are left out: they may differ from machine to machine.
+    """
     config_class: Any = type(cfg)  # mypy takes a dataclass for unhashable, its class too
     return {
         name: str(attrgetter(name)(cfg))
@@ -158,13 +166,12 @@ def list_settings(cfg: FullFinetuneConfig) -> dict[str, str]:
 
 
 def check_same_batches(batches: StepBatches, world: World) -> None:
-    """Compare the batches of a step over the ranks that have to have the same ones, by their hash.
-    A collective.
+    """Raise SetupError on every rank if ranks that must have the same batches have not. Collective.
 
-    Those are the ranks of a tensor-parallel group, of a pipeline, and those that share sequences.
-    Raise SetupError on every rank.
+    These are the ranks of a tensor-parallel group, of a pipeline, and of a group that shares
+    sequences. Their batches are compared by a hash.
     """
-    # Batches that differ would train silently on a mixture of them.
+    # With different batches such ranks would silently train on a mixture of them.
     if world.size == world.data_ranks:
         return
     digest = hashlib.sha256()

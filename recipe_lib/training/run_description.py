@@ -1,9 +1,8 @@
-"""What a run will take, told and checked before it begins: from the config on these devices with
-this data.
+"""Describe what a run will take, and check its host memory, before it begins.
 
-A recipe's `describe` begins with `list_derived_numbers`: the batch, steps and bytes of the run. A
-recipe calls `check_host_memory` between sharding its model and giving it memory: the host memory
-that the run's offloading will take has to be there.
+A recipe's `describe` calls `list_derived_numbers`, which returns log lines on the batch, the steps
+and the bytes of the run. A recipe calls `check_host_memory` between sharding its model and
+allocating it: the host memory that offloading will take has to be there.
 """
 
 import os
@@ -48,8 +47,9 @@ def list_derived_numbers(
     parallel: Parallel,
     data: TrainingData,
 ) -> list[str]:
-    """Return lines for the log, each number with its unit and how it comes about. Collective in a
-    pipeline.
+    """Return log lines on the run, each number with its unit and how it is computed.
+
+    Collective in a pipeline.
     """
     levers = parallel.levers
     return [
@@ -108,7 +108,7 @@ def _describe_batch(
 
 
 def _describe_pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]:
-    """Return how the sequences go through a pipeline, and the layers that this rank has of it."""
+    """Return a line on the pipeline's micro-batches, stages and this rank's layers, if any."""
     if parallel.pipeline is None:
         return []
     batch_size, num_micro_batches = compute_micro_batches(cfg)
@@ -152,52 +152,56 @@ def _describe_learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
 
 
 def _describe_model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> list[str]:
+    """Return lines on the number of parameters, and the bytes a rank needs before activations."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     num_trained = sum(parameter.numel() for parameter in trained)
-    stored = find_stored_weights(model)  # quantized: fewer, packed numbers stand for the weights
-    count = sum(weight.in_features * weight.out_features for weight in stored.values()) + sum(
+    # Quantized linears: their packed parameters have fewer elements than the weight they store, so
+    # these are counted by the weight's shape.
+    stored = find_stored_weights(model)
+    num_parameters = sum(
+        weight.in_features * weight.out_features for weight in stored.values()
+    ) + sum(
         parameter.numel()
         for name, parameter in model.named_parameters()
         if name.rpartition("_")[0] not in stored
     )
-    streamed = parallel.levers.layers.num_bytes() if parallel.levers.layers is not None else 0
-    resident = count_local_bytes(model.parameters()) - streamed
-    parameters = format_bytes(resident)
-    if streamed:
-        parameters += f" and {format_bytes(streamed)} in host memory"
-    num_gradient_bytes = count_local_bytes(trained)
-    gradients = format_bytes(num_gradient_bytes)
+    streamed_bytes = parallel.levers.layers.num_bytes() if parallel.levers.layers is not None else 0
+    resident_bytes = count_local_bytes(model.parameters()) - streamed_bytes
+    parameters = format_bytes(resident_bytes)
+    if streamed_bytes:
+        parameters += f" and {format_bytes(streamed_bytes)} in host memory"
+    gradient_bytes = count_local_bytes(trained)
+    gradients = format_bytes(gradient_bytes)
     if cfg.memory.optimizer_in_backward:  # one group is stepped before the next has gradients
         groups = _group_reduced_parameters(model)
-        num_gradient_bytes = max(map(count_local_bytes, groups), default=0)
-        gradients = f"{format_bytes(num_gradient_bytes)} at a time"
-    num_state_bytes = count_optimizer_state_bytes(cfg.optimizer, model.named_parameters())
+        gradient_bytes = max(map(count_local_bytes, groups), default=0)
+        gradients = f"{format_bytes(gradient_bytes)} at a time"
+    state_bytes = count_optimizer_state_bytes(cfg.optimizer, model.named_parameters())
     states = (
-        format_bytes(num_state_bytes)
-        if num_state_bytes is not None
-        else "not known before the first step"
+        format_bytes(state_bytes) if state_bytes is not None else "not known before the first step"
     )
     if cfg.memory.optimizer_offload:
         states += " in host memory"
-        num_state_bytes = 0
+        state_bytes = 0
     where = "host memory" if cfg.memory.cpu_offload else "memory"
     scope = " of this rank" if parallel.pipeline is not None else ""
     return [
         (
-            f"parameters{scope}: {format_count(count)}, trainable {format_count(num_trained)} "
-            f"({num_trained / max(1, count):.2%}), {cfg.dtype}"
+            f"parameters{scope}: {format_count(num_parameters)}, trainable"
+            f" {format_count(num_trained)} ({num_trained / max(1, num_parameters):.2%}),"
+            f" {cfg.dtype}"
         ),
         (
             f"{where} per rank: parameters {parameters}, gradients {gradients}, optimizer state"
             f" {states}; together"
-            f" {format_bytes(resident + num_gradient_bytes + (num_state_bytes or 0))} before"
+            f" {format_bytes(resident_bytes + gradient_bytes + (state_bytes or 0))} before"
             " activations"
         ),
     ]
 
 
 def _describe_other_parts(model: nn.Module) -> list[str]:
-    """Return a line on the parts of a multimodal model that text does not run through."""
+    """Return a line on the parts of a multimodal model that text does not run through, if any."""
     names = model.other_parts if isinstance(model, LanguageModel) else ()
     if not names:
         return []
@@ -211,15 +215,16 @@ def _describe_other_parts(model: nn.Module) -> list[str]:
 
 
 def _group_reduced_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Return the trained parameters in groups whose gradients are there at the same time: those of
-    an FSDP unit, else each alone.
+    """Return the trained parameters in groups whose gradients exist at the same time.
+
+    A group is an FSDP unit; without FSDP it is one parameter.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         return [[parameter] for parameter in model.parameters() if parameter.requires_grad]
     grouped: set[nn.Parameter] = set()
     groups = []
-    # Inner units first: an outer one has what is left.
+    # Inner units come first: an outer unit has the parameters that no inner one has.
     for unit in reversed(units):
         group = [
             parameter
@@ -238,19 +243,20 @@ def check_host_memory(
     world: World,
     other: nn.Module | None = None,
 ) -> None:
-    """Refuse a run whose ranks on this machine keep more on the host than
-    `memory.host_memory_limit_gib`, or than is free. Raise SetupError.
+    """Raise SetupError if offloading needs more host memory than is allowed or free.
 
-    Call it when the model is sharded and has no memory yet. other: another model of the run that
-    has its memory already, such as a frozen reference.
+    All ranks of this machine count together; `memory.host_memory_limit_gib` is what is allowed.
+    Activations are checked later, by a function that this gives to `parallel.levers.offload`. Call
+    it when the model is sharded and not yet allocated. other: another model of the run, which is
+    allocated already, such as a frozen reference.
     """
     if world.device.type == "cpu" or not holds_values(world.device):
         return
     needs = count_offloaded_bytes(model, cfg, other)
-    # Read now: what the first micro-batch is judged by is what was free before the model.
+    # Read now, before the model is allocated; the check of activations below compares with it too.
     free = find_free_host_memory()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # Parameters, gradients and states are known already.
+    # The bytes of parameters, gradients and optimizer states are known already.
     check_host_needs(needs, allowed=cfg.memory.host_memory_limit_gib, ranks=ranks, free=free)
     if parallel.levers.offload is not None:
         calls = count_calls_at_once(parallel, cfg, parallel.levers.offload)
@@ -259,9 +265,9 @@ def check_host_memory(
             batch_size * cfg.sequences_per_item * cfg.max_seq_len // count_token_ranks(cfg.parallel)
         )
 
-        # Activations are known when the first layer of the first micro-batch has run: by what it
-        # kept, for all layers that are sent, the longest sequences and the micro-batches that a
-        # pipeline has under way.
+        # The bytes of activations are known when the first layer of the first micro-batch has run.
+        # They are scaled to all layers that are offloaded, to the longest sequences, and to the
+        # micro-batches that a pipeline has in flight.
         def judge(num_bytes: int, tokens: int) -> None:
             expected_bytes = calls * num_bytes
             if 0 < tokens < max_tokens:
@@ -279,17 +285,17 @@ def check_host_memory(
 def count_offloaded_bytes(
     model: nn.Module, cfg: FullFinetuneConfig, other: nn.Module | None = None
 ) -> dict[str, int]:
-    """Return what one rank keeps on the host, without activations, by key of the section `memory`.
+    """Return key of the section `memory` -> host bytes of one rank, without activations.
 
-    Pinned memory, that of sharded parameters, of their gradients and of offloaded optimizer states,
-    is counted as torch takes it.
+    Sharded parameters, their gradients and offloaded optimizer states are in pinned memory, which
+    is counted in the sizes that torch allocates. other: see `check_host_memory`.
     """
     needs = {}
     parameters = list(model.parameters())
     other_parameters = list(other.parameters()) if other is not None else []
     if cfg.memory.cpu_offload:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        # States of a plugin's optimizer without facts are not known, and not counted.
+        # A plugin's optimizer may not tell the size of its states; they are not counted then.
         states = count_optimizer_state_bytes(cfg.optimizer, model.named_parameters()) or 0
         needs["cpu_offload"] = (
             _count_pinned_bytes([*parameters, *other_parameters])
@@ -308,22 +314,22 @@ def count_offloaded_bytes(
 
 
 def _count_pinned_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Return what the local parts of the parameters take, each pinned by itself."""
+    """Return the bytes of the local shards of the parameters, each pinned in its own allocation."""
     return sum(round_up_to_pinned(count_local_bytes([parameter])) for parameter in parameters)
 
 
 def _count_gradient_bytes(
     model: nn.Module, trained: list[nn.Parameter], cfg: FullFinetuneConfig
 ) -> int:
-    """Return the most that offloaded gradients take at a time."""
-    # Pinned, as FSDP does not wait for its copy (`foreach_reduce`); torch 2.13 does wait for those
-    # that are stepped in backward, and takes no more than is said.
+    """Return the most bytes that offloaded gradients take at a time."""
+    # They are pinned, since FSDP does not wait for its copy (`foreach_reduce`). torch 2.13 does
+    # wait for gradients that are stepped in backward; they take no more than is counted here.
     if cfg.memory.optimizer_in_backward:
         return max((_count_pinned_bytes([parameter]) for parameter in trained), default=0)
     pinned = _count_pinned_bytes(trained)
     if reduces_once(cfg.parallel) or compute_micro_batches(cfg)[1] == 1:
         return pinned
-    # Micro-batches are reduced one by one: besides the sums there is what arrives.
+    # Each micro-batch is reduced by itself: besides the sums there are the gradients that arrive.
     if cfg.parallel.accumulate_grad_in_fp32:
         return pinned + 2 * count_local_bytes(trained)  # sums in fp32, of bf16
     arriving = [
@@ -335,17 +341,20 @@ def _count_gradient_bytes(
         for unit in model.modules()
         if isinstance(unit, FSDPModule)
     ]
-    return pinned + sum(sorted(arriving)[-2:])  # those of two units are under way
+    return pinned + sum(sorted(arriving)[-2:])  # gradients of two FSDP units arrive at a time
 
 
 def count_calls_at_once(
     parallel: Parallel, cfg: FullFinetuneConfig, window: OffloadedActivations
 ) -> int:
-    """Return how many forwards of layers have their tensors on the host at a time, at most."""
+    """Return the most layers' forwards whose activations are on the host at a time.
+
+    window: the hooks that offload them; its `sent` is the number of layers.
+    """
     pipeline = parallel.pipeline
     if pipeline is None:
         return max(window.sent, 0)
-    # Of each moment of the schedule the forwards by stage whose backward is still to come.
+    # For each moment of the schedule: stage -> micro-batches whose backward is still to come.
     moments = pipeline.list_in_flight(compute_micro_batches(cfg)[1])
     return max(
         sum(count * len(pipeline.layers[stage]) for stage, count in moment.items())

@@ -1,8 +1,8 @@
-"""Everything a run says while it trains, in one object: metrics.jsonl, the progress line, trackers,
-the summary.
+"""Record and show a run while it trains: metrics.jsonl, progress lines, trackers and the summary.
 
-`RunLog` opens the output folder and records each step; `Progress` shows it; a tracker is
-tensorboard, wandb, trackio or a plugin's, each an extra that is imported when it is asked for.
+`TrainingLoop` opens a `RunLog`, which opens the output folder, and calls `record_step`,
+`record_validation` and `close`. `Progress` shows steps on the terminal. Trackers are tensorboard,
+wandb, trackio or a plugin's; their packages are imported only if `log.trackers` names them.
 """
 
 import dataclasses
@@ -44,13 +44,14 @@ from recipe_lib.training.records import MetricsFile, write_report, write_summary
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import format_clock, format_count, format_seconds
 
-# A status of the summary: validation.patience ended the steps, and so all is done.
+# Status in summary.json of a run that validation.patience has ended; it is complete, as "done" is
 STOPPED_EARLY = "stopped early"
-SHORTEST_BAR = 8  # columns
-LONGEST_BAR = 60
-PAST_WEIGHT = 0.9  # of the steps before in the mean seconds of a step
-_NOT_SHOWN = ("validation_tokens", "validation_pairs")  # of a validation: the same each time
-# Which numbers are left out first where the room is short; the loss never is.
+SHORTEST_BAR = 8  # columns of the terminal
+LONGEST_BAR = 60  # columns of the terminal
+PAST_WEIGHT = 0.9  # weight of earlier steps in the moving average of seconds of a step
+# Numbers of a validation that are not shown, because they are the same each time
+_NOT_SHOWN = ("validation_tokens", "validation_pairs")
+# Beginnings or ends of numbers, in the order in which they are left out of a narrow line
 _LEFT_OUT = ("labels", "lr", "grad norm", "tokens/s/device", "GiB")
 
 
@@ -66,10 +67,10 @@ class RunLog:
         done: int,
         data: Mapping[str, Any] | None = None,
     ):
-        """Open the output folder. A collective.
+        """Open the output folder. Collective.
 
-        done: steps that an earlier process has trained; lines after it are cut from metrics.jsonl.
-        data: as `count_data` counts them.
+        total_steps: of the whole run. done: number of steps that an earlier process has trained;
+        lines after it are cut from metrics.jsonl. data: counts of samples, from `count_data`.
         """
         self._cfg = cfg
         self._world = world
@@ -77,6 +78,7 @@ class RunLog:
         self._data = data
         self._folder = Path(cfg.output_dir)
         self._began = time.monotonic()
+        # Descriptor that locks the output folder; None: this rank has no lock
         self._lock: int | None = None
         self._closed = False
         with world.raise_together():
@@ -90,19 +92,23 @@ class RunLog:
         self._progress = Progress(cfg.log, total_steps, world, done=done)
 
     def record_step(self, line: Mapping[str, Any], recipe_metrics: Sequence[str] = ()) -> None:
-        """Record one optimizer step. recipe_metrics: names of the numbers that the recipe adds."""
+        """Record and show one optimizer step.
+
+        line: of `build_step_metrics`, and the numbers that the recipe adds, whose names are
+        recipe_metrics.
+        """
         self._record(line)
         self._progress.show_step(line, recipe_metrics)
 
     def record_validation(self, line: Mapping[str, Any]) -> None:
-        """Record one validation."""
+        """Record and show one validation. line: `step`, and its numbers by name."""
         self._record(line)
         self._progress.show_validation(line)
 
     def _record(self, line: Mapping[str, Any]) -> None:
         if self._metrics:
             self._metrics.append(line)
-        # Text, null and the step itself are left out.
+        # Trackers take numbers only: text, null and the step itself are left out.
         numbers = {
             name: float(value)
             for name, value in line.items()
@@ -114,7 +120,7 @@ class RunLog:
     def close(self, status: str, facts: Mapping[str, Any] | None = None) -> None:
         """End the progress line and the trackers, and write summary.json and report.html.
 
-        status: how the run ended. facts: more for the summary.
+        status: how the run ended, see `write_summary`. facts: further keys of the summary.
         """
         self._closed = True
         self._progress.close()
@@ -137,11 +143,11 @@ class RunLog:
                 },
             )
             report = write_report(self._folder)
-            if status != "failed":  # there the error is what is to be read
+            if status != "failed":  # then the error is the line that a user should read
                 get_logger().info("report: %s", report)
             with report_storage_faults():
                 record_written_files(self._folder)
-                # With all steps done and the model written, this run takes the other's place.
+                # A complete run replaces the earlier one of `overwrite_output_dir`.
                 if status in ("done", STOPPED_EARLY):
                     drop_earlier(self._folder)
                 else:
@@ -155,14 +161,14 @@ class RunLog:
     ) -> None:
         self._progress.close()
         if isinstance(error, Exception) and not self._closed:
-            with suppress(Exception):  # the error itself is what the user reads
+            with suppress(Exception):  # a fault of closing must not replace the run's error
                 self.close("failed")
         unlock_output(self._lock)
         self._lock = None
 
 
 class Progress:
-    """The lines of metrics.jsonl as a user sees them; ranks other than the main one show nothing.
+    """The steps of a run on the terminal; ranks other than the main one show nothing.
 
     progress = Progress(cfg.log, total_steps, world, done=step)
     progress.show_step(line)        # a plain line each cfg.every_n_steps, and for the last step
@@ -171,17 +177,17 @@ class Progress:
     """
 
     def __init__(self, cfg: LogConfig, total_steps: int, world: World, *, done: int = 0) -> None:
-        """Begin to show rows that move, where the terminal can.
+        """Show a moving bar and the last numbers, if `log.progress` and the terminal allow it.
 
-        done: steps that an earlier process has already trained.
+        done: number of steps that an earlier process has trained.
         """
         self._every_n_steps = cfg.every_n_steps
         self._total_steps = total_steps
-        self._done = done
+        self._done = done  # steps, those of an earlier process included
         self._trained = 0  # steps of this process
-        self._step_seconds = 0.0  # a running mean
-        self._last_time = time.monotonic()
-        # The last step, and the names in it of the numbers that the recipe adds.
+        self._step_seconds = 0.0  # moving average of the seconds of a step
+        self._last_time = time.monotonic()  # when the last step ended
+        # The line of the last step, and the names of the numbers in it that the recipe adds
         self._line: Mapping[str, Any] = {}
         self._recipe_metrics: Sequence[str] = ()
         self._is_shown = world.is_main
@@ -191,12 +197,12 @@ class Progress:
             show_rows(self._draw_rows)
 
     def show_step(self, line: Mapping[str, Any], recipe_metrics: Sequence[str] = ()) -> None:
-        """Show one optimizer step. recipe_metrics: names of the numbers that the recipe adds."""
+        """Show one optimizer step. line, recipe_metrics: see `RunLog.record_step`."""
         now = time.monotonic()
         seconds = now - self._last_time
         self._last_time = now
         self._trained += 1
-        # The first step is longer than others, so it counts only as long as there is no other.
+        # The first step takes longer than others, so it counts only until there is a second.
         if self._trained > 2:
             seconds = PAST_WEIGHT * self._step_seconds + (1 - PAST_WEIGHT) * seconds
         self._step_seconds = seconds
@@ -208,7 +214,7 @@ class Progress:
             get_logger().info(self._format_plain_line())
 
     def show_validation(self, line: Mapping[str, Any]) -> None:
-        """Show one validation; a line of its own."""
+        """Show one validation, in a line of its own."""
         if self._is_shown:
             numbers = [
                 f"{name.removeprefix('validation_').replace('_', ' ')} {_format_number(line[name])}"
@@ -220,18 +226,19 @@ class Progress:
             )
 
     def close(self) -> None:
-        """Take the rows away; the lines stay."""
+        """Remove the moving rows; printed lines stay."""
         hide_rows(self._draw_rows)
         self._is_live = False
 
     def _format_plain_line(self) -> str:
-        """Return the line of the last step."""
+        """Return the line to print for the last step."""
         begin = f"step {self._done}/{self._total_steps}  "
         numbers = _format_numbers(self._line, self._recipe_metrics)
         if not self._is_live:
             seconds_left = format_seconds(self._estimate_seconds_left())
             return f"{begin}{'  '.join(numbers)}  eta {seconds_left}"
-        # Above rows that move, which show the time left; they count on no line being broken.
+        # The moving rows below show the time left. They are drawn over again, which goes wrong if a
+        # line is wrapped, so it is cut to the terminal's width.
         columns = shutil.get_terminal_size((80, 24)).columns - 1 - len(begin)
         return begin + "  ".join(_select_fitting(numbers, columns))
 
@@ -239,7 +246,10 @@ class Progress:
         return self._step_seconds * (self._total_steps - self._done)
 
     def _draw_rows(self, width: int) -> list[Text]:
-        """Return the bar with step and time left, and the numbers in as much room as there is."""
+        """Return the moving rows: bar with step and time left, and the numbers that fit.
+
+        width: columns of the terminal.
+        """
         eta = format_clock(self._estimate_seconds_left()) if self._trained else "?"
         share = self._done / self._total_steps if self._total_steps else 1.0
         begin = f"step {self._done}/{self._total_steps} "
@@ -253,7 +263,7 @@ class Progress:
             (empty * (columns - num_full), "bright_black"),
             end,
         )
-        if is_in_phase():  # which has a row of its own
+        if is_in_phase():  # a phase (saving, say) shows a row of its own
             return [bar]
         if not self._line:
             waited = format_clock(time.monotonic() - self._last_time)
@@ -263,9 +273,7 @@ class Progress:
 
 
 def _format_numbers(line: Mapping[str, Any], recipe_metrics: Sequence[str]) -> list[str]:
-    """Return the numbers of a step line, each named and with its unit; those that the recipe adds
-    stand after the loss.
-    """
+    """Return the numbers of a step as texts with name and unit; the recipe's follow the loss."""
     memory = line["peak_memory_active_gib"]
     kind = "resident" if line["memory_kind"] != "device" else "peak"
     return [
@@ -284,7 +292,7 @@ def _format_numbers(line: Mapping[str, Any], recipe_metrics: Sequence[str]) -> l
 
 
 def _select_fitting(numbers: list[str], columns: int) -> list[str]:
-    """Return the numbers that fit into so many columns; the loss always."""
+    """Return the numbers that fit into so many columns; the loss, the first, is never left out."""
     shown = list(numbers)
     for name in _LEFT_OUT:
         if len("  ".join(shown)) > columns:
@@ -303,13 +311,11 @@ def _format_number(value: float | None, *, is_count: bool = False) -> str:
 
 
 def count_data(data: TrainingData) -> dict[str, Any]:
-    """Return counts of the training data and, if there are any, of those for validation, as they
-    were made into sequences.
-    """
+    """Return counts of samples, sequences and tokens, for training and any validation."""
     counts = {"training": _count_dataset(data.dataset.report)}
-    packed_share = data.plan.compute_packed_share()  # of tokens; the rest of a pack is padding
+    packed_share = data.plan.compute_packed_share()  # share of tokens in packs; the rest is padding
     if packed_share is not None:
-        # The packed sequences of the first epoch.
+        # `packs`: number of packs in the first epoch
         counts["training"] |= {"packs": data.plan.packs(), "packed_share": packed_share}
     if data.validation_dataset is not None:
         counts["validation"] = _count_dataset(data.validation_dataset.report)
@@ -336,9 +342,7 @@ def _count_dataset(report: DataReport) -> dict[str, Any]:
 
 
 def list_changed_settings(cfg: Any) -> dict[str, list[str]]:
-    """Return by key [its value, its default] of what is not at its default, as a config writes
-    them.
-    """
+    """Return key -> [value, default] of settings that are not at their default, in YAML's text."""
     config_class: type = type(cfg)
     changed = {}
     for name, key in read_schema(config_class).keys.items():
@@ -353,16 +357,16 @@ class Tracker(Protocol):
     """A receiver of metrics besides metrics.jsonl."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the numbers of one step."""
+        """Record numbers by name; step: number of steps done."""
 
     def close(self) -> None:
-        """Send what is left, and end the run at the tracker."""
+        """Send what is not yet sent, and end the run at the tracker."""
 
 
 def open_trackers(cfg: FullFinetuneConfig) -> list[Tracker]:
     """Open the trackers of `log.trackers`; those that write files do so in `output_dir/trackers`.
 
-    ConfigError with the pip command when a package is missing.
+    Raise ConfigError, with the pip command, if a package is missing.
     """
     folder = Path(cfg.output_dir)
     run_name = cfg.log.run_name if cfg.log.run_name is not None else folder.name
@@ -416,7 +420,7 @@ class Trackio:
 
 
 @register("log.trackers", "wandb")
-class WandB(Trackio):  # whose functions are named as wandb's
+class WandB(Trackio):  # trackio's `log` and `finish` have wandb's names and arguments
     """A run at Weights & Biases; its local files are in `output_dir/trackers`."""
 
     def __init__(
@@ -437,7 +441,7 @@ class WandB(Trackio):  # whose functions are named as wandb's
 
 
 def _import_tracker(package: str) -> ModuleType:
-    """Return the imported package, or one line that says how to get it."""
+    """Return the imported package; raise ConfigError that says how to install it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

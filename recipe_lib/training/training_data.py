@@ -1,8 +1,8 @@
-"""A recipe's data as one object: tokenizer, datasets, the sequences that each step takes, and the
-batches made of them.
+"""Hold a recipe's data in one object: tokenizer, datasets, their order, and the batches of a step.
 
-`prepare_data` tokenizes before the ranks wait for each other; `TrainingData` is what `setup_data`
-of a recipe keeps.
+`run_recipe` calls `prepare_data`, which tokenizes before the ranks form a process group. A recipe's
+`setup_data` then builds a `TrainingData` of the result, and takes its batches from `batches` and
+`validation_batches`.
 """
 
 import os
@@ -48,11 +48,15 @@ class TrainingData:
         world: World,
         prepared: PreparedData | None = None,
     ) -> None:
-        """Take what is prepared; else tokenize, or map what is in the cache. Raise DataError."""
+        """Take the prepared datasets, or tokenize them now or map them from the cache.
+
+        source: the resolved model, whose tokenizer and shape the data has to fit. prepared: what
+        `prepare_data` has returned; None: nothing is prepared. Raise DataError, ConfigError.
+        """
         self.cfg = cfg
         self._world = world
         self.tokenizer_path = _find_tokenizer_path(cfg, source)
-        # A file in place of the tokenizer's own, for recipes that render texts themselves.
+        # File of a chat template that replaces the tokenizer's own; None: it is not replaced.
         self.chat_template = (
             Path(cfg.tokenizer.chat_template) if cfg.tokenizer.chat_template else None
         )
@@ -67,6 +71,7 @@ class TrainingData:
         warn_of_overlap(self.dataset, self.validation_dataset)
         if note := self.dataset.report.describe_plain_template():
             warn_on_first_rank(note)
+        # Slots of a step on all ranks: items, or packs of items with `data.packing`
         self.global_batch_size = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
         # Which sequences each step takes: a function of (seed, epoch, step) alone.
         self.plan = DataPlan(
@@ -77,16 +82,17 @@ class TrainingData:
             packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
         )
         self.total_steps = self.plan.total_steps(cfg.epochs, cfg.max_steps)
-        # Metrics of `validation.metrics` that likelihoods tell, and those of generated answers.
+        # Names in `validation.metrics` of metrics that are computed from token scores, and of those
+        # that are computed from generated answers
         self.scored_metrics = [name for name in cfg.validation.metrics if name in SCORED_METRICS]
         self.generated_metrics = list_generated_metrics(cfg)
-        self.questions = self._build_questions()  # of the validation, to generate answers to
-        self.best = BestStep(cfg)  # until now, by the validations
+        self.questions = self._build_questions()  # validation prompts to generate answers to
+        self.best = BestStep(cfg)  # the best step so far, by the validations
 
     def _build_questions(self) -> dict[int, Question]:
-        """Return the questions that validation generates answers to.
+        """Return the questions that validation generates answers to, by their sequence's index.
 
-        Raise ConfigError where a metric of answers finds none to measure.
+        Empty if no metric needs them. Raise ConfigError if one does and no sequence has a question.
         """
         if self.validation_dataset is None or not self.generated_metrics:
             return {}
@@ -100,7 +106,7 @@ class TrainingData:
         return questions
 
     def identity(self) -> dict[str, Any]:
-        """Return what has to be the same for a step to mean the same sequences."""
+        """Return what decides the sequences of a step; a run is resumed only if it is the same."""
         return {
             "data": self.dataset.fingerprint,
             "global_batch_size": self.global_batch_size,
@@ -113,9 +119,7 @@ class TrainingData:
         }
 
     def batches(self, first_step: int) -> Iterator[StepBatches]:
-        """Return this rank's micro-batches of each step from `first_step`, counted from 0, on the
-        device.
-        """
+        """Return an iterator over this rank's steps from `first_step` (from 0), on the device."""
         cfg = self.cfg
         world = self._world
         batch_size, count = compute_micro_batches(cfg)
@@ -136,7 +140,10 @@ class TrainingData:
         )
 
     def validation_batches(self) -> Iterator[StepBatches]:
-        """Yield all validation sequences, each once, one micro-batch a time, on the device."""
+        """Yield all validation sequences, each once, one micro-batch at a time, on the device.
+
+        Yields nothing without `validation.source`.
+        """
         if self.validation_dataset is None:
             return
         cfg = self.cfg
@@ -153,7 +160,7 @@ class TrainingData:
             yield batches.to(self._world.device)
 
     def report(self) -> list[str]:
-        """Return lines on what was read and what was left out."""
+        """Return lines for the log: what was read, what was left out, and why."""
         validation = self.validation_dataset
         lines = format_report_lines(
             self.dataset.report, validation.report if validation is not None else None
@@ -170,14 +177,13 @@ class TrainingData:
 
 
 def prepare_data(cfg: FullFinetuneConfig) -> PreparedData | UserError:
-    """Tokenize into the cache, in parallel; called before ranks wait for each other in a process
-    group.
+    """Tokenize in parallel, or map the cache; called before there is a process group.
 
-    With several ranks what is wrong with config, model or data is returned, to be raised on all of
-    them; alone it is raised.
+    Puts the formats of `data.format: auto` into `cfg`. A UserError is raised in a run of one rank,
+    and returned in a run of several: `get_prepared` then raises it on all of them.
     """
     try:
-        # First what is soonest seen: none of this reads a sample.
+        # The quick checks come first: none of them reads a sample.
         check_output(cfg)
         source = resolve_model(cfg.model, scored=cfg.scores_sequences, num_labels=cfg.num_labels)
         validate_parallelism(cfg, source.spec)
@@ -193,14 +199,17 @@ def prepare_data(cfg: FullFinetuneConfig) -> PreparedData | UserError:
 
 
 def get_prepared(prepared: PreparedData | UserError) -> PreparedData:
-    """Return what `prepare_data` has made, or raise what it has returned."""
+    """Return the datasets of `prepare_data`, or raise the error that it has returned."""
     if isinstance(prepared, UserError):
         raise prepared
     return prepared
 
 
 def load_tokenizer_for(cfg: FullFinetuneConfig, source: ResolvedModel | None) -> Tokenizer:
-    """Return the tokenizer of a config, or that of its checkpoint. Raise DataError."""
+    """Return the tokenizer of `tokenizer.path`, else that of the model's checkpoint.
+
+    source: the resolved model; None: only `tokenizer.path` is looked at. Raise DataError.
+    """
     return load_tokenizer(_find_tokenizer_path(cfg, source), cfg.tokenizer.chat_template)
 
 
@@ -209,7 +218,10 @@ def _find_tokenizer_path(cfg: FullFinetuneConfig, source: ResolvedModel | None) 
 
 
 def check_pairs(data: TrainingData, other: str) -> None:
-    """Raise ConfigError unless the samples are pairs of answers. other: what takes single ones."""
+    """Raise ConfigError unless the samples are pairs of answers.
+
+    other: how to train on samples with one answer instead, for the error line.
+    """
     for key, dataset in (("data", data.dataset), ("validation", data.validation_dataset)):
         if dataset is not None and dataset.group != 2:
             raise ConfigError(

@@ -1,5 +1,8 @@
-"""Config of distillation: the section `distill`, its rules, and what runs besides the model. No
-torch.
+"""Define the config of `distill_distributed`, which trains a model to follow a teacher.
+
+`DistillConfig` is its section `distill`, `_RULES` are the combinations of keys that are refused,
+and `DistillFinetuneConfig` is the whole, with what the library asks of every recipe's config
+(`config.schema.RecipeFacts`). Imports no torch, so that configs are checked without it.
 """
 
 from dataclasses import dataclass, field
@@ -79,6 +82,7 @@ class DistillConfig:
         return [f"distill.{name}" for name in ("teacher", "teacher_preset") if getattr(self, name)]
 
 
+# Finds a config with no teacher or two; None: it has one.
 def _find_teacher_fault(cfg: Any) -> str | None:
     sources = cfg.distill.sources
     if len(sources) == 1:
@@ -89,8 +93,9 @@ def _find_teacher_fault(cfg: Any) -> str | None:
     )
 
 
-# What the levers cost, as a plan that proposes them says it.
+# The cost of a lever (a key that trades precision for memory), as a plan that proposes it says it.
 _ROUNDED = "the teacher's weights are rounded"
+# Combinations that are refused; `applies` returns True, or the error's text, for a config with one.
 _RULES = (
     Rule(
         keys=("distill.teacher", "distill.teacher_preset"),
@@ -139,10 +144,12 @@ class DistillFinetuneConfig(LoraFinetuneConfig):
         known_as="torchtune: the first word of `tune run`",
     )
     distill: DistillConfig = field(default_factory=DistillConfig)
+    # The key and the value with which adapters are trained in place of every parameter.
     adapters_instead = {"distill.trainable": "adapters"}
-    # The teacher is planned from its config.json, or from a preset in its place.
+    # The key of a further model's checkpoint -> the key of a preset that a plan takes in its place.
     other_models = {"distill.teacher": "distill.teacher_preset"}
-    # By which it takes less memory, those of least memory first.
+    # Keys by which the teacher takes less memory: their values, that of least memory first, and the
+    # cost of each.
     other_model_levers = {
         "distill.quantize_teacher": {
             "nf4": _ROUNDED,
@@ -151,6 +158,7 @@ class DistillFinetuneConfig(LoraFinetuneConfig):
         },
         "distill.stream_teacher": {True: "the teacher's layers are in host memory"},
     }
+    # Keys of this section that change the memory of a run.
     memory_keys = (
         "distill.quantize_teacher",
         "distill.stream_teacher",
@@ -165,17 +173,20 @@ class DistillFinetuneConfig(LoraFinetuneConfig):
         "distill.temperature": "kd_temperature",
         "distill.weight": "kd_alpha kd_ratio",
     }
-    # Other tools store a teacher's logits; there is no such key here.
+    # Keys that there are not, with the answer of the error's line: other tools store a teacher's
+    # logits on disk.
     key_answers = {
         "distill.from_disk": "the teacher runs with the model: distill.teacher names it;"
         " distill.quantize_teacher and distill.stream_teacher make it fit"
     }
-    # The teacher runs with the model.
-    runs_reference = True
-    # Means over label tokens.
+    runs_reference = True  # a step also evaluates micro-batches by a frozen model, the teacher
+    # Names of the metrics of a validation, means over label tokens.
     validation_numbers = ("validation_loss", "validation_divergence", "validation_cross_entropy")
 
     @property
     def own_loss(self) -> str | None:
-        """Return the loss of `distill.divergence`, and cross-entropy."""
+        """Return why keys of the loss over tokens are refused, as a part of the error's line.
+
+        A recipe whose loss is the one over tokens returns None.
+        """
         return f"the loss is distillation, distill.divergence {self.distill.divergence}"

@@ -1,7 +1,9 @@
-"""Distillation's teacher, in memory and with ids that mean the same, and the loss against it.
+"""Build and check distillation's teacher, run it, and compute the metrics of steps and validations.
 
-The loss of a token is `ops.distillation.Distillation`, a head loss; the means that a step logs, and
-those of a validation, are at the end.
+The recipe `distill_distributed` calls `resolve_teacher` and `check_same_ids` before it builds
+models, `build_teacher` and `load_teacher` to have one, and `compute_teacher_states` in a step. With
+these states the student's output head computes the loss, `ops.distillation.Distillation`, whose
+sums `compute_distillation_means` averages.
 """
 
 from collections.abc import Callable
@@ -45,39 +47,43 @@ from recipe_lib.units import format_bytes
 
 
 def resolve_teacher(cfg: DistillFinetuneConfig) -> ResolvedModel:
-    """Return the teacher that the config names.
+    """Return the teacher that the config names, checked: its folder, config.json and architecture.
 
-    Raises CheckpointError and ConfigError, also where the ranks cannot share it.
+    Raises CheckpointError or ConfigError if it cannot be read, or cannot be divided among the ranks
+    or quantized as the config says.
     """
     keys = cfg.distill
     key = "distill.teacher" if keys.teacher else "distill.teacher_preset"
     try:
         source = resolve_model(ModelConfig(path=keys.teacher, preset=keys.teacher_preset))
         spec = cast(DecoderSpec, source.spec)
-        # It is divided among the ranks as the model is.
+        # The teacher is divided among the ranks as the model is.
         check_tensor(spec, cfg.parallel, keys.quantize_teacher)
         check_context(spec, cfg.parallel)
         if keys.quantize_teacher != "none":
-            # On a model without bytes, for what it raises.
+            # On a model without memory, only to raise what cannot be quantized.
             dtype = DTYPES[cfg.dtype]
             quantize_frozen(build_meta(spec, dtype), keys.quantize_teacher, dtype)
     except (CheckpointError, ConfigError) as error:
-        # The library speaks of the keys of the model and its adapters, the user set the teacher's.
-        named = [
+        # The functions above name the keys of the trained model and its adapters in their errors:
+        # these are replaced by the keys that the user has set for the teacher.
+        faults = [
             fault.replace("lora.quantize_base", "distill.quantize_teacher")
             for fault in error.faults
         ]
         raise type(error)(
-            *(f"{key}: {fault.removeprefix('model.preset=')}" for fault in named)
+            *(f"{key}: {fault.removeprefix('model.preset=')}" for fault in faults)
         ) from error
     return source
 
 
 def check_same_ids(source: ResolvedModel, tokenizer: Tokenizer, data: TrainingData) -> None:
-    """Raise DataError, with the first difference, unless a teacher's tokenizer has the same token
-    for every id.
+    """Raise DataError, with the first difference, if an id is another token for the teacher.
+
+    source: the teacher. tokenizer: the model's. It is also raised for samples with ids that the
+    teacher's embedding lacks.
     """
-    if source.folder is None:
+    if source.folder is None:  # a preset, which has no tokenizer
         return
     theirs = load_tokenizer(source.folder, None, by_key=False)
     difference = find_first_difference(tokenizer, theirs)
@@ -91,7 +97,10 @@ def check_same_ids(source: ResolvedModel, tokenizer: Tokenizer, data: TrainingDa
 
 
 def find_first_difference(ours: Tokenizer, theirs: Tokenizer) -> str | None:
-    """Return `the id 17 is 'a' in one and 'b' in the other`; None: all ids are the same tokens."""
+    """Return `the id 17 is 'b' in the first and 'a' in the second`; None: there is no difference.
+
+    The first is the teacher's tokenizer, `theirs`, as the error names it first.
+    """
     for token in range(max(ours.vocab_size, theirs.vocab_size)):
         our_text = _format_token(ours, token)
         their_text = _format_token(theirs, token)
@@ -101,7 +110,7 @@ def find_first_difference(ours: Tokenizer, theirs: Tokenizer) -> str | None:
 
 
 def _format_token(tokenizer: Tokenizer, token: int) -> str:
-    # Escaped, since a token may be a part of a character.
+    # Bytes that are no UTF-8 are escaped, since a token may be a part of a character.
     try:
         return repr(tokenizer.get_token_bytes(token).decode("utf-8", errors="backslashreplace"))
     except (DataError, IndexError, KeyError):
@@ -111,12 +120,13 @@ def _format_token(tokenizer: Tokenizer, token: int) -> str:
 def build_teacher(
     source: ResolvedModel, cfg: DistillFinetuneConfig, world: World
 ) -> tuple[Decoder, Parallel]:
-    """Return a frozen teacher in this rank's memory, divided as the model is but for its own
-    storage, without values yet; it computes in dtype.
+    """Return a frozen teacher in this rank's memory, without values yet, and how it is divided.
+
+    It is divided among the ranks as the model is, and computes in `cfg.dtype`. source: the teacher.
     """
     dtype = DTYPES[cfg.dtype]
-    # How it is stored has keys of its own, and it computes in dtype, however the model's products
-    # are rounded.
+    # The teacher has keys of its own for streaming and quantization. It computes in dtype, also
+    # where `matmul_dtype` rounds the inputs of the model's matmuls.
     memory = replace(cfg.memory, stream_layers=cfg.distill.stream_teacher)
     settings = replace(cfg, memory=memory, matmul_dtype=None)
     teacher = build_meta(source.spec, dtype)
@@ -128,8 +138,9 @@ def build_teacher(
 
 
 def load_teacher(teacher: Decoder, source: ResolvedModel, cfg: DistillFinetuneConfig) -> None:
-    """Give a teacher its values: each rank reads, and quantizes, its own part; random ones for a
-    preset.
+    """Fill a teacher's parameters: from its checkpoint, or with random values for a preset.
+
+    Each rank reads, and quantizes, its own part.
     """
     seed = derive_seed(cfg.seed, "teacher")
     if source.folder:
@@ -141,10 +152,12 @@ def load_teacher(teacher: Decoder, source: ResolvedModel, cfg: DistillFinetuneCo
 
 @torch.no_grad()
 def compute_teacher_states(teacher: Decoder, batch: Batch) -> TeacherStates:
-    """Return what the teacher's layers make of a micro-batch, hidden states `[b, s, d]`, and its
-    head; no logits.
+    """Return the teacher's last hidden states of a micro-batch, `[b, s, d]`, and its output head.
+
+    Not its logits, which the loss computes for a chunk of the tokens at a time.
     """
-    # Layers without the head are no forward of the root, at whose end FSDP frees what it gathered.
+    # FSDP frees what it gathered at the end of the root's forward. To run the layers without the
+    # head is none, so that `evaluate_in_parts` frees it.
     with evaluate_in_parts(teacher):
         hidden = teacher.hidden_states(batch.tokens, batch.positions, batch.attention)
 
@@ -157,23 +170,26 @@ def compute_teacher_states(teacher: Decoder, batch: Batch) -> TeacherStates:
 
 
 def describe_teacher(keys: DistillConfig, teacher: nn.Module, parallel: Parallel) -> str:
-    """Return one line for the log: the loss, and what the teacher takes of a rank's memory."""
-    loss = f"distillation: {keys.weight:g} x {keys.divergence} at temperature {keys.temperature:g}"
-    loss += f" + {1 - keys.weight:g} x cross-entropy"
+    """Return a line for the log: the loss, and the memory that the teacher takes on a rank."""
+    loss = (
+        f"distillation: {keys.weight:g} x {keys.divergence} at temperature {keys.temperature:g}"
+        f" + {1 - keys.weight:g} x cross-entropy"
+    )
     layers = parallel.levers.layers
-    num_streamed = 0 if layers is None else layers.num_bytes()
-    memory = format_bytes(count_local_bytes(teacher.parameters()) - num_streamed)
-    if num_streamed:
-        memory += f" and {format_bytes(num_streamed)} in host memory"
+    streamed_bytes = 0 if layers is None else layers.num_bytes()
+    memory = format_bytes(count_local_bytes(teacher.parameters()) - streamed_bytes)
+    if streamed_bytes:
+        memory += f" and {format_bytes(streamed_bytes)} in host memory"
     return f"{loss}; the teacher takes {memory} per rank"
 
 
 def compute_distillation_means(
     sums: Tensor, num_label_tokens: int, keys: DistillConfig, world: World
 ) -> dict[str, Tensor]:
-    """Return loss, divergence and cross-entropy, means over label tokens. A collective.
+    """Return loss, divergence and cross-entropy, means over the label tokens of all ranks.
 
-    sums: `[2]`, of this rank's tokens. num_label_tokens: of all ranks.
+    sums: divergence and cross-entropy summed over this rank's tokens, `[2]`. num_label_tokens: of
+    all ranks. A collective.
     """
     sums = world.all_reduce_sum(world.sum_over_sequence(sums))
     divergence, cross_entropy = sums / max(1, num_label_tokens)
@@ -189,10 +205,10 @@ def validate_distillation(
     keys: DistillConfig,
     world: World,
 ) -> dict[str, float]:
-    """Return means over the label tokens of all validation sequences, each counted once; without
-    dropout. Collective.
+    """Return the metrics of a validation by name: means over label tokens, and their number.
 
-    add_sums: runs a micro-batch, and adds its divergence and its cross-entropy to a tensor `[2]`.
+    Each validation sequence counts once; without dropout. A collective. add_sums: runs a
+    micro-batch, and adds its divergence and its cross-entropy to a tensor `[2]`.
     """
     sums = torch.zeros(2, device=world.device, dtype=torch.float64)
     num_label_tokens, _ = sum_over_validation(
@@ -203,6 +219,6 @@ def validate_distillation(
         sums=sums,
     )
     means = compute_distillation_means(
-        sums, num_label_tokens=num_label_tokens, keys=keys, world=world
+        sums=sums, num_label_tokens=num_label_tokens, keys=keys, world=world
     )
     return name_validation(means) | {"validation_tokens": num_label_tokens}

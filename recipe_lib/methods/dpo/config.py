@@ -1,4 +1,9 @@
-"""Config of preference optimization: the section `dpo`, its rules, what a batch is. No torch."""
+"""Define the config of `dpo_distributed`, which trains by preference optimization.
+
+`DpoConfig` is its section `dpo`, `_RULES` are the combinations of keys that are refused, and
+`DpoFinetuneConfig` is the whole, with what the library asks of every recipe's config
+(`config.schema.RecipeFacts`). Imports no torch, so that configs are checked without it.
+"""
 
 from dataclasses import dataclass, field
 
@@ -8,6 +13,7 @@ from recipe_lib.config.flat_schema import key
 from recipe_lib.config.schema import LoraFinetuneConfig
 
 UNPAIRED = ("kto", "apo_zero_unpaired")  # losses of single answers
+# The condition of a key that these losses alone have.
 _OF_SINGLE_ANSWERS = f"dpo.loss in {', '.join(UNPAIRED)}"
 
 
@@ -88,7 +94,10 @@ class DpoConfig:
         return self.loss != "simpo" and not self.reference_free
 
 
-# What a format's samples are is known by its name: these are told before a sample is read.
+# Combinations that are refused; `applies` is not empty for a config that has one. Both judge by the
+# format's name, before a sample is read: `list_unused_formats` returns the formats of the config
+# whose samples are not what this recipe needs, or an empty set if it needs something else. `reads`:
+# `applies` also looks at the formats of `data.sources`.
 _RULES = (
     Rule(
         keys=("dpo.loss", "data.format"),
@@ -123,8 +132,9 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
         known_as="torchtune: the first word of `tune run`",
     )
     dpo: DpoConfig = field(default_factory=DpoConfig)
+    # The key and the value with which adapters are trained in place of every parameter.
     adapters_instead = {"dpo.trainable": "adapters"}
-    # The others change numbers, not the models and tensors of a step.
+    # Keys that change which models and tensors a step has; the others change values alone.
     memory_keys = (
         "dpo.loss",
         "dpo.reference_free",
@@ -143,38 +153,45 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
         "dpo.trainable": "finetuning_type dpo.train",
         "dpo.reference_free": "rl_reference_free",
     }
+    # What other tools call the section.
     section_aliases = {"rl": "dpo", "preference": "dpo", "dpo_config": "dpo"}
-    # Of these words those that other recipes' keys have, too.
+    # Of the names above those that mean something else in other recipes.
     ambiguous_names = frozenset(
         ("loss_type", "label_smoothing", "beta", "gamma", "finetuning_type")
     )
 
     @property
     def samples(self) -> str:
-        """Return pairs of a chosen and a rejected answer, or single answers, as the loss takes."""
+        """Return "pairs" or "labeled answers", the kind of samples that `dpo.loss` takes."""
         return "labeled answers" if self.dpo.takes_single_answers else "pairs"
 
     @property
     def compares_mismatched(self) -> bool:
-        """Return True for KTO, whose estimate of the KL divergence is over them."""
+        """Return True if a step also evaluates each prompt with another sample's answer.
+
+        KTO does, to estimate the KL divergence.
+        """
         return self.dpo.loss == "kto"
 
     @property
     def own_loss(self) -> str | None:
-        """Return the loss of `dpo.loss`."""
+        """Return why keys of the loss over tokens are refused, as a part of the error's line.
+
+        A recipe whose loss is the one over tokens returns None.
+        """
         samples = "answers" if self.dpo.takes_single_answers else "pairs"
         return f"the loss of {samples} is dpo.loss, {self.dpo.loss}"
 
     @property
     def runs_reference(self) -> bool:
-        """Return True if the loss needs a reference."""
+        """Return True if a step also evaluates micro-batches by a frozen model, the reference."""
         return self.dpo.needs_reference
 
     @property
     def validation_numbers(self) -> tuple[str, ...]:
-        """Return the names of means over all pairs, or answers."""
+        """Return the names of the metrics that validation averages over all pairs, or answers."""
         metrics = ["loss", "reward_chosen", "reward_rejected", "reward_margin"]
-        if not self.dpo.takes_single_answers:  # which of two answers is better takes a pair
+        if not self.dpo.takes_single_answers:  # the share of pairs whose better answer wins
             metrics.append("reward_accuracy")
         if self.compares_mismatched:
             metrics.append("kl")

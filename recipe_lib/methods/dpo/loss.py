@@ -1,7 +1,9 @@
-"""Losses over pairs of answers, one chosen and one rejected, or over single ones with a label, from
-the log-probabilities of their tokens; KTO's estimate of the KL divergence; and validation.
+"""Compute the losses of preference optimization, KTO's estimate of the KL divergence, validation.
 
-With w and l for the chosen and the rejected answer, p the policy and q the reference:
+The recipe `dpo_distributed` calls `compute_preference_loss` with the answers' log-probabilities of
+a micro-batch, `estimate_kl` before it for KTO, `compute_step_metrics` for the sums of a step, and
+`validate_preference`. The losses (`dpo.loss`) are over pairs of a chosen and a rejected answer, w
+and l, with p the policy and q the reference:
 
     reward r = beta * (log p - log q)    of a whole answer: the sum over its trained tokens
     sigmoid  -log sigmoid(r_w - r_l)     DPO, arXiv 2305.18290; with label_smoothing e (cDPO):
@@ -9,8 +11,8 @@ With w and l for the chosen and the rejected answer, p the policy and q the refe
     ipo      ((r_w - r_l) / beta - 1 / (2 beta))^2     arXiv 2310.12036; of means over tokens
     simpo    -log sigmoid(r_w - r_l - gamma)           arXiv 2405.14734; of means, and q = 1
 
-and of single answers (KTO, arXiv 2402.01306), with s = 1 for one that is desirable and -1 for one
-that is not:
+and over single answers (KTO, arXiv 2402.01306), with s = 1 for a desirable answer and -1 for an
+undesirable one:
 
     kto                w * (1 - sigmoid(s * (r - beta * kl)))
     apo_zero_unpaired  the same with kl = 0            arXiv 2408.06266
@@ -33,10 +35,11 @@ from recipe_lib.methods.dpo.config import DpoConfig
 from recipe_lib.parallel import Parallel, World
 from recipe_lib.training import TrainingData, get_values, name_validation, sum_over_validation
 
-# From micro-batches to the log-probabilities of the answers of each, when they are asked for; None
-# where another rank of the pipeline has them, or there is no reference.
+# Yields for each micro-batch, as it is asked for, the log-probabilities of its answers; None if
+# another rank of the pipeline has them, or there is no reference.
 ComputeLogps = Callable[[Sequence[Batch]], Iterator[Any]]
 
+# Names of the sums that the losses return beside the loss, in their order.
 PAIR_SUMS = ("loss", "reward_chosen", "reward_rejected", "reward_accuracy")
 SINGLE_ANSWER_SUMS = ("loss", "reward_chosen", "reward_rejected", "num_chosen", "num_rejected")
 
@@ -48,15 +51,21 @@ def compute_preference_loss(
     kl: Tensor | None,
     cfg: DpoConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss summed over the items of a micro-batch, with a graph, and the sums that
-    `compute_step_metrics` reads, without one.
+    """Return (loss, sums) of a micro-batch's items: pairs of answers, or single answers.
 
-    kl: KTO's estimate, see `estimate_kl`.
+    The loss is summed over items, a scalar with a graph; divide it by the items of the whole step.
+    The sums have no graph; `compute_step_metrics` reads them.
+
+    policy_logps, reference_logps: of each answer, `[number of answers]`; a reference of None finds
+    all answers equally likely. kl: KTO's estimate, see `estimate_kl`; None: 0.
     """
     if cfg.takes_single_answers:
-        labels = get_values(batch)
         return compute_single_answer_loss(
-            policy_logps, reference_logps=reference_logps, labels=labels, kl=kl, cfg=cfg
+            policy_logps=policy_logps,
+            reference_logps=reference_logps,
+            labels=get_values(batch),
+            kl=kl,
+            cfg=cfg,
         )
     return compute_pair_loss(policy_logps, reference_logps, cfg)
 
@@ -66,25 +75,26 @@ def compute_pair_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss summed over p pairs, a scalar with a graph, and PAIR_SUMS without one `[4]`.
 
-    policy_logps, reference_logps: `[2 p]`, from `training.compute_answer_logps`; without a
-    reference both answers are equally likely. The loss is to be divided by the pairs of the whole
-    step.
+    policy_logps, reference_logps: `[2 p]`, chosen and rejected in turn, from
+    `training.compute_answer_logps`; a reference of None finds both answers equally likely. Divide
+    the loss by the pairs of the whole step.
     """
     # Without a reference, q is the same for all answers: log q drops out of the differences.
     log_ratios = policy_logps if reference_logps is None else policy_logps - reference_logps
     rewards = cfg.beta * log_ratios
-    # By turns, as a batch numbers its sequences.
+    # In turn, as a batch numbers its sequences.
     chosen = rewards[0::2]
     rejected = rewards[1::2]
     loss = _compute_pair_losses(chosen - rejected, cfg).sum()
-    num_right = (chosen > rejected).to(loss.dtype).sum()
-    sums = [loss.detach(), chosen.detach().sum(), rejected.detach().sum(), num_right]
+    num_correct = (chosen > rejected).to(loss.dtype).sum()
+    sums = [loss.detach(), chosen.detach().sum(), rejected.detach().sum(), num_correct]
     return loss, torch.stack(sums)
 
 
 def _compute_pair_losses(margins: Tensor, cfg: DpoConfig) -> Tensor:
-    """Return the loss of each pair `[p]`; margins: the chosen answer's reward minus the rejected
-    one's `[p]`.
+    """Return the loss of each pair, `[p]`.
+
+    margins: the chosen answer's reward minus the rejected one's, `[p]`.
     """
     if cfg.loss == "ipo":  # of log-ratios, without beta
         return (margins / cfg.beta - 1 / (2 * cfg.beta)).square()
@@ -101,12 +111,13 @@ def compute_single_answer_loss(
     kl: Tensor | None,
     cfg: DpoConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss summed over n answers, a scalar with a graph, and SINGLE_ANSWER_SUMS without
-    one `[5]`.
+    """Return (loss, sums) of n answers: the loss summed over them, and SINGLE_ANSWER_SUMS `[5]`.
 
-    policy_logps, reference_logps: `[n]`; without a reference all answers are equally likely.
-    labels: `[n]`, 1 (desirable) or 0. kl: a scalar; None: 0. The loss is to be divided by the
-    answers of the whole step.
+    The loss is a scalar with a graph, the sums have none. Divide the loss by the answers of the
+    whole step.
+
+    policy_logps, reference_logps: `[n]`; a reference of None finds all answers equally likely.
+    labels: `[n]`, 1: desirable, 0: undesirable. kl: a scalar; None: 0.
     """
     log_ratios = policy_logps if reference_logps is None else policy_logps - reference_logps
     is_desirable = labels > 0
@@ -130,20 +141,21 @@ def compute_single_answer_loss(
 
 
 def count_sums(cfg: DpoConfig) -> int:
-    """Return how many sums `compute_preference_loss` gives."""
+    """Return the number of sums that `compute_preference_loss` returns."""
     return len(SINGLE_ANSWER_SUMS if cfg.takes_single_answers else PAIR_SUMS)
 
 
 def compute_step_metrics(
     sums: Tensor, num_items: int, kl: Tensor | None, cfg: DpoConfig
 ) -> dict[str, Tensor]:
-    """Return the mean `loss` of a step, the mean rewards, their difference, and of pairs how often
-    it is above 0; of single answers `kl`.
+    """Return the metrics of a step by name: the mean loss, the mean rewards and their difference.
 
-    sums: over all ranks. The mean reward of no answer of a kind is 0.
+    For pairs also the share of pairs whose chosen answer has the larger reward, for KTO also `kl`.
+    The mean reward is 0 if there are no answers of its kind. sums: those of
+    `compute_preference_loss`, over all ranks. num_items: pairs or answers, of all ranks.
     """
     if cfg.takes_single_answers:
-        # Each kind by its own number, which a step may have none of.
+        # Each reward is divided by the number of its answers, of which a step may have none.
         metrics = {
             "loss": sums[0] / max(1, num_items),
             "reward_chosen": sums[1] / sums[3].clamp(min=1),
@@ -164,10 +176,11 @@ def estimate_kl(
     num_items: int,
     world: World,
 ) -> Tensor:
-    """Return KTO's estimate of KL(policy || reference), a scalar fp64 on the device. A collective.
+    """Return KTO's estimate of KL(policy || reference), fp64 `[]` on the device. A collective.
 
-    policy_logps, reference_logps: of each mismatched micro-batch of this rank. num_items: of all
-    ranks.
+    policy_logps, reference_logps: of each mismatched micro-batch of this rank, in which a prompt is
+    followed by another sample's answer. None: another rank of the pipeline has it, or there is no
+    reference. num_items: number of answers of all ranks.
     """
     # One number for all micro-batches of all ranks, made before the first of them: a step does not
     # depend on how it is divided.
@@ -180,7 +193,7 @@ def sum_log_ratios(
     reference_logps: Iterable[Tensor | None],
     world: World,
 ) -> Tensor:
-    """Return the sum of log p - log q over this rank's mismatched answers."""
+    """Return the sum of log p - log q over this rank's mismatched answers, fp64 `[]`."""
     total = torch.zeros((), device=world.device, dtype=torch.float64)
     for policy, reference in zip(policy_logps, reference_logps, strict=True):
         if policy is not None:  # another rank of the pipeline has it
@@ -189,7 +202,7 @@ def sum_log_ratios(
 
 
 def average_log_ratios(total: Tensor, num_items: int, world: World) -> Tensor:
-    """Return the estimate from the sums of all ranks, not below 0. A collective."""
+    """Return the mean over all ranks' answers of a rank's sum, and 0 at the least. A collective."""
     return (world.all_reduce_sum(total) / max(1, num_items)).clamp(min=0)
 
 
@@ -202,8 +215,9 @@ def validate_preference(
     data: TrainingData,
     world: World,
 ) -> dict[str, float]:
-    """Return means over all validation pairs, or single answers, each counted once; without
-    dropout. Collective.
+    """Return the metrics of all validation pairs or answers by name: means, and their number.
+
+    Each counts once; without dropout. A collective.
     """
     kl = None
     if cfg.loss == "kto":  # over all samples: a pass before the one that takes the losses
@@ -229,12 +243,19 @@ def validate_preference(
         policy_logps = compute_policy_logps(micro_batches)
         for batch, policy in zip(micro_batches, policy_logps, strict=True):
             if policy is not None:  # another rank of the pipeline has it
+                # Nothing keeps the loss or the sums while the next micro-batch runs.
                 yield compute_preference_loss(
-                    policy, reference_logps=next(reference_logps), batch=batch, kl=kl, cfg=cfg
+                    policy_logps=policy,
+                    reference_logps=next(reference_logps),
+                    batch=batch,
+                    kl=kl,
+                    cfg=cfg,
                 )[1]
 
     sums = torch.zeros(count_sums(cfg), device=world.device, dtype=torch.float64)
     _, num_items = sum_over_validation(model, parallel, data, compute_sums=compute_sums, sums=sums)
-    metrics = compute_step_metrics(world.all_reduce_sum(sums), num_items=num_items, kl=kl, cfg=cfg)
-    counted = "validation_samples" if cfg.takes_single_answers else "validation_pairs"
-    return name_validation(metrics) | {counted: num_items}
+    metrics = compute_step_metrics(
+        sums=world.all_reduce_sum(sums), num_items=num_items, kl=kl, cfg=cfg
+    )
+    count_name = "validation_samples" if cfg.takes_single_answers else "validation_pairs"
+    return name_validation(metrics) | {count_name: num_items}

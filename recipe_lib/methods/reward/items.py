@@ -1,7 +1,8 @@
-"""Samples of reward models and classifiers: their checks, the numbers of the classes, and the names
-and the padding that an export says.
+"""Check the samples of reward models and classifiers, and choose what their exports need.
 
-A recipe calls `prepare_items` when its data are open.
+The recipe `reward_distributed` calls `prepare_items` when its samples are open. It numbers the
+classes, and returns the config.json of the export: with the classes' names, and with the id of the
+padding token, which transformers needs to find the last token of a padded sequence.
 """
 
 from dataclasses import replace
@@ -19,10 +20,11 @@ from recipe_lib.training.training_data import TrainingData, check_pairs
 
 
 def prepare_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) -> ResolvedModel:
-    """Check the samples and number their classes, in place; return the source with the config.json
-    of what will be exported: the classes' names, and the id that padding has.
+    """Check the samples and number their classes, in place; return the source for exports.
 
-    Raise ConfigError or DataError.
+    Its config is the config.json that they get, with the classes' names and the padding id.
+    Raises ConfigError for a wrong `reward.num_labels`, DataError for samples that the loss cannot
+    take.
     """
     if cfg.loss == "pairwise":
         check_pairs(data, "reward.loss=classification")
@@ -38,7 +40,7 @@ def prepare_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) 
         names = _name_classes(data.dataset, source)
         data.dataset = _number_classes(data.dataset, names)
         if data.validation_dataset is not None:
-            # By the numbers of the training samples, of which it may have some alone.
+            # By the names of the training samples: validation samples may lack some classes.
             data.validation_dataset = _number_classes(data.validation_dataset, names)
         names = _name_exported_classes(names, source)
     padding_id = _find_padding_id(data.tokenizer, data.dataset)
@@ -46,11 +48,10 @@ def prepare_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) 
 
 
 def describe_score_head(model: Decoder, source: ResolvedModel) -> str:
-    """Return a line for the log."""
+    """Return a line for the log on the score head: its shape, and where its weights come from."""
     spec = model.spec
-    start = "new, with random weights"
-    if count_head_labels(source.config) and source.folder:
-        start = "read from the checkpoint"
+    is_read = source.folder and count_head_labels(source.config)
+    start = "read from the checkpoint" if is_read else "new, with random weights"
     return (
         f"score head: {spec.num_labels} x {spec.width}, {start}; read at the last token of each"
         " sequence"
@@ -58,8 +59,11 @@ def describe_score_head(model: Decoder, source: ResolvedModel) -> str:
 
 
 def _name_classes(dataset: Dataset, source: ResolvedModel) -> list[str]:
-    """Return the names of the classes by their numbers: those of the checkpoint's head, if it knows
-    them; numbers are their own, and other names are in the order of the alphabet.
+    """Return the names of the classes; a class is numbered by its place in the list.
+
+    They are in the order of the checkpoint's head if this has them all. Else classes that are
+    numbers keep these, and names are in the order of the alphabet. Raises DataError if there is one
+    class, or numbers and names are mixed; ConfigError if `reward.num_labels` does not fit.
     """
     classes = sorted(dataset.report.classes)
     source_name = dataset.report.source
@@ -69,34 +73,37 @@ def _name_classes(dataset: Dataset, source: ResolvedModel) -> list[str]:
             f"{source_name}: found one class ({', '.join(classes)}) in all samples, expected two or"
             " more; add samples of others"
         )
-    # A head that is trained on keeps the rows that it has.
+    # The checkpoint may have a trained head: each of its rows stays with its class.
     label_ids = source.config.get("label2id") if count_head_labels(source.config) else None
     if isinstance(label_ids, dict) and set(classes) <= set(label_ids):
         return [name for name, _ in sorted(label_ids.items(), key=lambda item: item[1])]
-    numbered = [name for name in classes if name.isdecimal()]
+    numbered = [name for name in classes if name.isdecimal()]  # classes whose names are numbers
     if numbered and len(numbered) < len(classes):
         named = next(name for name in classes if not name.isdecimal())
         raise DataError(
             f"{source_name}: found classes by number ({numbered[0]}) and by name ({named}),"
             " expected one kind; name all of them, or number them from 0 on"
         )
-    # Numbers are their own, also where the samples do not have all of them.
+    # Numbers stay as they are, also where the samples lack some below the largest.
     names = [str(number) for number in range(num_labels)] if numbered else classes
-    count = max(map(int, numbered)) + 1 if numbered else len(classes)
-    if count > num_labels or len(names) != num_labels:
+    num_classes = max(map(int, numbered)) + 1 if numbered else len(classes)
+    if num_classes > num_labels or len(names) != num_labels:
+        # By length first, so that numbers are in the order of their size.
         shown = sorted(classes, key=lambda name: (len(name), name) if numbered else (0, name))[:8]
-        more = ", ..." if len(classes) > 8 else ""
+        ellipsis = ", ..." if len(classes) > 8 else ""
         raise ConfigError(
-            f"reward.num_labels: found {num_labels}, and {count} classes in {source_name}"
-            f" ({', '.join(shown)}{more}{', counted from 0' if numbered else ''}); set"
-            f" reward.num_labels={count}, or correct the labels"
+            f"reward.num_labels: found {num_labels}, and {num_classes} classes in {source_name}"
+            f" ({', '.join(shown)}{ellipsis}{', counted from 0' if numbered else ''}); set"
+            f" reward.num_labels={num_classes}, or correct the labels"
         )
     return names
 
 
 def _name_exported_classes(names: list[str], source: ResolvedModel) -> list[str]:
-    """Return the names of the classes as they are exported: those that are numbers in the samples
-    have the checkpoint's names, or those that transformers gives.
+    """Return the names of the classes for the export.
+
+    Names stay. A class that is a number in the samples gets the name that the checkpoint's head has
+    for it, or transformers' default, such as LABEL_1.
     """
     labels = source.config.get("id2label") if count_head_labels(source.config) else None
     labels = labels if isinstance(labels, dict) else {}
@@ -104,9 +111,9 @@ def _name_exported_classes(names: list[str], source: ResolvedModel) -> list[str]
 
 
 def _number_classes(dataset: Dataset, names: list[str]) -> Dataset:
-    """Return the dataset with the final numbers of its classes.
+    """Return the dataset with its classes numbered by their places in `names`.
 
-    Raise DataError for a class that is not among the names.
+    Raises DataError for a class that is not among the names.
     """
     classes = dataset.report.classes
     unknown = [name for name in classes if name not in names]
@@ -115,36 +122,42 @@ def _number_classes(dataset: Dataset, names: list[str]) -> Dataset:
             f"{dataset.report.source}: found the class {unknown[0]}, which no training sample has;"
             f" expected one of {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
         )
-    # Until here the values are places in `report.classes`.
-    numbers = np.array([names.index(name) for name in classes], dtype=np.float64)
-    return dataset.replace_values(numbers[dataset.values.astype(np.int64)])
+    # Until here the values are indices in `report.classes`.
+    class_numbers = np.array([names.index(name) for name in classes], dtype=np.float64)
+    return dataset.replace_values(class_numbers[dataset.values.astype(np.int64)])
 
 
 def _find_padding_id(tokenizer: Tokenizer, dataset: Dataset) -> int | None:
-    """Return the id that others are to pad with: that of the tokenizer's padding; else of a token
-    that is for nothing else, or BOS.
+    """Return the id of the token that programs which load the export are to pad with.
+
+    It is the tokenizer's padding token, else a special token that serves no other purpose, else
+    BOS. If sequences end with all of these, a warning is logged and the tokenizer's id is returned,
+    None if it has none.
     """
-    # Other programs find a sequence's end by where padding begins, so that none may end with it.
-    ends = dataset.find_last_ids()
-    if tokenizer.pad_id is not None and tokenizer.pad_id not in ends:
+    # transformers finds a sequence's last token by where padding begins: no sequence may end with
+    # the padding token.
+    last_ids = dataset.find_last_ids()
+    if tokenizer.pad_id is not None and tokenizer.pad_id not in last_ids:
         return tokenizer.pad_id
-    texts = list(tokenizer.special_texts)
+    texts = list(tokenizer.special_texts)  # of special tokens
     ids = {
         text: pieces[0]
         for text, pieces in zip(texts, tokenizer.encode_pieces(texts), strict=True)
         if len(pieces) == 1
     }
     candidates: list[int | None] = []
-    for word in ("pad", "reserved", "unused", "unk"):
+    for word in ("pad", "reserved", "unused", "unk"):  # in names of tokens; the best one first
         candidates += [ids[text] for text in ids if word in text.lower()]
-    candidates = [number for number in candidates if number not in tokenizer.stop_ids]
-    taken = ends | {tokenizer.eos_id, None}
-    usable = [number for number in [*candidates, tokenizer.bos_id] if number not in taken]
-    if not usable:
+    candidates = [token_id for token_id in candidates if token_id not in tokenizer.stop_ids]
+    unusable_ids = last_ids | {tokenizer.eos_id, None}
+    usable_ids = [
+        token_id for token_id in [*candidates, tokenizer.bos_id] if token_id not in unusable_ids
+    ]
+    if not usable_ids:
         warn_on_first_rank(
             "warning: %s: has no token for padding that no sequence ends with, so that other"
             " programs may read a score before the end of a sequence that they pad; give them one"
             " sequence at a time",
             tokenizer.place,
         )
-    return usable[0] if usable else tokenizer.pad_id
+    return usable_ids[0] if usable_ids else tokenizer.pad_id

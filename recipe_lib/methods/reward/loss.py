@@ -1,5 +1,7 @@
-"""Losses of a score head, which is read at the last token of each sequence: of pairs of answers,
-and over classes; and validation.
+"""Compute the losses of a score head, which is read at the last token of each sequence.
+
+The recipe `reward_distributed` calls `compute_scores` and `compute_score_loss` for a micro-batch,
+`compute_score_metrics` for the sums of a step, and `validate_scores`. The losses (`reward.loss`):
 
     pairwise         -log sigmoid(r_w - r_l - m), Bradley-Terry, with r the scores of a chosen and a
                      rejected answer and m the pair's margin; plus c (r_w + r_l)^2 (arXiv
@@ -23,28 +25,36 @@ from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.parallel import Parallel, World
 from recipe_lib.training import TrainingData, add_to_each, name_validation, sum_over_validation
 
+# Names of the sums of `compute_score_loss`, in their order, by loss.
 PAIR_SUMS = ("loss", "reward_chosen", "reward_rejected", "accuracy")
 CLASS_SUMS = ("loss", "accuracy")
 
 
 def train_score_head(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
-    """Train the head whole next to adapters, in their type; call it on the meta model, after
-    `add_adapters`.
+    """Make the score head trainable as a whole, in the dtype of the adapters.
+
+    Call it on the meta model, after `add_adapters`, which has frozen all but the adapters. dtype:
+    of the frozen weights.
     """
     assert model.score is not None
     model.score.to(build_adapter_settings(cfg, dtype).dtype).requires_grad_(True)
 
 
 def compute_scores(model: Decoder, batch: Batch) -> Tensor:
-    """Return the scores `[q, n]` in fp64 of a micro-batch's q sequences, by calling the model."""
+    """Run the model and return the scores of a micro-batch's q sequences, fp64 `[q, n]`.
+
+    n is 1 (a reward) or the number of classes.
+    """
     return pick_sequence_scores(
         model(batch.tokens, batch.positions, batch.attention, labels=batch.labels), batch
     )
 
 
 def pick_sequence_scores(scores: Tensor, batch: Batch) -> Tensor:
-    """Return the scores `[q, n]` in fp64 of a micro-batch's q sequences, out of those of its tokens
-    `[b, s, n]`: each at the token that has its label, the last one.
+    """Return the scores of a micro-batch's q sequences, fp64 `[q, n]`.
+
+    scores: of all tokens, `[b, s, n]`. A sequence's score is that at its last token, the only one
+    that has a label. Raises ValueError for a batch without sequence ids.
     """
     if batch.sequence_ids is None:
         raise ValueError("this batch holds no sequences to score")
@@ -52,41 +62,46 @@ def pick_sequence_scores(scores: Tensor, batch: Batch) -> Tensor:
     # Tokens without a label have a sequence of their own, which is dropped.
     sequence_ids = torch.where(batch.labels == IGNORED, num_sequences, batch.sequence_ids).flatten()
     # One token of each sequence has a label: the sum over its tokens is that one's score.
-    wide = scores.flatten(0, 1).double()
-    sums = wide.new_zeros(num_sequences + 1, wide.shape[1])
-    return sums.index_add(0, sequence_ids, wide)[:num_sequences]
+    token_scores = scores.flatten(0, 1).double()
+    sums = token_scores.new_zeros(num_sequences + 1, token_scores.shape[1])
+    return sums.index_add(0, sequence_ids, token_scores)[:num_sequences]
 
 
 def compute_score_loss(scores: Tensor, values: Tensor, cfg: RewardConfig) -> tuple[Tensor, Tensor]:
-    """Return the loss summed over items, a scalar with a graph, and without one the sums that
-    `list_summed_metrics` names.
+    """Return (loss, sums) of a micro-batch's items: pairs of answers, or sequences with a class.
 
-    scores: `[2 p, 1]`, chosen and rejected by turns, and values `[p]`, the margins; or `[q, n]`,
-    and classes `[q]`. The loss is to be divided by the items of the whole step.
+    The loss is summed over items, a scalar with a graph; divide it by the items of the whole step.
+    The sums have no graph, and the names of `list_summed_metrics`.
+
+    scores: `[2 p, 1]` of p pairs, chosen and rejected in turn; or `[q, n]` of q sequences. values:
+    margins `[p]` of pairs, or indices of classes `[q]`.
     """
     if cfg.loss == "classification":
         classes = values.long()
         loss = F.cross_entropy(scores, classes, reduction="sum")
-        num_right = (scores.argmax(dim=1) == classes).double().sum()
-        return loss, torch.stack([loss.detach(), num_right])
-    # By turns, as a batch numbers its sequences.
+        num_correct = (scores.argmax(dim=1) == classes).double().sum()
+        return loss, torch.stack([loss.detach(), num_correct])
+    # In turn, as a batch numbers its sequences.
     chosen = scores[0::2, 0]
     rejected = scores[1::2, 0]
     loss = -F.logsigmoid(chosen - rejected - values).sum()
     if cfg.center_rewards_coefficient is not None:
         loss = loss + cfg.center_rewards_coefficient * (chosen + rejected).square().sum()
-    num_right = (chosen > rejected).double().sum()
-    sums = [loss.detach(), chosen.detach().sum(), rejected.detach().sum(), num_right]
+    num_correct = (chosen > rejected).double().sum()
+    sums = [loss.detach(), chosen.detach().sum(), rejected.detach().sum(), num_correct]
     return loss, torch.stack(sums)
 
 
 def list_summed_metrics(cfg: RewardConfig) -> tuple[str, ...]:
-    """Return the names of what `compute_score_loss` sums up."""
+    """Return the names of the sums of `compute_score_loss`, in their order."""
     return PAIR_SUMS if cfg.loss == "pairwise" else CLASS_SUMS
 
 
 def compute_score_metrics(sums: Tensor, num_items: int, cfg: RewardConfig) -> dict[str, Tensor]:
-    """Return the mean `loss` of a step, and what it records besides. sums: over all ranks."""
+    """Return the metrics of a step by name, each the mean over its items.
+
+    sums: those of `compute_score_loss`, over all ranks. num_items: of all ranks.
+    """
     metrics = dict(zip(list_summed_metrics(cfg), sums / max(1, num_items), strict=True))
     if cfg.loss == "pairwise":
         metrics["reward_margin"] = metrics["reward_chosen"] - metrics["reward_rejected"]
@@ -101,9 +116,10 @@ def validate_scores(
     data: TrainingData,
     world: World,
 ) -> dict[str, float]:
-    """Return means over all validation items, each counted once; without dropout. Collective.
+    """Return the metrics of all validation items by name: means, and the number of items.
 
-    add_sums: runs a micro-batch, and adds what `list_summed_metrics` names to a tensor.
+    Each item counts once; without dropout. A collective. add_sums: runs a micro-batch, and adds the
+    sums of `compute_score_loss` to the tensor that it is given.
     """
     sums = torch.zeros(len(list_summed_metrics(cfg)), device=world.device, dtype=torch.float64)
     _, num_items = sum_over_validation(
@@ -114,5 +130,5 @@ def validate_scores(
         sums=sums,
     )
     metrics = compute_score_metrics(world.all_reduce_sum(sums), num_items, cfg)
-    counted = "validation_pairs" if cfg.loss == "pairwise" else "validation_sequences"
-    return name_validation(metrics) | {counted: num_items}
+    count_name = "validation_pairs" if cfg.loss == "pairwise" else "validation_sequences"
+    return name_validation(metrics) | {count_name: num_items}

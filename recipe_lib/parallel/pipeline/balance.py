@@ -1,13 +1,13 @@
 """Divide layers among the stages of a pipeline, as evenly in time, or in memory, as can be.
 
-All layers of a model count the same here, also where some see a window and others all tokens, or
-some have experts and others an MLP: as their average. So a split is a number of layers for each
-stage. What is made as small as possible is the largest rank: a pipeline is as slow, and needs as
-much memory, as that. A rank with several stages divides its layers among them evenly in time.
+`parallelize` calls `split_layers`. The cost that is minimized is that of the most expensive rank
+(`parallel.pipeline_balance`), since a pipeline is as slow, and needs as much memory, as that one. A
+rank with several stages divides its layers among them evenly in time.
 
-Of equal items, put one after the other where the sum is then smallest, the largest sum is as small
-as can be, whatever is there before; so the splits found here are the best ones, and each rank that
-computes them finds the same.
+All layers of a model count alike, as their average, also where some have a window or experts and
+others not. So a split is a number of layers for each stage, and the greedy algorithm is optimal: if
+equal items are added one by one, each to the sum that is smallest with it, the largest sum is as
+small as can be. Each rank computes the same split by itself.
 """
 
 from collections.abc import Callable
@@ -28,19 +28,21 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec, ModelSpec
 from recipe_lib.parallel.pipeline.schedules import compute_orders, count_moments
 
-# Bytes of a weight; nf4: 4 bits and the scales of its blocks.
-_QUANTIZED = {"none": None, "nf4": 0.516, "int8": 1.0}
-# Of a token's pass through a layer's matrices: how much of it is done again in backward.
-_RECOMPUTED = {"none": 0.0, "selective": 0.5, "budget": 0.5, "full": 1.0}
+# Bytes of a weight by `quantize_base`; nf4: 4 bits and the scales of its blocks. None: not
+# quantized, as wide as the model's dtype.
+_QUANTIZED_BYTES = {"none": None, "nf4": 0.516, "int8": 1.0}
+# By `memory.activation_checkpointing`, the part of a layer's matrix products in forward that
+# backward computes again.
+_RECOMPUTED_SHARES = {"none": 0.0, "selective": 0.5, "budget": 0.5, "full": 1.0}
 
 
 def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
-    """Return the layers of each stage, first to last.
+    """Return the indices of the layers of each stage, first to last.
 
-    cfg: a recipe's config. shards: ranks that share one copy of a stage's parameters (FSDP), for
-    `parallel.pipeline_balance: memory`. Raise ConfigError for fewer layers than stages, and for a
-    `parallel.pipeline_layers_per_stage` that does not fit the model; see
-    `ExternalSpec.find_stage_parts`.
+    cfg: a recipe's config. shards: number of ranks that FSDP shards a stage's parameters over, read
+    for `parallel.pipeline_balance: memory` alone. Raise ConfigError for fewer layers than stages,
+    for a `parallel.pipeline_layers_per_stage` that does not fit the model, and for an external
+    model that cannot be divided (`ExternalSpec.find_stage_parts`).
     """
     parallel: ParallelConfig = cfg.parallel
     sizes = get_sizes(spec)
@@ -55,22 +57,22 @@ def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
         )
     counts = parallel.pipeline_layers_per_stage
     if counts is None:
-        layer, head = estimate_times(sizes, cfg)
-        last = find_stage_rank(parallel, stages - 1)
+        layer_time, head_time = estimate_times(sizes, cfg)
+        last_rank = find_stage_rank(parallel, stages - 1)
 
         def compute_time(rank: int, counts: dict[int, int]) -> float:
-            return layer * sum(counts.values()) + (head if rank == last else 0)
+            return layer_time * sum(counts.values()) + (head_time if rank == last_rank else 0)
 
         by_time = parallel.pipeline_balance == "compute"
         cost = compute_time if by_time else make_memory_cost(sizes, cfg, shards)
-        counts = _balance_layers(parallel, layers=layers, cost=cost, head=head / layer)
+        counts = _balance_layers(parallel, layers=layers, cost=cost, head=head_time / layer_time)
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
-        none = next(
+        empty_stage = next(
             (f", stage {stage} with {count}" for stage, count in enumerate(counts) if count < 1), ""
         )
         raise ConfigError(
             f"parallel.pipeline_layers_per_stage: found {len(counts)} stages with {sum(counts)}"
-            f" layers{none}, expected {stages} stages of one layer or more"
+            f" layers{empty_stage}, expected {stages} stages of one layer or more"
             f" (parallel.pipeline_schedule={parallel.pipeline_schedule} on {parallel.pipeline}"
             f" ranks) with the model's {layers} layers in all; list {stages} numbers with that sum,"
             " or set null"
@@ -81,39 +83,44 @@ def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes of a model that the library does not implement, as those of a decoder.
+    """The sizes of a decoder that stands for an external model, under the names of `DecoderSpec`.
 
-    Its layers have as many weights as the model's on average, those of all experts included: all
-    in one gated MLP besides attention of full width.
+    Its layers have the average number of weights of the model's, all experts included: attention
+    of full width with one head, and the rest in a gated MLP.
     """
 
     num_layers: int
-    width: int
+    width: int  # channels of hidden states
     vocab_size: int
-    mlp_width: int
-    windows: tuple[None, ...]
-    tied: bool
-    head_width: int
-    head_rows: int
+    mlp_width: int  # channels of the MLP
+    windows: tuple[None, ...]  # by layer, the tokens that attention sees; None: all
+    tied: bool  # the embedding is the output head
+    head_width: int  # channels of an attention head
+    head_rows: int  # rows of the output head
     num_heads: int = 1
     num_kv_heads: int = 1
-    mixture: None = None
+    mixture: None = None  # no experts
 
 
-Sizes = DecoderSpec | _Sizes  # what times and bytes are counted by
+Sizes = DecoderSpec | _Sizes
 
 
 def get_sizes(spec: ModelSpec) -> Sizes:
-    """Return a model's sizes. Raise ConfigError: see `ExternalSpec.find_stage_parts`."""
+    """Return a model's sizes, by which its times and bytes are estimated.
+
+    Raise ConfigError for an external model that cannot be divided, see
+    `ExternalSpec.find_stage_parts`.
+    """
     if isinstance(spec, DecoderSpec):
         return spec
     parts = spec.find_stage_parts()
     num_layers = len(parts.layers)
     prefixes = tuple(f"{name}." for name in parts.layers)
-    elements = sum(
+    num_elements = sum(
         prod(shape) for name, shape in spec.layout().shapes.items() if name.startswith(prefixes)
     )
-    mlp_weights = max(0, elements // num_layers - 4 * parts.width**2)
+    # 4 width^2: the matrices of attention, q, k, v and o.
+    mlp_weights = max(0, num_elements // num_layers - 4 * parts.width**2)
     return _Sizes(
         num_layers=num_layers,
         width=parts.width,
@@ -126,29 +133,34 @@ def get_sizes(spec: ModelSpec) -> Sizes:
     )
 
 
-Cost = Callable[[int, dict[int, int]], float]  # of a rank with so many layers in each of its stages
+# Returns the cost of a rank, in a unit of its own, by its place and its layers by stage.
+Cost = Callable[[int, dict[int, int]], float]
 
 
 def _balance_layers(parallel: ParallelConfig, layers: int, cost: Cost, head: float) -> list[int]:
-    """Return the layers of each stage, such that the largest cost of a rank is as small as can be.
+    """Return the number of layers of each stage that makes the largest cost of a rank smallest.
 
-    Where ranks are equal, the one further behind gets the layer: with one stage on each it has
-    fewer micro-batches in flight. cost: may only grow with the layers. head: how many layers the
-    last stage's head takes as long as.
+    layers: of the model. cost: must not fall when layers are added. head: the time of the last
+    stage's head, in layers.
     """
     ranks = range(parallel.pipeline)
     last = count_stages(parallel) - 1
-    given = {rank: dict.fromkeys(list_rank_stages(parallel, rank), 1) for rank in ranks}
+    # By rank, its number of layers by stage.
+    counts_by_rank = {rank: dict.fromkeys(list_rank_stages(parallel, rank), 1) for rank in ranks}
     for _ in range(layers - last - 1):
-        more = {rank: _add_layer(given[rank], last, head) for rank in ranks}
-        chosen = min(reversed(ranks), key=lambda rank: cost(rank, more[rank]))
-        given[chosen] = more[chosen]
-    counts = {stage: count for rank in ranks for stage, count in given[rank].items()}
-    return [counts[stage] for stage in range(last + 1)]
+        candidates = {rank: _add_layer(counts_by_rank[rank], last, head) for rank in ranks}
+        # Of equal ranks the last one gets the layer: with one stage on each rank it has fewer
+        # micro-batches in flight.
+        chosen = min(reversed(ranks), key=lambda rank: cost(rank, candidates[rank]))
+        counts_by_rank[chosen] = candidates[chosen]
+    return [counts_by_rank[find_stage_rank(parallel, stage)][stage] for stage in range(last + 1)]
 
 
 def _add_layer(counts: dict[int, int], last: int, head: float) -> dict[int, int]:
-    """Return a rank's layers by stage with one more, on the stage that takes the least time."""
+    """Return a rank's numbers of layers by stage with one more, on the stage that is fastest.
+
+    last: the last stage of the pipeline, whose output head takes as long as `head` layers.
+    """
     chosen = min(counts, key=lambda stage: counts[stage] + (head if stage == last else 0))
     return counts | {chosen: counts[chosen] + 1}
 
@@ -156,7 +168,7 @@ def _add_layer(counts: dict[int, int], last: int, head: float) -> dict[int, int]
 def count_layer_weights(spec: Sizes) -> int:
     """Return the elements of one layer's matrices, on average over the layers.
 
-    They are attention's and the MLP's; of a mixture those of all experts and of the router.
+    They are those of attention and MLP; in a mixture, of router and all experts in its place.
     """
     return _count_attention_weights(spec) + _average_over_layers(
         spec,
@@ -166,18 +178,22 @@ def count_layer_weights(spec: Sizes) -> int:
 
 
 def _count_attention_weights(spec: Sizes) -> int:
+    # Of q and o h e channels each, of k and v k e each.
     return 2 * spec.width * _count_attention_channels(spec)
 
 
 def _count_attention_channels(spec: Sizes) -> int:
-    """Return the channels of a token's queries and keys, h e + k e."""
+    """Return the channels of a token's queries and keys together, (h + k) e."""
     return (spec.num_heads + spec.num_kv_heads) * spec.head_width
 
 
 def _average_over_layers(
     spec: Sizes, dense: int, count_of_mixture: Callable[[MixtureSpec], int]
 ) -> int:
-    """Return what a layer has on average. dense: what one with an MLP has."""
+    """Return a count averaged over a model's layers.
+
+    dense: the count of a layer with an MLP. count_of_mixture: returns that of one with experts.
+    """
     if not isinstance(spec, DecoderSpec) or spec.mixture is None:
         return dense
     layers = spec.mixture.layers
@@ -186,45 +202,47 @@ def _average_over_layers(
 
 
 def estimate_times(spec: Sizes, cfg: Any) -> tuple[float, float]:
-    """Return a layer's and the head's operations for a token, in forward and backward.
+    """Return the operations of a layer and of the head for a token, in forward and backward.
 
-    A layer takes 2 for each weight forward, as many for the gradient of its input, and of its
-    weights if they are trained; attention 4 h e for each token that it sees, half of `max_seq_len`
-    or the window, and 2.5 times that in backward. Forward again as far as layers are checkpointed.
-    The head: v d weights, whatever is checkpointed. Embedding: none.
+    A layer takes 2 for each weight in forward, as many for the gradient of its input, and as many
+    for those of its weights if they are trained. Attention takes 4 h e for each token that it sees,
+    which is half of `max_seq_len`, or the window if that is less, and 2.5 times as many in
+    backward. What is checkpointed is computed forward again. The head has v d weights and is not
+    checkpointed. The embedding takes none.
     """
     checkpointing = cfg.memory.activation_checkpointing
     half = cfg.max_seq_len / 2
     seen = [half if window is None else min(half, window) for window in spec.windows]
     attention = 4 * spec.num_heads * spec.head_width * sum(seen) / max(1, len(seen))
     passes = 3 if cfg.trained_adapters is None else 2
-    # Elements of one layer's matrices that compute a token: of a mixture those of the router and of
-    # the experts of its choices.
+    # Elements of a layer's matrices that a token is multiplied by: in a mixture those of the router
+    # and of the experts that it is sent to.
     active_weights = _count_attention_weights(spec) + _average_over_layers(
         spec,
         3 * spec.width * spec.mlp_width,
         lambda mixture: spec.width * (mixture.num_experts + 3 * mixture.top_k * mixture.mlp_width),
     )
-    layer = 2 * active_weights * (passes + _RECOMPUTED[checkpointing]) + attention * (
+    layer = 2 * active_weights * (passes + _RECOMPUTED_SHARES[checkpointing]) + attention * (
         4.5 if checkpointing == "full" else 3.5
     )
     return layer, 2.0 * spec.head_rows * spec.width * passes
 
 
 def make_memory_cost(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
-    """Return what computes the bytes of a rank from the layers of its stages.
+    """Return a function that estimates the bytes of a rank from the layers of its stages.
 
-    They are parameters, gradients and optimizer states, embedding and head where they are, and what
-    the layers keep of the micro-batches in flight; the head's gradient before it is added, and one
-    chunk of its logits. What every rank has alike is left out, as the layer that is being computed
-    and what is on its way.
+    Counted are parameters, gradients and optimizer states, of embedding and head on their ranks
+    too; what the layers keep of the micro-batches in flight; and on the last rank the head's
+    gradient before it is added up, and one chunk of its logits. Left out is what all ranks have
+    alike, as the layer that is being computed and tensors between ranks.
     """
     parallel: ParallelConfig = cfg.parallel
     adapters = cfg.trained_adapters
-    width = BYTES.get(cfg.dtype, 2)
-    rows, count = compute_micro_batches(cfg)
+    width = BYTES.get(cfg.dtype, 2)  # bytes of an element
+    rows, num_micro_batches = compute_micro_batches(cfg)
+    # Of a micro-batch, on a rank.
     tokens = rows * cfg.max_seq_len * cfg.sequences_per_item // count_token_ranks(parallel)
-    # What an optimizer keeps on the device for a weight of a layer (an adapter in it), and of
+    # Bytes of optimizer states on the device for a trained weight of a layer, and for one of
     # embedding and head.
     states, vocabulary_states = (
         0
@@ -232,14 +250,15 @@ def make_memory_cost(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
         else compute_state_bytes(cfg.optimizer, width, in_layer=in_layer)
         for in_layer in (True, False)
     )
-    parts = shards * parallel.tensor
-    copies = width if cfg.copies_model else 0  # of a frozen one
+    parts = shards * parallel.tensor  # ranks among which each matrix is divided
+    copies = width if cfg.copies_model else 0  # bytes of a frozen copy of a weight
+    # Bytes on a rank of a weight of embedding and head, with its gradient and states if trained.
     entry_width = ((2 * width + vocabulary_states if adapters is None else width) + copies) / parts
     if adapters is None:
         layer = count_layer_weights(spec) * ((2 * width + states + copies) / parts)
     else:
         layer = count_layer_weights(spec) * (
-            (_QUANTIZED.get(adapters.quantize_base) or width) / parts
+            (_QUANTIZED_BYTES.get(adapters.quantize_base) or width) / parts
         )
         adapts_experts = "experts" in adapters.target_modules
         adapter_weights = _count_adapter_weights(spec, adapters.rank, adapts_experts)
@@ -247,25 +266,26 @@ def make_memory_cost(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
     kept = count_kept_elements(spec, cfg.memory.activation_checkpointing)
     deferred = count_deferred_elements(spec) if adapters is None else 0
     embedding = spec.vocab_size * spec.width * entry_width
-    matrix = spec.head_rows * spec.width
-    chunk = tokens * parallel.tensor / cfg.memory.loss_chunks
-    logits = chunk * spec.head_rows * (width + 8) / parallel.tensor
-    gradient = matrix * width / parallel.tensor if adapters is None else 0
-    head = matrix * entry_width + logits + gradient
-    ends = {find_stage_rank(parallel, 0): embedding}
+    num_head_weights = spec.head_rows * spec.width
+    chunk_tokens = tokens * parallel.tensor / cfg.memory.loss_chunks
+    logits = chunk_tokens * spec.head_rows * (width + 8) / parallel.tensor
+    gradient = num_head_weights * width / parallel.tensor if adapters is None else 0
+    head = num_head_weights * entry_width + logits + gradient
+    ends = {find_stage_rank(parallel, 0): embedding}  # bytes outside of the layers, by rank
     last = find_stage_rank(parallel, count_stages(parallel) - 1)
-    # A tied head on the first rank, as a V has it, is the embedding itself.
+    # With ZBV the first rank has the last stage too, and a tied head there is the embedding itself.
     ends[last] = ends.get(last, 0) + head - (embedding if spec.tied and last in ends else 0)
+    # By rank, the different sets of (stage, micro-batches ahead, micro-batches deferred) of a step.
     moments_by_rank = {
         rank: {
             tuple((stage, *in_flight) for stage, in_flight in moment.items())
             for moment in count_moments(order)
         }
-        for rank, order in compute_orders(parallel, count).items()
+        for rank, order in compute_orders(parallel, num_micro_batches).items()
     }
 
     def compute_bytes(rank: int, counts: dict[int, int]) -> float:
-        elements = max(
+        elements = max(  # of a token, kept by the layers of all stages
             sum(counts[stage] * (ahead * kept + later * deferred) for stage, ahead, later in moment)
             for moment in moments_by_rank[rank]
         )
@@ -275,10 +295,10 @@ def make_memory_cost(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
 
 
 def count_kept_elements(spec: Sizes, checkpointing: str) -> int:
-    """Return the elements a token that a layer keeps from forward to backward.
+    """Return how many elements a layer keeps of a token from forward to backward.
 
-    checkpointing: `memory.activation_checkpointing` none, selective or full. budget: as full, since
-    what is kept beyond the inputs does not depend on the number of layers.
+    checkpointing: `memory.activation_checkpointing`. `budget` counts as `full`, since what it keeps
+    beyond the layers' inputs does not depend on their number.
     """
     channels = _count_attention_channels(spec)
     if checkpointing in ("full", "budget"):
@@ -292,9 +312,9 @@ def count_kept_elements(spec: Sizes, checkpointing: str) -> int:
 
 
 def count_deferred_elements(spec: Sizes) -> int:
-    """Return the elements a token that a layer's weight gradients take.
+    """Return how many elements of a token a layer keeps for its deferred weight gradients.
 
-    They are each linear's input, shared ones once, and its output's gradient.
+    They are the input of each linear, shared ones once, and the gradient of its output.
     """
     inner = _average_over_layers(
         spec, spec.mlp_width, lambda mixture: mixture.top_k * mixture.mlp_width
@@ -303,9 +323,9 @@ def count_deferred_elements(spec: Sizes) -> int:
 
 
 def _count_adapter_weights(spec: Sizes, rank: int, adapts_experts: bool) -> int:
-    """Return the elements of a layer's adapters, one on each of its seven linears.
+    """Return the elements of a layer's adapters of a rank, with one on each of its seven linears.
 
-    adapts_experts: of a mixture, too, two on each expert.
+    adapts_experts: True if experts have adapters too, two each: on gate and up, and on down.
     """
     inner = _average_over_layers(
         spec,

@@ -1,19 +1,23 @@
 """Run a step's micro-batches through the stages of a rank, in the order of its schedule.
 
-No tensor is held for longer than that order needs.
+`split_pipeline` makes the `Pipeline`, and `Parallel.micro_batches` runs it:
 
     for micro_batch in pipeline.train(batches.micro_batches, accumulation):
         pipeline.backward(compute_loss(micro_batch))     # on the rank with the last stage alone
 
-What lives, besides parameters and gradients: of a micro-batch that has gone forward what autograd
-keeps for backward; of one whose input gradient is made what its weight gradients take; a tensor
-from another rank from just before it is used; one that was sent until it has been taken. The last
-stage's head and loss run at the beginning of its backward, so that their gradients, as large as the
-vocabulary, never wait for other micro-batches.
+No tensor is held for longer than that order needs. Besides parameters and gradients these live:
 
-torch's own stages and their runtime are not used: in 2.13 they keep receive buffers, input
-gradients and sent tensors through a step, and their split backward leaves out gradients of stages
-after frozen ones and of resharded parameters.
+- of a micro-batch that has gone forward, what autograd keeps for its backward;
+- of one whose input gradient is made, what its deferred weight gradients take;
+- a tensor from another rank, from one action before it is used; a tensor for another rank, until
+  that rank has taken it.
+
+The last stage's head and loss run at the beginning of its backward, so that their gradients, as
+large as the vocabulary, never wait for other micro-batches.
+
+The stages and runtime of torch.distributed.pipelining are not used. In 2.13 they keep receive
+buffers, input gradients and sent tensors through a step, and their split backward leaves out
+gradients of stages after frozen ones and of resharded parameters.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -49,21 +53,21 @@ from recipe_lib.parallel.pipeline.schedules import (
 from recipe_lib.parallel.pipeline.simulation import add_transfers, find_taken, get_partner, simulate
 from recipe_lib.parallel.world import World
 
-# Tensors on their way between the ranks of a pipeline: received into new memory, and held until
-# they are taken.
+# Tensors between the ranks of a pipeline: each is received into new memory, and held by the sender
+# until the other rank has taken it.
 
 
-class OnItsWay:
-    """A tensor that is being received or sent, kept until somebody has waited for it."""
+class PendingTensor:
+    """A tensor that is being received or sent, kept alive until `wait` was called."""
 
     def __init__(self, tensor: Tensor, work: Any) -> None:
         self._tensor = tensor
-        self._work = work  # None: the tensor is there
+        self._work = work  # of irecv or isend; None: the tensor is there
 
     def wait(self) -> Tensor:
-        """Return the tensor when it is there, or taken.
+        """Return the tensor when it has arrived, or been taken.
 
-        The host waits for gloo, the device's stream for NCCL.
+        With gloo the host waits until then; with NCCL the device's stream does, and this returns.
         """
         if self._work is not None:
             self._work.wait()
@@ -73,18 +77,18 @@ class OnItsWay:
 class Transport:
     """The exchange of tensors between one rank of a pipeline and the others.
 
-    Two ranks have to exchange their tensors in one order, which is the schedule's affair: NCCL
-    knows no tags. gloo does, and gets them, so that there a mistake would be noticed. Ranks that
-    wait for different ones must not wait for each other: NCCL gives each pair a communicator and a
-    stream each, as long as the process group was not made with `device_id` and transfers are not
-    batched; with one stream for all, interleaved schedules would hang.
+    Two ranks have to exchange their tensors in one order, which the schedule sees to: NCCL has no
+    tags. gloo has, and gets them, so that a wrong order is noticed there. Transfers with different
+    ranks must not wait for each other, or interleaved schedules would hang. NCCL gives each pair of
+    ranks a communicator and a stream of its own, as long as the process group was not made with
+    `device_id` and transfers are not batched.
     """
 
     def __init__(self, world: World, pairs: Sequence[tuple[int, int]]) -> None:
-        """Make the communicator of each pair of ranks that exchange tensors.
+        """Make the communicator of each pair of ranks that exchange tensors. A collective.
 
-        pairs: places of all ranks of the pipeline that do, the lower first. Raise SetupError for a
-        process group with one communicator for all.
+        pairs: as `list_pairs` returns them, of all ranks of the pipeline. Raise SetupError for a
+        process group with one communicator for all pairs.
         """
         assert world.pipeline is not None
         self._group = world.mesh.get_group("pipeline")
@@ -100,14 +104,14 @@ class Transport:
                 " one without: NCCL would exchange all tensors on one stream, and interleaved"
                 " schedules would hang; remove device_id from init_process_group"
             )
-        # Else they would be made in the middle of the first step, where a rank's host waits for the
-        # other while kernels of other pairs run. In one order for all, so that no ranks wait in a
-        # circle.
+        # NCCL makes a communicator in the first exchange of a pair. In the middle of the first step
+        # a rank's host would wait for the other while kernels of other pairs run. All ranks go
+        # through the pairs in one order, so that none wait in a circle.
         for low, high in sorted(pairs):
             if world.pipeline.rank == low:
                 self.send(torch.zeros(1, device=self._device), high, tag=0).wait()
             elif world.pipeline.rank == high:
-                self.receive((1,), torch.float32, low, tag=0).wait()
+                self.receive(shape=(1,), dtype=torch.float32, place=low, tag=0).wait()
 
     def receive(
         self,
@@ -116,42 +120,49 @@ class Transport:
         place: int,
         tag: int,
         device: torch.device | None = None,
-    ) -> OnItsWay:
-        """Ask the rank at `place` for a tensor; device: None for where this rank computes."""
+    ) -> PendingTensor:
+        """Start to receive a tensor from the rank at a place in the pipeline.
+
+        tag: for gloo, the same as that of the send. device: None for the one this rank computes on.
+        """
         tensor = torch.empty(shape, dtype=dtype, device=device or self._device)
         peer = self._ranks[place]
         with self._heartbeat.exchange(peer):
-            return OnItsWay(tensor, dist.irecv(tensor, peer, group=self._group, tag=tag))
+            return PendingTensor(tensor, dist.irecv(tensor, peer, group=self._group, tag=tag))
 
-    def send(self, tensor: Tensor, place: int, tag: int) -> OnItsWay:
-        """Send a tensor to the rank at `place`."""
+    def send(self, tensor: Tensor, place: int, tag: int) -> PendingTensor:
+        """Start to send a tensor to the rank at a place in the pipeline."""
         tensor = tensor.contiguous()
         peer = self._ranks[place]
         with self._heartbeat.exchange(peer):
-            return OnItsWay(tensor, dist.isend(tensor, peer, group=self._group, tag=tag))
+            return PendingTensor(tensor, dist.isend(tensor, peer, group=self._group, tag=tag))
 
 
 def _sum_with(peer: int, parameter: Tensor, transport: Transport) -> None:
-    """Add the gradient that the rank at another place has of the same parameter to this rank's.
+    """Add the gradient that the rank at place `peer` has of the same parameter to this rank's.
 
-    Both call it, and one of them is at place 0. Without a gradient, which is so on both, nothing is
-    done.
+    Both ranks call it, and one of them is at place 0. Nothing is done without a gradient, which
+    both ranks have or neither.
     """
     if parameter.grad is None:
         return
     gradient = get_local(parameter.grad)
-    # In one order for the two, as everywhere: first the first rank's, then the last one's.
+    # In one order on both, as NCCL has no tags: first the gradient of the rank at place 0.
     sent = transport.send(gradient, peer, tag=0) if peer != 0 else None
     arriving = transport.receive(
-        tuple(gradient.shape), gradient.dtype, peer, tag=0, device=gradient.device
+        shape=tuple(gradient.shape),
+        dtype=gradient.dtype,
+        place=peer,
+        tag=0,
+        device=gradient.device,
     )
     received = arriving.wait()
-    (sent or transport.send(gradient, peer, tag=0)).wait()  # before it is written to
+    (sent or transport.send(gradient, peer, tag=0)).wait()  # before `add_` overwrites it
     gradient.add_(received)
 
 
-# Told of each action that begins, and by None of the end of a run of them: who simulates a step
-# sets it.
+# Called with each action that begins, and with None at the end of a step's actions. Set by the
+# planner, which simulates a step.
 on_action: Callable[[Action | None], None] | None = None
 
 
@@ -159,14 +170,17 @@ on_action: Callable[[Action | None], None] | None = None
 class _Kept:
     """A micro-batch in a stage from forward to backward, besides autograd's graph."""
 
-    received: Tensor | None  # its input, for the gradient of it; None where nobody wants that
-    # The way into the graph from its output, which is gone; None where nothing is trained.
+    # The stage's input `[b, s, d]`, whose gradient backward sends; None if no stage before it is
+    # trained.
+    received: Tensor | None
+    # Where backward begins in the graph, since the output itself is freed; None if nothing is
+    # trained up to here.
     graph: GradientEdge | None
-    hidden: Tensor | None = None  # of the last stage, its output, for the head
+    hidden: Tensor | None = None  # the output of the last stage, for the head; None for others
 
 
 class Pipeline:
-    """The stages of one rank."""
+    """The stages of one rank, and the runs of micro-batches through them."""
 
     def __init__(
         self,
@@ -176,9 +190,9 @@ class Pipeline:
         layers: dict[int, range],
         dtype: torch.dtype,
     ) -> None:
-        """Make the runner of a model that is cut down to these layers, and runs by `run_part`.
+        """Make the runner of a model that has only these layers, and `run_part` as its forward.
 
-        layers: by stage, the numbers of its layers. dtype: of hidden states.
+        layers: by stage of this rank, the indices of its layers. dtype: of hidden states.
         """
         assert world.pipeline is not None
         self.layers = layers
@@ -186,21 +200,25 @@ class Pipeline:
         self._parallel = cfg.parallel
         self._world = world
         self._place = world.pipeline.rank
-        self._stages = count_stages(cfg.parallel)
+        self._stages = count_stages(cfg.parallel)  # of all ranks
+        # Backward is split into the gradients of input and weights, which are deferred.
         self._splits = SCHEDULES[cfg.parallel.pipeline_schedule].splits
         self._transport: Transport | None = None
-        self._trains: list[bool] = []  # by stage; nothing is known before the first training step
-        # By training and micro-batches, see `_get_orders`.
+        # As `_agree_on_training` returns it; empty before the first training step.
+        self._trains: list[bool] = []
+        # What `_get_orders` returns, by (training, number of micro-batches).
         self._orders: dict[tuple[bool, int], tuple[list[Action], dict[int, list[Action]]]] = {}
         self._dtype = dtype
         self._parts = model.find_stage_parts()
-        self._current: tuple[int, Tensor] | None = None  # the stage that runs, and its tokens
-        self._hidden: Tensor | None = None  # of the micro-batch whose head runs
-        self._reduction: DeferredReduction | None = None  # of the step that runs
+        # What a call of the model runs: the head on these hidden states, or this stage on these
+        # tokens `[b, s]`; None for both outside of `train` and `evaluate`.
+        self._current: tuple[int, Tensor] | None = None
+        self._hidden: Tensor | None = None
+        self._reduction: DeferredReduction | None = None  # of the training step that runs
 
     @property
     def has_last(self) -> bool:
-        """Return True on the rank with the last stage, which alone knows losses."""
+        """Return True on the rank with the last stage, the only one that computes losses."""
         return self._stages - 1 in self.layers
 
     def run_part(
@@ -213,10 +231,11 @@ class Pipeline:
         head_loss: HeadLoss | None = None,
         cache: None = None,
     ) -> Tensor:
-        """Run the part of the model whose turn it is, in place of its forward.
+        """Run the part of the model that the schedule has come to, in place of its forward.
 
-        That is the layers of a stage, or norm and head behind the last one's. tokens: of the first
-        stage and the head; of another stage what the one before gave.
+        That is the layers of a stage, or the final norm and the output head. tokens: `[b, s]` for
+        the first stage and the head; for other stages the hidden states of the stage before. Raise
+        RuntimeError outside of `train` and `evaluate`.
         """
         if self._hidden is not None:
             return self._model.run_head(self._hidden, tokens, labels=labels, head_loss=head_loss)
@@ -239,11 +258,12 @@ class Pipeline:
     ) -> Iterator[Batch]:
         """Run forward and backward of all micro-batches. A collective of the pipeline.
 
-        On the rank with the last stage yield each when its loss is to go `backward`. While the
-        caller has a micro-batch, a call of the model runs norm and head on its hidden states.
-        accumulation: how gradients are added up; whoever gives it finishes it.
+        On the rank with the last stage, yield each micro-batch when its loss is to go `backward`.
+        While the caller has it, a call of the model runs norm and head on its hidden states.
+        accumulation: adds up the gradients; the caller calls its `finish`. None: they are added to
+        `grad` and reduced in each backward. Raise ConfigError if nothing is trained.
         """
-        # In each step anew: a recipe may freeze or thaw between them.
+        # In each step anew, since a recipe may freeze or unfreeze parameters between steps.
         self._trains = self._agree_on_training()
         self._reduction = DeferredReduction(self._model, accumulation)
         step = _Step(self, batches, trains=True, accumulation=accumulation)
@@ -254,31 +274,35 @@ class Pipeline:
         finally:
             self._reduction = None
         if accumulation is not None:
-            accumulation.add()  # what was reduced after the last action
+            accumulation.add()  # the gradients that were reduced after the last action
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of the head, and of its micro-batch's hidden states."""
+        """Compute the gradients of the head and of its hidden states.
+
+        Called in the loop over `train`. loss: of the micro-batch that was yielded last.
+        """
         if self._reduction is None:
             raise RuntimeError("the head of a pipeline goes backward in the loop over `train`")
-        # Not sooner: until here the head's units may still be kept for the next micro-batch.
+        # Not sooner: the head's weights may have to stay gathered until its last micro-batch.
         self._reduction.reduce_if_last(self.get_head_modules())
         loss.backward()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], compute: Callable[[int, Any], Any]) -> list[Any]:
-        """Run forward alone; return what `compute` makes of each micro-batch and its number.
+        """Run all forwards; return `compute(index, micro_batch)` of each. A collective.
 
-        On ranks without the last stage that is None for each.
+        While `compute` runs, a call of the model runs norm and head. On ranks without the last
+        stage it is not called, and the list has None for each.
         """
         results: list[Any] = [None] * len(batches)
         step = _Step(self, batches, trains=False)
         with self._world.heartbeat.name_action_in_errors():
-            for number, batch in step.run(*self._get_orders(len(batches), training=False)):
-                results[number] = compute(number, batch)
+            for index, batch in step.run(*self._get_orders(len(batches), training=False)):
+                results[index] = compute(index, batch)
         return results
 
     def sum_tied_gradients(self) -> None:
-        """Add up the gradients of an embedding that is another rank's head, once a step."""
+        """Sum the gradients of a tied embedding over the first and the last rank, once a step."""
         last = find_stage_rank(self._parallel, self._stages - 1)
         if self._model.spec.tied and last != 0 and self._place in (0, last):
             _sum_with(
@@ -289,18 +313,19 @@ class Pipeline:
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """Return the tied embedding where another rank has it too and this is the last.
+        """Return the tied embedding on the last rank, if the first rank has it too; else None.
 
-        One of the two counts in norms.
+        Norms of gradients leave it out, so that it counts once.
         """
         last = find_stage_rank(self._parallel, self._stages - 1)
         is_copy = self._model.spec.tied and last != 0 and self._place == last
         return self._model.get_parameter(f"{self._parts.embedding}.weight") if is_copy else None
 
     def list_in_flight(self, micro_batches: int) -> list[dict[int, int]]:
-        """Return what this rank may keep at once, each once.
+        """Return the sets of micro-batches that this rank holds at once in a step, without repeats.
 
-        By stage, that is the micro-batches between their forward and their backward.
+        Each is the number of micro-batches by stage that are between forward and backward.
+        micro_batches: of the step.
         """
         moments: list[dict[int, int]] = []
         for counts in count_moments(compute_orders(self._parallel, micro_batches)[self._place]):
@@ -319,11 +344,11 @@ class Pipeline:
     def _get_orders(
         self, micro_batches: int, *, training: bool
     ) -> tuple[list[Action], dict[int, list[Action]]]:
-        """Return this rank's actions, and by an action's number the sends taken when it begins.
+        """Return this rank's actions, and the sends to wait for before an action, by its index.
 
-        They have if every rank is as fast as the others; where one is not, a rank waits there for
-        those behind it. Each rank waits so in an order that the simulation has shown to come to its
-        end.
+        The other rank has taken these sends by then if all ranks are equally fast; otherwise this
+        rank waits there. That cannot deadlock: in the simulation that gives these indices, all
+        orders come to their end.
         """
         key = (training, micro_batches)
         if key not in self._orders:
@@ -332,26 +357,27 @@ class Pipeline:
             timeline = simulate(orders, self._parallel, lambda action: kinds.UNITS[action.kind])
             order = orders[self._place]
             taken: dict[int, list[Action]] = {}
-            for send, number in find_taken(
+            for send, index in find_taken(
                 timeline, order=order, rank=self._place, parallel=self._parallel
             ).items():
-                taken.setdefault(number, []).append(send)
+                taken.setdefault(index, []).append(send)
             self._orders[key] = (order, taken)
         return self._orders[key]
 
     def _agree_on_training(self) -> list[bool]:
-        """Return for each stage, and at last for the head, whether a parameter of it is trained.
+        """Return for each stage, and then for the head, True if a parameter of it is trained.
 
-        So all ranks know which gradients have to be sent. Raise ConfigError if nothing is trained.
+        So all ranks know which gradients are sent. A collective. Raise ConfigError if nothing is
+        trained.
         """
         own_stages = {stage: _has_trained(self.get_stage_modules(stage)) for stage in self.layers}
         if self.has_last:
             own_stages[self._stages] = _has_trained(self.get_head_modules())
         if not holds_values(self._world.device) or dist.get_backend() == "fake":
-            # In a simulation the other ranks' stages are like this one's.
+            # The planner simulates one rank, and takes the other ranks' stages to be like its own.
             default = any(own_stages.values())
             return [own_stages.get(stage, default) for stage in range(self._stages + 1)]
-        is_trained: dict[str, bool] = {}  # by number of a stage
+        is_trained: dict[str, bool] = {}  # by index of a stage, a str in JSON
         for stages_of_rank in self._world.gather_json(own_stages):
             is_trained |= stages_of_rank
         if not any(is_trained.values()):
@@ -362,13 +388,13 @@ class Pipeline:
         return [is_trained[str(stage)] for stage in range(self._stages + 1)]
 
     def get_stage_modules(self, stage: int) -> list[nn.Module]:
-        """Return the layers of one of this rank's stages, with the first one's the embedding."""
-        names = [self._parts.layers[number] for number in self.layers[stage]]
+        """Return the layers of one of this rank's stages; of the first stage also the embedding."""
+        names = [self._parts.layers[layer] for layer in self.layers[stage]]
         names += self._parts.first if stage == 0 else ()
         return [self._model.get_submodule(name) for name in names]
 
     def get_head_modules(self) -> list[nn.Module]:
-        """Return what is behind the last layer."""
+        """Return the modules behind the last layer: the final norm and the output head."""
         return [self._model.get_submodule(name) for name in self._parts.last]
 
 
@@ -377,7 +403,7 @@ def _has_trained(modules: Sequence[nn.Module]) -> bool:
 
 
 class _Step:
-    """One run of a rank's actions over the micro-batches, and what is alive between them."""
+    """One run of a rank's actions over the micro-batches, and the tensors alive between them."""
 
     def __init__(
         self,
@@ -394,35 +420,36 @@ class _Step:
         self._transport = pipeline._use_transport()
         self._heartbeat = pipeline._world.heartbeat
         self._reduction = pipeline._reduction or DeferredReduction(pipeline._model, None)
-        self._arriving: dict[Action, OnItsWay] = {}  # by receive
-        self._leaving: dict[Action, Tensor] = {}  # by send
-        self._sent: dict[Action, OnItsWay] = {}
+        self._arriving: dict[Action, PendingTensor] = {}  # inputs of actions to come, by receive
+        self._leaving: dict[Action, Tensor] = {}  # made, but not sent yet, by send
+        self._sent: dict[Action, PendingTensor] = {}  # may not be taken yet, by send
+        # By (stage, index of a micro-batch).
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._later: dict[tuple[int, int], list[DeferredGradients]] = {}
+        self._deferred: dict[tuple[int, int], list[DeferredGradients]] = {}
 
     def run(
         self, actions: Sequence[Action], taken: Mapping[int, Sequence[Action]]
     ) -> Iterator[tuple[int, Batch]]:
-        """Run all actions; yield each micro-batch and its number when its head is to be run.
+        """Run all actions; yield each micro-batch, with its index, when the head is to run on it.
 
-        Its hidden states are there then, and the caller runs the head on them. At the end nothing
-        of the step is alive. taken: by number of an action, the sends done before it.
+        Then the caller calls the model, which runs the head on its hidden states. At the end no
+        tensor of the step is alive. taken: by index of an action, the sends to wait for before it.
         """
         reducing = self._reduction.begin(actions)
         note = on_action or (lambda action: None)
         with self._heartbeat.name_action_in_errors():
-            for place, action in enumerate(actions):
-                for send in taken.get(place, ()):
-                    self._let_go(send)
-                self._begin(action)
+            for index, action in enumerate(actions):
+                for send in taken.get(index, ()):
+                    self._finish_send(send)
+                self._note_action(action)
                 note(action)
-                self._reduction.is_last = place in reducing
+                self._reduction.is_last = index in reducing
                 yield from self._run_action(action)
                 if self._accumulation and action.kind in kinds.MAKING_GRADIENTS:
                     self._accumulation.add()
             self._reduction.end()
             for send in list(self._sent):
-                self._let_go(send)
+                self._finish_send(send)
         note(None)
 
     def _run_action(self, action: Action) -> Iterator[tuple[int, Batch]]:
@@ -440,16 +467,16 @@ class _Step:
             case kinds.SEND_ACTIVATION | kinds.SEND_GRADIENT:
                 self._send(action)
 
-    def _begin(self, action: Action) -> None:
-        """Tell the heartbeat what this rank is at."""
+    def _note_action(self, action: Action) -> None:
+        """Tell the heartbeat which action this rank is at, for errors and reports of hangs."""
         words = f"the {kinds.WORDS[action.kind]} of micro-batch {action.micro_batch}"
         self._heartbeat.action = f"{words} in stage {action.stage}"
 
     def _run_forward(self, action: Action) -> Iterator[tuple[int, Batch]]:
         stage = action.stage
-        number = action.micro_batch
+        index = action.micro_batch
         pipeline = self._pipeline
-        batch = self._batches[number]
+        batch = self._batches[index]
         received = None if stage == 0 else self._take(action)
         if received is not None and self._trains and self._has_input_gradient(stage):
             received.requires_grad_()
@@ -461,29 +488,33 @@ class _Step:
         finally:
             pipeline._current = None
         if self._trains:
-            self._kept[stage, number] = _Kept(
+            self._kept[stage, index] = _Kept(
                 received=received if self._has_input_gradient(stage) else None,
                 graph=get_gradient_edge(output) if output.requires_grad else None,
             )
         if stage < pipeline._stages - 1:
             self._hand_on(action, output.detach())
         elif self._trains:
-            # The head runs at the beginning of backward: its gradients never wait for others'.
-            self._kept[stage, number].hidden = output.detach().requires_grad_(output.requires_grad)
+            # The head runs at the beginning of backward, so that its gradients never wait for other
+            # micro-batches.
+            self._kept[stage, index].hidden = output.detach().requires_grad_(output.requires_grad)
         else:
-            yield from self._lend(number, output)
+            yield from self._lend(index, output)
 
-    def _lend(self, number: int, hidden: Tensor) -> Iterator[tuple[int, Batch]]:
-        """Yield a micro-batch, while a call of the model runs the head on these hidden states."""
+    def _lend(self, index: int, hidden: Tensor) -> Iterator[tuple[int, Batch]]:
+        """Yield a micro-batch; meanwhile a call of the model runs the head on `hidden`."""
         pipeline = self._pipeline
         pipeline._hidden = hidden
         try:
-            yield number, self._batches[number]
+            yield index, self._batches[index]
         finally:
             pipeline._hidden = None
 
     def _run_backward(self, action: Action) -> Iterator[tuple[int, Batch]]:
-        """Run the whole backward of a stage, nothing deferred."""
+        """Run the backward of a stage, and hand the gradient of its input to the stage before.
+
+        In the last stage the caller runs the head first.
+        """
         kept = self._kept.pop((action.stage, action.micro_batch))
         if action.stage == self._pipeline._stages - 1:
             gradient = yield from self._run_head(action.micro_batch, kept)
@@ -492,6 +523,7 @@ class _Step:
         self._reduction.reduce_if_last(self._pipeline.get_stage_modules(action.stage))
         if kept.graph is not None:
             torch.autograd.backward((kept.graph,), (gradient,))  # type: ignore[arg-type]
+        # Freed before the input gradient is handed on.
         del gradient
         received = kept.received
         del kept
@@ -502,49 +534,49 @@ class _Step:
             self._hand_on(action, input_gradient)
 
     def _run_head(
-        self, number: int, kept: _Kept
+        self, index: int, kept: _Kept
     ) -> Generator[tuple[int, Batch], None, Tensor | None]:
-        """Return the gradient of the last stage's output, once the caller has run the head."""
+        """Let the caller run the head; return the gradient of the last stage's output."""
         hidden = kept.hidden
         kept.hidden = None
         assert hidden is not None
-        yield from self._lend(number, hidden)
+        yield from self._lend(index, hidden)
         return hidden.grad
 
     def _run_input_gradient(self, action: Action) -> Iterator[tuple[int, Batch]]:
         """Run backward without the weight gradients of linears, which are deferred."""
-        with self._reduction.postpone_reduction(), defer_weight_gradients() as later:
+        with self._reduction.postpone_reduction(), defer_weight_gradients() as deferred:
             yield from self._run_backward(action)
-        self._later[action.stage, action.micro_batch] = later
+        self._deferred[action.stage, action.micro_batch] = deferred
 
     def _run_weight_gradients(self, action: Action) -> None:
         pipeline = self._pipeline
         head = pipeline.get_head_modules() if action.stage == pipeline._stages - 1 else []
         self._reduction.reduce_if_last([*pipeline.get_stage_modules(action.stage), *head])
-        self._reduction.add(self._later.pop((action.stage, action.micro_batch)))
+        self._reduction.add(self._deferred.pop((action.stage, action.micro_batch)))
 
     def _receive(self, action: Action) -> None:
         if action.kind == kinds.RECEIVE_GRADIENT and not self._has_input_gradient(action.stage + 1):
             return
         shape, dtype = self._get_shape(action.micro_batch)
-        place = self._get_place(get_partner(action))
+        place = find_stage_rank(self._pipeline._parallel, get_partner(action).stage)
         self._arriving[action] = self._transport.receive(
-            shape, dtype, place, self._make_tag(action)
+            shape=shape, dtype=dtype, place=place, tag=self._make_tag(action)
         )
 
     def _take(self, action: Action) -> Tensor:
-        """Return what the action needs of another stage, when it is there."""
+        """Return the input of an action from another stage, when it has arrived."""
         receive = get_receive(action, self._pipeline._stages)
         assert receive is not None
         return self._arriving.pop(receive).wait()
 
     def _hand_on(self, action: Action, tensor: Tensor) -> None:
-        """Give a tensor to a stage of this rank as it is; another rank's waits to be sent."""
+        """Hand the output of an action on: to a stage of this rank at once, else to `_send`."""
         exchange = get_exchange(action, self._pipeline._stages)
         assert exchange is not None
         send, receive = exchange
         if receive.stage in self._pipeline.layers:
-            self._arriving[receive] = OnItsWay(tensor, None)
+            self._arriving[receive] = PendingTensor(tensor, None)
         else:
             self._leaving[send] = tensor
 
@@ -552,33 +584,29 @@ class _Step:
         tensor = self._leaving.pop(action, None)
         if tensor is not None:
             receive = get_partner(action)
-            self._sent[action] = self._transport.send(
-                tensor, self._get_place(receive), self._make_tag(receive)
-            )
+            place = find_stage_rank(self._pipeline._parallel, receive.stage)
+            self._sent[action] = self._transport.send(tensor, place, self._make_tag(receive))
 
-    def _let_go(self, send: Action) -> None:
-        """Drop what was sent; if the other rank has not taken it, wait until it has."""
-        sent = self._sent.pop(send, None)  # None: a gradient that nobody wants
+    def _finish_send(self, send: Action) -> None:
+        """Free a tensor that was sent, when the other rank has taken it."""
+        sent = self._sent.pop(send, None)  # None: a gradient that is not sent, see `_trains`
         if sent is not None:
-            self._begin(send)
+            self._note_action(send)
             sent.wait()
 
     def _has_input_gradient(self, stage: int) -> bool:
-        """Return True if a stage's input has a gradient: a stage before it is trained."""
+        """Return True if a stage's input has a gradient, since a stage before it is trained."""
         return any(self._pipeline._trains[:stage])
 
-    def _get_shape(self, number: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and type of hidden states between stages."""
+    def _get_shape(self, index: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return shape and dtype of a micro-batch's hidden states between stages."""
         pipeline = self._pipeline
-        rows, length = self._batches[number].tokens.shape
+        rows, length = self._batches[index].tokens.shape
         local_shape = torch.Size((rows, length // pipeline._parallel.context))
         shape = pipeline._model.compute_hidden_shape(local_shape, pipeline._parallel.tensor)
         return shape, pipeline._dtype
 
-    def _get_place(self, action: Action) -> int:
-        return find_stage_rank(self._pipeline._parallel, action.stage)
-
     def _make_tag(self, receive: Action) -> int:
-        """Return the tag of a transfer, by the stage that receives."""
+        """Return the tag of a transfer, a different one for each receive of a step."""
         is_gradient = receive.kind == kinds.RECEIVE_GRADIENT
         return 2 * (receive.micro_batch * self._pipeline._stages + receive.stage) + is_gradient

@@ -1,9 +1,11 @@
-"""List what each rank of a pipeline does, in which order: forwards, backwards, sends, receives.
+"""List the forwards and backwards of each rank of a pipeline, in the order of its schedule.
 
-The orders of the interleaved and zero-bubble schedules are those that torch.distributed.pipelining
-makes; GPipe (arXiv 1811.06965) and 1F1B (arXiv 1806.03377) are a few lines here. ZBV and
-interleaved zero bubble: arXiv 2401.10241. A stage's backward is one action `B`, or two that may lie
-apart: `I` for the gradient of its input, `W` for those of its weights.
+The driver runs the orders that `compute_orders` returns for `parallel.pipeline_schedule`, after
+`simulation.add_transfers` has put the sends and receives in. The orders of the interleaved and
+zero-bubble schedules (arXiv 2104.04473, 2401.10241) are those of torch.distributed.pipelining;
+GPipe (arXiv 1811.06965) and 1F1B (arXiv 1806.03377) are a few lines here. A stage's backward is one
+action `B`, or two that may lie apart: `I` for the gradient of its input, `W` for those of its
+weights.
 """
 
 from collections import Counter
@@ -21,13 +23,14 @@ from recipe_lib.config.mesh import (
 )
 from recipe_lib.config.schema import ParallelConfig
 
+# Kinds of actions. INPUT and WEIGHT are the two halves of a split backward.
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
 MAKING_GRADIENTS = (BACKWARD, INPUT, WEIGHT)
-# What a stage takes from the next one or the one before, and what it sends there.
+# Receives from the stage before or the next one, and sends to it.
 RECEIVE_ACTIVATION, SEND_ACTIVATION = "RF", "SF"
 RECEIVE_GRADIENT, SEND_GRADIENT = "RB", "SB"
-WORDS = {
+WORDS = {  # for messages
     FORWARD: "forward",
     BACKWARD: "backward",
     INPUT: "input gradient",
@@ -37,10 +40,10 @@ WORDS = {
     SEND_ACTIVATION: "sending of the activation",
     SEND_GRADIENT: "sending of the gradient",
 }
-# How long an action takes in the order that settles when tensors are sent: a forward as long as
-# each half of backward.
+# How long an action takes in the simulation that decides the order of sends, in forwards: each half
+# of a backward takes as long as a forward.
 UNITS = {FORWARD: 1, INPUT: 1, WEIGHT: 1, BACKWARD: 2}
-# torch's names of them, which stay from version to version; their values have been numbers and
+# By the names of torch's enum, which stay from version to version; its values have been numbers and
 # letters.
 _KINDS = {
     "FORWARD": FORWARD,
@@ -52,11 +55,11 @@ _KINDS = {
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """An action of a stage on a micro-batch."""
+    """An action of a stage on a micro-batch; as text `2F0`."""
 
-    stage: int
-    kind: str  # of COMPUTE, or RF, SF, RB, SB: it receives or sends
-    micro_batch: int
+    stage: int  # index among the stages of all ranks
+    kind: str  # one of COMPUTE; RF, SF, RB or SB for a receive or send
+    micro_batch: int  # index in the step
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
@@ -68,8 +71,8 @@ Orders = dict[int, list[Action]]  # by the place of a rank in its pipeline
 def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     """Return the forwards and backwards of every rank of a pipeline for a training step.
 
-    Any number of micro-batches from 1 on has an order; see config.mesh.schedule_fault for those
-    worth having.
+    micro_batches: any number from 1 on; the config refuses numbers that suit a schedule badly.
+    Raise ValueError for an order that lacks an action, see `_check_complete`.
     """
     name = parallel.pipeline_schedule
     ranks = parallel.pipeline
@@ -80,17 +83,20 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
             )
             for rank in range(ranks)
         }
-    # Here, since it imports 834 modules in a second, and few runs have such a schedule.
+    # Imported here, since it imports 834 modules in a second, and few runs have such a schedule.
     from torch.distributed.pipelining import schedules
 
-    # For any other number torch's interleaved classes, which have rounds of one size, leave out
-    # backwards or count on after the last micro-batch, without a word. What is too many is left out
-    # of the larger order, which stays a legal one: micro-batches do not wait for each other.
+    # torch's interleaved classes divide micro-batches into rounds of one size. For a number that
+    # is no multiple of the rounds they leave out backwards or count on after the last micro-batch,
+    # without an error. So the order is made for the next number that is one, and the actions on
+    # micro-batches that there are not are left out. It stays legal: micro-batches do not wait for
+    # each other.
     padded = micro_batches
     while name != "zbv" and padded % max(1, padded // ranks):
         padded += 1
     rounds = max(1, padded // ranks)
-    # What the methods read of themselves; the classes want stages with memory to be made.
+    # The attributes that the methods read of `self`. An object of the classes can be made only with
+    # stages that have memory.
     settings = SimpleNamespace(
         pp_group_size=ranks,
         n_local_stages=count_stages_per_rank(parallel),
@@ -117,28 +123,28 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
 
 
 def count_moments(order: Sequence[Action]) -> list[dict[int, tuple[int, int]]]:
-    """Return what there is after each action of a rank's list, by stage.
+    """Return the micro-batches that a rank holds after each action of its list, by stage.
 
-    It is the number of micro-batches between F and B or I, and of those between I and W.
+    They are two numbers: of those between F and B (or I), and of those between I and W.
     """
     moments: list[dict[int, tuple[int, int]]] = []
-    now: dict[int, tuple[int, int]] = {}
+    counts: dict[int, tuple[int, int]] = {}  # after the current action
     for action in order:
-        ahead, deferred = now.get(action.stage, (0, 0))
-        ahead += {FORWARD: 1, BACKWARD: -1, INPUT: -1}.get(action.kind, 0)
-        deferred += {INPUT: 1, WEIGHT: -1}.get(action.kind, 0)
-        now = now | {action.stage: (ahead, deferred)}
-        moments.append(now)
+        num_ahead, num_deferred = counts.get(action.stage, (0, 0))
+        num_ahead += {FORWARD: 1, BACKWARD: -1, INPUT: -1}.get(action.kind, 0)
+        num_deferred += {INPUT: 1, WEIGHT: -1}.get(action.kind, 0)
+        counts = counts | {action.stage: (num_ahead, num_deferred)}
+        moments.append(counts)
     return moments
 
 
 def _limit_deferred(order: list[Action], most: int) -> list[Action]:
-    """Return the order with weight gradients made sooner where more than `most` would wait.
+    """Return the order with weight gradients made sooner, so that at most `most` are deferred.
 
-    They are made before another input gradient.
+    Where there are as many, the oldest is made before the next input gradient.
     """
     limited: list[Action] = []
-    waiting: list[Action] = []  # in the order in which they began to
+    waiting: list[Action] = []  # deferred weight gradients, the oldest first
     for action in order:
         if action.kind == INPUT:
             while len(waiting) >= most:
@@ -159,23 +165,23 @@ def _check_complete(orders: Orders, stages: int, micro_batches: int) -> None:
     unnoticed.
     """
     done = Counter(action for order in orders.values() for action in order)
-    for stage, number in product(range(stages), range(micro_batches)):
-        kinds = "".join(kind * done.pop(Action(stage, kind, number), 0) for kind in COMPUTE)
+    for stage, index in product(range(stages), range(micro_batches)):
+        kinds = "".join(kind * done.pop(Action(stage, kind, index), 0) for kind in COMPUTE)
         if kinds not in ("FB", "FIW"):
             raise ValueError(
-                f"stage {stage} does {kinds or 'nothing'} with micro-batch {number}, expected FB"
+                f"stage {stage} does {kinds or 'nothing'} with micro-batch {index}, expected FB"
                 " or FIW"
             )
-    if done:
+    if done:  # of stages or micro-batches that there are not, or of other kinds
         raise ValueError(f"the schedule does {min(done)}, which there is not")
 
 
 def compute_forward_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
-    """Return the forwards alone, stage by stage: for a loss that is not trained on."""
+    """Return the forwards alone, stage by stage, for evaluation."""
     return {
         rank: [
-            Action(stage, FORWARD, number)
-            for stage, number in product(list_rank_stages(parallel, rank), range(micro_batches))
+            Action(stage, FORWARD, index)
+            for stage, index in product(list_rank_stages(parallel, rank), range(micro_batches))
         ]
         for rank in range(parallel.pipeline)
     }
@@ -184,18 +190,21 @@ def compute_forward_orders(parallel: ParallelConfig, micro_batches: int) -> Orde
 def _order_one_forward_one_backward(
     name: str, rank: int, ranks: int, micro_batches: int
 ) -> list[Action]:
-    """Return a rank's order; with GPipe all forwards are ahead of the first backward."""
-    ahead = min(ranks - 1 - rank, micro_batches) if name == "1f1b" else micro_batches
-    order = [Action(rank, FORWARD, number) for number in range(ahead)]
-    for number in range(micro_batches):
-        if number + ahead < micro_batches:
-            order.append(Action(rank, FORWARD, number + ahead))
-        order.append(Action(rank, BACKWARD, number))
+    """Return the order of a rank, which has one stage; name: "1f1b" or "gpipe".
+
+    With GPipe all forwards are ahead of the first backward.
+    """
+    num_ahead = min(ranks - 1 - rank, micro_batches) if name == "1f1b" else micro_batches
+    order = [Action(rank, FORWARD, index) for index in range(num_ahead)]
+    for index in range(micro_batches):
+        if index + num_ahead < micro_batches:
+            order.append(Action(rank, FORWARD, index + num_ahead))
+        order.append(Action(rank, BACKWARD, index))
     return order
 
 
 def _read_actions(actions: Sequence[Any], micro_batches: int) -> list[Action]:
-    """Return torch's actions on so many micro-batches without its gaps."""
+    """Return torch's actions as ours, without idle slots (None) and padded micro-batches."""
     return [
         Action(action.stage_index, _KINDS[action.computation_type.name], action.microbatch_index)
         for action in actions
@@ -204,9 +213,10 @@ def _read_actions(actions: Sequence[Any], micro_batches: int) -> list[Action]:
 
 
 def list_pairs(parallel: ParallelConfig, *, tied: bool) -> list[tuple[int, int]]:
-    """Return the places in a pipeline whose ranks exchange tensors, the lower first.
+    """Return the pairs of ranks that exchange tensors, by their places in the pipeline.
 
-    tied: the first and the last stage have the same embedding, and exchange its gradients.
+    The lower place is first in a pair. tied: the first and the last stage have the same embedding,
+    and exchange its gradients.
     """
     edges = [
         (find_stage_rank(parallel, stage), find_stage_rank(parallel, stage + 1))
@@ -218,7 +228,10 @@ def list_pairs(parallel: ParallelConfig, *, tied: bool) -> list[tuple[int, int]]
 
 
 def get_exchange(action: Action, stages: int) -> tuple[Action, Action] | None:
-    """Return what a stage sends after an action, and the other one's receiving of it."""
+    """Return the send that follows an action, and the other stage's receive; None without one.
+
+    stages: number of stages. Also for two stages of one rank, which needs no transfer.
+    """
     if action.kind == FORWARD and action.stage < stages - 1:
         sent = Action(action.stage, SEND_ACTIVATION, action.micro_batch)
         return sent, Action(action.stage + 1, RECEIVE_ACTIVATION, action.micro_batch)
@@ -229,7 +242,7 @@ def get_exchange(action: Action, stages: int) -> tuple[Action, Action] | None:
 
 
 def get_receive(action: Action, stages: int) -> Action | None:
-    """Return the receive of what a forward or backward takes from another stage, if anything."""
+    """Return the receive of a forward's or backward's input; None if no other stage makes it."""
     if action.kind == FORWARD and action.stage > 0:
         return Action(action.stage, RECEIVE_ACTIVATION, action.micro_batch)
     if action.kind in (BACKWARD, INPUT) and action.stage < stages - 1:

@@ -1,9 +1,10 @@
-"""Simulate how long a pipeline takes, where its ranks wait and what they hold.
+"""Simulate a pipeline: how long a step takes, where its ranks wait, and how many bytes they hold.
 
-The simulation follows the lists that the ranks run (see schedules.py), with the rules of NCCL: a
-computation waits for what it receives; a send waits for nothing; what two ranks exchange goes one
-after the other, each when both have come to it. Numbers keep their type, so that whole numbers give
-exact results. No torch.
+The driver puts sends and receives into its lists by `add_transfers`; the planner (`tune plan`)
+calls `simulate` with the seconds of each action, and `compute_live_bytes`. A simulation runs the
+lists of actions of all ranks (see schedules.py) by the rules of NCCL: a computation waits for what
+it receives; a send waits for nothing; what two ranks exchange goes one after the other, each when
+both have come to it. Times keep their type, so that ints give exact results. Imports no torch.
 """
 
 from collections import defaultdict, deque
@@ -33,9 +34,9 @@ from recipe_lib.parallel.pipeline.schedules import (
 
 @dataclass(frozen=True)
 class TimedAction:
-    """A computation of a rank."""
+    """A computation of a rank, and when it runs."""
 
-    rank: int
+    rank: int  # its place in the pipeline
     action: Action
     start: float  # seconds since the step began
     end: float
@@ -43,7 +44,7 @@ class TimedAction:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor on its way."""
+    """A tensor that one rank sends to another, and when."""
 
     sender: int  # a rank's place in the pipeline
     receiver: int
@@ -54,7 +55,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step of a pipeline."""
+    """A simulated step of a pipeline."""
 
     ranks: int  # how many there are
     spans: list[TimedAction]  # by rank and start
@@ -88,9 +89,10 @@ def simulate(
 ) -> Timeline:
     """Simulate a step in which every rank of a pipeline runs its list.
 
-    orders: with transfers (`add_transfers`) or with none. seconds: of a computation. transfer: of a
-    send, from when both ranks have come to it until the tensor is there. Raise ValueError for lists
-    that deadlock, or that two ranks exchange tensors by in different orders.
+    orders: with sends and receives (`add_transfers`), or without any: tensors then arrive at once.
+    seconds: returns the duration of a computation. transfer: returns that of a send, from when both
+    ranks have come to it until the tensor is there. Raise ValueError for lists that deadlock, and
+    if two ranks would exchange their tensors in different orders.
     """
     return _Simulation(orders, parallel=parallel, seconds=seconds, transfer=transfer).run()
 
@@ -110,42 +112,43 @@ class _Simulation:
         self._seconds = seconds
         self._transfer = transfer
         self._stages = count_stages(parallel)
-        self._at = dict.fromkeys(orders, 0)
-        self._clock: dict[int, float] = dict.fromkeys(orders, 0)
-        self._across = {
+        self._next = dict.fromkeys(orders, 0)  # by rank, the index of its next action
+        self._clock: dict[int, float] = dict.fromkeys(orders, 0)  # by rank, when it is free
+        # The sends and receives between ranks.
+        self._exchange_actions = {
             action for order in orders.values() for action in order if action.kind not in COMPUTE
         }
         # By (rank, other rank): the sends and receives that the rank has come to and the other has
         # not, and when.
         self._waiting: dict[tuple[int, int], deque[tuple[Action, float]]] = defaultdict(deque)
-        self._free: dict[tuple[int, int], float] = {}  # by pair, when its last exchange ended
+        self._free_at: dict[tuple[int, int], float] = {}  # by pair, when its last exchange ended
         self._arrived: dict[Action, float] = {}  # by receive
         self._spans: list[TimedAction] = []
         self._transfers: list[Transfer] = []
 
     def run(self) -> Timeline:
-        """Run all actions of all ranks."""
+        """Run all actions of all ranks, each as soon as its input has arrived."""
         moved = True
         while moved:
             moved = False
             for rank, order in self._orders.items():
-                while self._at[rank] < len(order) and self._do(rank, order[self._at[rank]]):
-                    self._at[rank] += 1
+                while self._next[rank] < len(order) and self._run(rank, order[self._next[rank]]):
+                    self._next[rank] += 1
                     moved = True
-        left = [
-            f"rank {rank}: {order[self._at[rank]]}"
+        stuck = [
+            f"rank {rank}: {order[self._next[rank]]}"
             for rank, order in self._orders.items()
-            if self._at[rank] < len(order)
+            if self._next[rank] < len(order)
         ]
-        left += [str(entry[0]) for entries in self._waiting.values() for entry in entries]
-        if left:
-            raise ValueError(f"the pipeline deadlocks: {', '.join(left)}")
+        stuck += [str(entry[0]) for entries in self._waiting.values() for entry in entries]
+        if stuck:
+            raise ValueError(f"the pipeline deadlocks: {', '.join(stuck)}")
         self._spans.sort(key=lambda span: (span.rank, span.start))
         self._transfers.sort(key=lambda sent: (sent.start, sent.sender, sent.receiver))
         return Timeline(len(self._orders), self._spans, self._transfers)
 
-    def _do(self, rank: int, action: Action) -> bool:
-        """Run an action of a rank; return False if what it waits for has not arrived."""
+    def _run(self, rank: int, action: Action) -> bool:
+        """Run an action of a rank; return False, and change nothing, if its input is not there."""
         if action.kind not in COMPUTE:
             self._exchange(rank, action)
             return True
@@ -156,14 +159,18 @@ class _Simulation:
                 return False
             start = max(start, self._arrived[received])
         self._clock[rank] = end = start + self._seconds(action)
-        self._spans.append(TimedAction(rank, action=action, start=start, end=end))
+        self._spans.append(TimedAction(rank=rank, action=action, start=start, end=end))
         exchange = get_exchange(action, self._stages)
-        if exchange is not None and exchange[1] not in self._across:  # it is there at once
+        # Between two stages of a rank, or in lists without transfers, it is there at once.
+        if exchange is not None and exchange[1] not in self._exchange_actions:
             self._arrived[exchange[1]] = end
         return True
 
     def _exchange(self, rank: int, action: Action) -> None:
-        """Exchange at once if the other rank is there already, else when it comes."""
+        """Run a send or receive if the other rank has come to its side of it; else note it.
+
+        Raise ValueError if the other rank's next exchange with this one is a different one.
+        """
         partner = get_partner(action)
         peer = find_stage_rank(self._parallel, partner.stage)
         waiting = self._waiting[peer, rank]
@@ -177,27 +184,27 @@ class _Simulation:
                 f" {partner}"
             )
         pair = (min(rank, peer), max(rank, peer))
-        sends = action.kind in (SEND_ACTIVATION, SEND_GRADIENT)
-        send, receive = (action, partner) if sends else (partner, action)
-        start = max(since, self._clock[rank], self._free.get(pair, 0))
-        self._free[pair] = self._arrived[receive] = end = start + self._transfer(send)
-        sender, receiver = (rank, peer) if sends else (peer, rank)
+        is_sender = action.kind in (SEND_ACTIVATION, SEND_GRADIENT)
+        send, receive = (action, partner) if is_sender else (partner, action)
+        start = max(since, self._clock[rank], self._free_at.get(pair, 0))
+        self._free_at[pair] = self._arrived[receive] = end = start + self._transfer(send)
+        sender, receiver = (rank, peer) if is_sender else (peer, rank)
         self._transfers.append(
-            Transfer(sender, receiver=receiver, action=send, start=start, end=end)
+            Transfer(sender=sender, receiver=receiver, action=send, start=start, end=end)
         )
 
 
 def add_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
-    """Return the orders with what is sent and received.
+    """Return the orders with the sends and receives between ranks put in.
 
-    A tensor is sent when it is made, and asked for one computation ahead. Two ranks exchange all
-    their tensors in one order, that in which they are made: so one that is made earlier than
-    another is also asked for before the other is sent or asked for, and nothing is asked for ahead
-    of what this rank has still to send the other first.
+    A tensor is sent when it is made, and its receive stands one computation before the one that
+    uses it. Two ranks exchange all their tensors in one order, in which they are made by a
+    simulation. To keep it, a receive may have to stand sooner, before another send or receive, or
+    just before its use, after a send to the same rank.
     """
     # One computation ahead, since with NCCL a transfer begins when the receiver's stream has come
-    # to it: one that is asked for just before it is used is never hidden. In one order, since NCCL
-    # matches the tensors of two ranks by nothing else.
+    # to it: a receive just before the use would never overlap with computation. In one order, since
+    # NCCL matches the tensors of two ranks by nothing else.
     stages = count_stages(parallel)
     exchanges: dict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(list)
     timeline = simulate(orders, parallel, lambda action: UNITS[action.kind])
@@ -221,46 +228,51 @@ def _insert_transfers(
     parallel: ParallelConfig,
     exchanges: Mapping[tuple[int, int], list[tuple[Action, Action]]],
 ) -> list[Action]:
-    """Put a rank's sends after its actions, and its receives before the actions before them.
+    """Return a rank's order with sends after what makes the tensors, and receives an action ahead.
 
-    exchanges: by pair of ranks, its sends and receives in the one order that both keep.
+    exchanges: by pair of ranks, their sends and receives in the one order that both keep.
     """
     stages = count_stages(parallel)
-    own_actions: dict[int, list[Action]] = {}  # by the other rank, in their order
-    places: dict[Action, tuple[int, int]] = {}  # the other rank, and the place in their order
-    for pair, of_pair in exchanges.items():
+    # By the other rank, this rank's sends and receives with it, in their order.
+    own_actions: dict[int, list[Action]] = {}
+    # By send or receive of this rank, the other rank and the index in their order.
+    positions: dict[Action, tuple[int, int]] = {}
+    for pair, exchanges_of_pair in exchanges.items():
         if rank not in pair:
             continue
         peer = pair[0] if pair[1] == rank else pair[1]
         own_actions[peer] = [
             send if find_stage_rank(parallel, send.stage) == rank else receive
-            for send, receive in of_pair
+            for send, receive in exchanges_of_pair
         ]
-        places |= {action: (peer, number) for number, action in enumerate(own_actions[peer])}
+        positions |= {action: (peer, index) for index, action in enumerate(own_actions[peer])}
     num_inserted = dict.fromkeys(own_actions, 0)
     result: list[Action] = []
 
+    # Insert all that is to be exchanged with the same rank up to and with this send or receive.
     def insert_through(action: Action) -> None:
-        peer, number = places[action]
-        result.extend(own_actions[peer][num_inserted[peer] : number + 1])
-        num_inserted[peer] = max(num_inserted[peer], number + 1)
+        peer, index = positions[action]
+        result.extend(own_actions[peer][num_inserted[peer] : index + 1])
+        num_inserted[peer] = max(num_inserted[peer], index + 1)
 
     for action, following in zip_longest(order, order[1:]):
         received = get_receive(action, stages)
-        if received in places:
+        if received in positions:
             insert_through(received)
+        # The next action's receive, if it is the next exchange with that rank: not ahead of a
+        # tensor that this rank has still to make and send.
         ahead = get_receive(following, stages) if following is not None else None
-        if ahead in places and num_inserted[places[ahead][0]] == places[ahead][1]:
+        if ahead in positions and num_inserted[positions[ahead][0]] == positions[ahead][1]:
             insert_through(ahead)
         result.append(action)
         exchange = get_exchange(action, stages)
-        if exchange is not None and exchange[0] in places:
+        if exchange is not None and exchange[0] in positions:
             insert_through(exchange[0])
     return result
 
 
 def get_partner(action: Action) -> Action:
-    """Return the receive that a send goes to, the send that a receive waits for."""
+    """Return the receive that takes what a send sends, or the send that a receive waits for."""
     kind, step = {
         SEND_ACTIVATION: (RECEIVE_ACTIVATION, 1),
         RECEIVE_ACTIVATION: (SEND_ACTIVATION, -1),
@@ -270,22 +282,23 @@ def get_partner(action: Action) -> Action:
     return Action(action.stage + step, kind, action.micro_batch)
 
 
-# What a rank of a pipeline holds for backward after each of its actions, in bytes, from the sizes
-# of its stages.
+# The bytes that a rank of a pipeline holds for backward after each of its actions, computed from
+# those of its stages.
 #
-# A stage keeps of a micro-batch: from forward on what autograd needs; from the input gradient on,
-# where the weight gradients are deferred, what those take; then nothing. A tensor from another rank
-# is there from its receive until it is used, one between two stages of the same rank from when it
-# is made; one for another rank from when it is made until that rank has taken it. Parameters,
-# gradients and states are not counted.
+# For each micro-batch a stage keeps, from its forward on, what autograd needs; from its input
+# gradient on, if weight gradients are deferred, what these take; then nothing. A tensor from
+# another rank is there from its receive until it is used; one between two stages of the same rank,
+# from when it is made until it is used; one for another rank, from when it is made until that rank
+# has taken it. Parameters, gradients and optimizer states are not counted.
 
 
 @dataclass(frozen=True)
 class StageBytes:
     """The bytes that a stage holds of one micro-batch; each storage counts once."""
 
-    kept: int  # after its forward: with the stage's input, of the last stage its output too
-    deferred: int = 0  # after its input gradient, until its weight gradients are made
+    # From its forward to its backward, with the stage's input, and in the last stage its output.
+    kept: int
+    deferred: int = 0  # from its input gradient until its weight gradients are made
 
 
 @dataclass(frozen=True)
@@ -293,12 +306,12 @@ class Live:
     """The bytes that a rank holds after an action."""
 
     action: Action
-    kept: int  # of its stages, see `StageBytes`
-    deferred: int
-    received: int  # of tensors from other ranks, not used yet
-    handed: int  # between two stages of this rank
-    waiting: int  # made for another rank, not sent yet
-    sent: int  # on their way, until the other rank has taken them for sure
+    kept: int  # of all its stages, see `StageBytes`
+    deferred: int  # likewise
+    received: int  # tensors from other ranks, from the receive until they are used
+    handed: int  # tensors between two stages of this rank
+    waiting: int  # tensors for other ranks, made and not sent yet
+    sent: int  # tensors sent, until it is certain that the other rank has taken them
 
 
 def compute_live_bytes(
@@ -308,36 +321,36 @@ def compute_live_bytes(
     boundary: int,
     taken: Mapping[Action, int] | None = None,
 ) -> list[Live]:
-    """Return what a rank holds after each action of its list, transfers included.
+    """Return the bytes that a rank holds after each action of its list.
 
-    stages: the rank's own. boundary: bytes of one micro-batch's tensor between two stages; a
-    gradient is as large. taken: until when sent tensors count, see `find_latest_taken` (the
-    default) and `find_taken`.
+    order: with sends and receives. stages: by stage of this rank. boundary: bytes of one
+    micro-batch's tensor between two stages; its gradient is as large. taken: by send, the index of
+    the action before which it is freed, as `find_taken` returns it; None: as `find_latest_taken`.
     """
-    count = count_stages(parallel)
+    num_stages = count_stages(parallel)
     taken = find_latest_taken(order, parallel) if taken is None else taken
     transfers = {action for action in order if action.kind not in COMPUTE}
     kept = deferred = 0
     received: set[Action] = set()  # receives
     handed: set[Action] = set()  # receives that need no transfer
     waiting: set[Action] = set()  # sends
-    sent: set[Action] = set()
+    sent: set[Action] = set()  # sends
     moments = []
-    for number, action in enumerate(order):
-        sent -= {send for send in sent if taken[send] <= number}
+    for index, action in enumerate(order):
+        sent -= {send for send in sent if taken[send] <= index}
         if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
             received.add(action)
         elif action.kind not in COMPUTE:
             waiting.discard(action)
             sent.add(action)
         else:
-            used = get_receive(action, count)
+            used = get_receive(action, num_stages)
             received -= {used}
             handed -= {used}
             stage = stages[action.stage]
             kept += {FORWARD: stage.kept, WEIGHT: 0}.get(action.kind, -stage.kept)
             deferred += {INPUT: stage.deferred, WEIGHT: -stage.deferred}.get(action.kind, 0)
-            exchange = get_exchange(action, count)
+            exchange = get_exchange(action, num_stages)
             if exchange is not None:
                 send, receive = exchange
                 if send in transfers:
@@ -346,7 +359,7 @@ def compute_live_bytes(
                     handed.add(receive)
         moments.append(
             Live(
-                action,
+                action=action,
                 kept=kept,
                 deferred=deferred,
                 received=len(received) * boundary,
@@ -359,19 +372,20 @@ def compute_live_bytes(
 
 
 def find_latest_taken(order: Sequence[Action], parallel: ParallelConfig) -> dict[Action, int]:
-    """Return by send before which action of its list a rank knows that it is taken, at the latest.
+    """Return by send the index of the action at which a rank knows that it was taken.
 
-    Two ranks exchange in one order: who has used what comes after a send in it knows that the send
-    is done. The length of the list where nothing comes after it.
+    Two ranks exchange in one order. So when a rank uses a tensor that it has received after a send
+    to the same rank, the send is done. If it receives none after it, the index is the length of the
+    list.
     """
     stages = count_stages(parallel)
-    used = {
-        get_receive(action, stages): number
-        for number, action in enumerate(order)
+    used = {  # by receive, the index of the computation that uses it
+        get_receive(action, stages): index
+        for index, action in enumerate(order)
         if action.kind in COMPUTE
     }
     latest: dict[Action, int] = {}
-    unanswered: dict[int, list[Action]] = {}  # by peer, sends that nothing has come after so far
+    unanswered: dict[int, list[Action]] = {}  # by other rank, sends without a receive after them
     for action in order:
         if action.kind in COMPUTE:
             continue
@@ -386,29 +400,32 @@ def find_latest_taken(order: Sequence[Action], parallel: ParallelConfig) -> dict
 def find_taken(
     timeline: Timeline, order: Sequence[Action], rank: int, parallel: ParallelConfig
 ) -> dict[Action, int]:
-    """Return by send before which action of its list a rank waits until the send is taken.
+    """Return by send the index of the action before which a rank waits until the send is taken.
 
-    That is sooner than `find_latest_taken`. In a simulation of this list it has been taken one
-    computation before: a rank that waited already there would be held up by every small delay of a
-    neighbor. Ranks that wait so come to an end, in the order of the simulation.
+    It is no later than `find_latest_taken`. In the simulation the send was taken one computation
+    before that action: a rank that waited there already would be held up by every small delay of a
+    neighbor. Ranks that wait so do not deadlock, since the simulation has come to its end.
+
+    timeline: of a simulation of the orders with transfers. order: that of this rank in it.
     """
-    begins = {span.action: span.start for span in timeline.spans if span.rank == rank}
-    computed = [
-        (begins[action], number) for number, action in enumerate(order) if action.kind in COMPUTE
+    starts = {span.action: span.start for span in timeline.spans if span.rank == rank}
+    computations = [  # start and index in the list
+        (starts[action], index) for index, action in enumerate(order) if action.kind in COMPUTE
     ]
     latest = find_latest_taken(order, parallel)
     taken = {}
     for transfer in timeline.transfers:
         if transfer.sender == rank:
-            later = [number for begin, number in computed if begin >= transfer.end][1:2]
-            taken[transfer.action] = min([*later, latest[transfer.action]])
+            # The second computation that starts when the transfer has ended, if there is one.
+            second = [index for start, index in computations if start >= transfer.end][1:2]
+            taken[transfer.action] = min([*second, latest[transfer.action]])
     return taken
 
 
 def count_in_flight(order: Sequence[Action]) -> tuple[int, int]:
-    """Return the most micro-batches between F and B or I in a rank's list, and between I and W.
+    """Return the most micro-batches between F and B (or I) in a rank's list, and between I and W.
 
-    Those of each stage count.
+    They are summed over the rank's stages.
     """
     counts = [list(moment.values()) for moment in count_moments(order)]
     most_ahead = max((sum(ahead for ahead, _ in moment) for moment in counts), default=0)

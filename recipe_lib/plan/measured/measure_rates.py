@@ -1,8 +1,9 @@
-"""Measure the rates of this machine's device, and its links, for the planner.
+"""Measure the rates of this machine's device, and the links between devices, for the planner.
 
-`calibrate` measures one device (`tune plan --calibrate`); `list_collective_steps` has what `tune
-doctor` runs on every rank to measure links. `rates_file.py` reads what they write. On a CPU the
-shapes are tiny: a dry run that shows the file, not a figure to use.
+`calibrate` measures one device (`tune plan --calibrate`). `list_collective_steps` yields what `tune
+doctor` runs on every rank to measure links. Their results are written as JSON, which
+`rates_file.py` reads. On a CPU the shapes are tiny: a dry run that shows the file's form, not rates
+to plan with. Rates are per second, `device` is the name of a torch device.
 """
 
 import math
@@ -21,16 +22,17 @@ from recipe_lib.plan.measured.rates_file import LARGE_MATMUL, MATMULS, TINY_MATM
 from recipe_lib.plan.timing.cost import ATTENTION, OPERATIONS, TINY_ATTENTION
 from recipe_lib.units import MIB, format_bytes
 
-# Seconds of steps before the ones that are timed: clocks fall, and the first step is shorter than
-# those after it (docs/measurements/gpu-times-nvidia-h200.md).
+# Seconds of load before a step is timed: under load a GPU lowers its clocks, so that the first step
+# takes less time than later ones (docs/measurements/gpu-times-nvidia-h200.md).
 _LOADED_SECONDS = 3.0
 
 
 def calibrate(device: str | None = None) -> dict[str, Any]:
-    """Measure matmuls, attention, an elementwise operator and issuing; it takes some seconds.
+    """Measure matmuls, attention, an elementwise operator and launches; it takes some seconds.
 
-    device: `cuda` or `cpu`; None: a GPU if there is one. Returns what is written as JSON; its
-    `dry_run` is true on a CPU.
+    On a GPU also copies, its memory in bytes, an optimizer and a step. device: `cuda` or `cpu`;
+    None: a GPU if there is one. Returns the content of the JSON file by key (`Calibration` in
+    plan/timing/cost.py has their meaning); `dry_run` is True on a CPU.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = torch.device(device).type != "cpu"
@@ -52,34 +54,35 @@ def calibrate(device: str | None = None) -> dict[str, Any]:
         "link_bandwidth": None,  # `rates_file.add_links` fills it in
     }
     if on_gpu:
-        result |= measure_copy_rates(device)
-        result["memory"] = torch.cuda.mem_get_info(device)[1]
-        result["optimizer"] = measure_optimizer_rate(device)
-        result["step_share"] = measure_step_share(device, matmul["bf16"], bandwidth)
+        result |= measure_copy_rates(device) | {
+            "memory": torch.cuda.mem_get_info(device)[1],
+            "optimizer": measure_optimizer_rate(device),
+            "step_share": measure_step_share(device, matmul["bf16"], bandwidth),
+        }
     return result
 
 
 def _measure_seconds(work: Callable[[], Any], device: str) -> float:
-    """Return the device time of one call: the median of seven runs, each of many calls."""
+    """Return the seconds of one call of `work`: the median of seven runs, each of many calls."""
     on_gpu = torch.device(device).type != "cpu"
     synchronize = torch.get_device_module(device).synchronize
 
-    def run(calls: int) -> float:
+    def run(num_calls: int) -> float:
         synchronize()
         start = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(num_calls):
             work()
         synchronize()
         return time.perf_counter() - start
 
     run(3)  # kernels are loaded and chosen, clocks rise
-    # As many as last 20 ms, so that starting and waiting count for little.
-    calls = max(1, math.ceil((0.02 if on_gpu else 0.001) / max(run(1), 1e-7)))
-    return sorted(run(calls) / calls for _ in range(7))[3]
+    # As many calls as last 20 ms, so that the first launch and the wait count for little.
+    num_calls = max(1, math.ceil((0.02 if on_gpu else 0.001) / max(run(1), 1e-7)))
+    return sorted(run(num_calls) / num_calls for _ in range(7))[3]
 
 
 def measure_copy_rates(device: str) -> dict[str, float]:
-    """Measure the bytes a second to and from pinned memory of the host, one way at a time."""
+    """Measure the bytes a second of copies to and from pinned host memory, one way at a time."""
     on_gpu = torch.device(device).type != "cpu"
     num_bytes = (256 if on_gpu else 1) * MIB
     host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
@@ -92,14 +95,15 @@ def measure_copy_rates(device: str) -> dict[str, float]:
 def measure_matmul_rate(device: str, dtype: str) -> float:
     """Measure the operations a second of one large matmul in bf16, int8 or fp8.
 
-    fp8 is rows of e4m3, with one scale each way. torch raises what it likes where a device cannot:
-    fp8 needs compute capability 8.9.
+    fp8 is e4m3, with one scale for each of the two matrices. Raises an error of torch's, of no
+    fixed class, if the device cannot compute in this dtype: fp8 needs compute capability 8.9.
     """
     m, n, k = LARGE_MATMUL if torch.device(device).type != "cpu" else TINY_MATMULS[-1]
     if dtype == "int8":
         left, right = (
             torch.randint(-8, 8, (size, k), dtype=torch.int8, device=device) for size in (m, n)
         )
+        # Private, as `_scaled_mm` below: torch has no public matmul of these dtypes.
         work = partial(torch._int_mm, left, right.t())
     elif dtype == "fp8":
         left, right = (
@@ -121,7 +125,10 @@ def measure_matmul_rate(device: str, dtype: str) -> float:
 
 
 def _measure_matmuls(dtype: Any, device: str) -> list[dict[str, Any]]:
-    """Measure the operations a second of `[m, k] @ [k, n]` as a linear layer has them."""
+    """Measure the operations a second of linear layers, `[m, k] @ [k, n]`, for each shape.
+
+    Returns a list of {"shape": [m, n, k], "rate"}.
+    """
     measured = []
     for m, n, k in MATMULS if torch.device(device).type != "cpu" else TINY_MATMULS:
         left = torch.randn(m, k, dtype=dtype, device=device)
@@ -151,35 +158,39 @@ def _measure_attention(device: str) -> float:
 
 def _measure_bandwidth(device: str) -> float:
     """Measure the bytes a second of `a + b` in bf16: two read, one written."""
-    elements = 64 * MIB if torch.device(device).type != "cpu" else MIB // 8
+    num_elements = 64 * MIB if torch.device(device).type != "cpu" else MIB // 8
     first, second, out = (
-        torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(3)
+        torch.ones(num_elements, dtype=torch.bfloat16, device=device) for _ in range(3)
     )
-    return 3 * 2 * elements / _measure_seconds(lambda: torch.add(first, second, out=out), device)
+    seconds = _measure_seconds(lambda: torch.add(first, second, out=out), device)
+    return 3 * 2 * num_elements / seconds  # three tensors, two bytes an element
 
 
 def measure_optimizer_rate(device: str) -> float:
-    """Measure the bytes a second of fused AdamW in bf16."""
-    tensors, elements = (16, 16 * MIB) if torch.device(device).type != "cpu" else (2, 1024)
-    weights = [torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(tensors)]
+    """Measure the bytes a second that a step of fused AdamW in bf16 reads and writes."""
+    num_tensors, num_elements = (16, 16 * MIB) if torch.device(device).type != "cpu" else (2, 1024)
+    weights = [
+        torch.ones(num_elements, dtype=torch.bfloat16, device=device) for _ in range(num_tensors)
+    ]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     seconds = _measure_seconds(torch.optim.AdamW(weights, fused=True).step, device)
-    # Weights, gradients and two states are read, all but gradients written.
-    return 7 * 2 * tensors * elements / seconds
+    # Weights, gradients and two states are read, all but gradients written: seven times two bytes.
+    return 7 * 2 * num_tensors * num_elements / seconds
 
 
 def measure_step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: float) -> float:
-    """Measure the share of LARGE_MATMUL's bf16 rate that products reach in steps, one by one.
+    """Measure the share of LARGE_MATMUL's bf16 rate that the matmuls of a sustained step reach.
 
-    A step is forward and backward of three gated MLPs with residuals.
+    A step is forward and backward of three gated MLPs with residuals. It is timed after
+    _LOADED_SECONDS of such steps, while the rate of LARGE_MATMUL is one of a short burst.
 
     matmuls: as `_measure_matmuls` returns them. bandwidth: bytes a second of an addition.
     """
     on_gpu = torch.device(device).type != "cpu"
     tokens, inner, width = LARGE_MATMUL if on_gpu else TINY_MATMULS[-1]
-    layers = 3
-    shapes = [(inner, width), (inner, width), (width, inner)] * layers
+    num_layers = 3
+    shapes = [(inner, width), (inner, width), (width, inner)] * num_layers
     weights = [
         torch.randn(shape, dtype=torch.bfloat16, device=device).div_(shape[1]) for shape in shapes
     ]
@@ -198,59 +209,67 @@ def measure_step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: fl
     until = time.perf_counter() + (_LOADED_SECONDS if on_gpu else 0.0)
     while time.perf_counter() < until:
         _measure_seconds(step, device)
-    # Each product has one forward and two backward. Of the inner width: silu 2, its product 3,
-    # their gradients 9; of the outer one: the residual 3, its gradient's sum with those of gate and
-    # up 6.
-    flops = layers * 3 * 3 * 2 * tokens * inner * width
-    moved = layers * 2 * tokens * (14 * inner + 9 * width)
-    # What the other operators move is taken off at the rate of an addition.
-    seconds = _measure_seconds(step, device) - moved / bandwidth
-    alone = next(point["rate"] for point in matmuls if point["shape"] == [tokens, inner, width])
-    return flops / max(seconds, 1e-9) / alone
+    # A layer has three matmuls; each is one in forward and two in backward.
+    flops = num_layers * 3 * 3 * 2 * tokens * inner * width
+    # The other operators read and write, in tensors of the inner width: silu 2, its product with
+    # `up` 3, their gradients 9; of the outer width: the residual 3, the sum of its gradient with
+    # those of `gate` and `up` 6.
+    moved_bytes = num_layers * 2 * tokens * (14 * inner + 9 * width)
+    # Their time is taken off, by the bandwidth of an addition.
+    seconds = _measure_seconds(step, device) - moved_bytes / bandwidth
+    burst_rate = next(
+        point["rate"] for point in matmuls if point["shape"] == [tokens, inner, width]
+    )
+    return flops / max(seconds, 1e-9) / burst_rate
 
 
 def _measure_issuing(device: str) -> dict[str, float]:
-    """Measure host_seconds, to issue an operator, and kernel_seconds, of the smallest kernel."""
+    """Measure the seconds of the host to launch an operator, and of the GPU for a tiny kernel.
+
+    Returns them as "host_seconds" and "kernel_seconds"; on a CPU both are the same.
+    """
     small = torch.ones(16, device=device)
     tracked = torch.ones(16, device=device, requires_grad=True)
     on_gpu = torch.device(device).type != "cpu"
-    calls = 2000 if on_gpu else 50
+    num_calls = 2000 if on_gpu else 50
+    # Only to warm up.
     _measure_seconds(partial(torch.mul, tracked, small), device)
     start = time.perf_counter()
-    for _ in range(calls):
+    for _ in range(num_calls):
         torch.mul(tracked, small)
-    host = (time.perf_counter() - start) / calls
-    kernel = host
-    if on_gpu:  # a graph has no host between its kernels
+    host_seconds = (time.perf_counter() - start) / num_calls
+    kernel_seconds = host_seconds
+    if on_gpu:  # in a CUDA graph, so that no kernel waits for the host
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(1000):
                 small.mul_(1.0)
-        kernel = _measure_seconds(graph.replay, device) / 1000
-    return {"host_seconds": host, "kernel_seconds": kernel}
+        kernel_seconds = _measure_seconds(graph.replay, device) / 1000
+    return {"host_seconds": host_seconds, "kernel_seconds": kernel_seconds}
 
 
-# Collectives timed by size among the ranks of a machine, with NCCL on GPUs and gloo on a CPU; the
-# first has not run so far (docs/measurements/on_a_gpu.md).
+# Below: collectives timed by size among the ranks of a machine, with NCCL on GPUs and gloo on CPUs.
+# NCCL's have not run so far (docs/measurements/on_a_gpu.md).
 
-# Bytes of the whole tensor: a norm, a small weight, a layer of 1B, of 8B, an embedding.
+# Bytes of the full tensor: a norm, a small weight, a layer of 1B, of 8B, an embedding.
 GPU_SIZES = (4096, 65536, MIB, 16 * MIB, 128 * MIB, 512 * MIB)
 CPU_SIZES = (4096, 65536, MIB, 8 * MIB)
-# Calls between two looks at the clock, of large and of small messages.
-FEW = 3
-MANY = 20
-ROUNDS = 5
+# Calls that are timed together.
+FEW = 3  # of messages above 1 MiB
+MANY = 20  # of smaller ones
+ROUNDS = 5  # timings, of which the median is taken
 
 
 def list_collective_steps(
     rank: int, ranks: int, folder: Path, *, on_gpu: bool, sizes: tuple[int, ...], seconds: float
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield (name, step) of one rank: joining the others, then every collective at every size.
+    """Yield (name, step) pairs for one rank: joining the others, then each collective at each size.
 
-    Steps return what `measure_collective` does.
+    Call the steps in this order, on all ranks. The first, "meet", returns the backend's name, the
+    others return what `measure_collective` does.
 
-    folder: shared by the ranks, where they meet. seconds: how long one may take before the backend
-    gives up.
+    rank: of this process, of `ranks` in all. folder: shared by the ranks, for the store by which
+    they meet. sizes: bytes of the full tensors. seconds: timeout of a collective.
     """
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
 
@@ -273,54 +292,62 @@ def list_collective_steps(
         for operation in OPERATIONS:
             yield (
                 f"{operation} of {format_bytes(size)}",
-                partial(measure_collective, operation, size, rank=rank, ranks=ranks, device=device),
+                partial(
+                    measure_collective,
+                    operation=operation,
+                    size=size,
+                    rank=rank,
+                    ranks=ranks,
+                    device=device,
+                ),
             )
 
 
 def measure_collective(
     operation: str, size: int, rank: int, ranks: int, device: Any
 ) -> dict[str, Any]:
-    """Measure one collective of fp32 numbers, `size` bytes in all.
+    """Measure one collective of fp32 numbers; every rank has to call it.
 
-    Returns {"operation", "bytes", "seconds" (the median, of one call), "wrong" (how many numbers
-    are not what they should be)}.
+    operation: of OPERATIONS. size: bytes of the full tensor; it is rounded down to equal parts for
+    the ranks. Returns {"operation", "bytes" (after rounding), "seconds" (of one call, the median of
+    ROUNDS), "wrong" (the number of values in the result that are not as expected)}.
     """
     synchronize = torch.get_device_module(device).synchronize
-    part = max(1, size // 4 // ranks)
-    # Small whole numbers, so that sums are exact.
-    pattern = torch.arange(part * ranks, device=device).remainder(251).float()
-    summed = pattern * ranks + ranks * (ranks - 1) / 2
-    rank_slice = slice(rank * part, (rank + 1) * part)
-    input_numbers = pattern + rank
+    part_length = max(1, size // 4 // ranks)  # values of each rank, of 4 bytes
+    # Small integers, so that sums are exact.
+    pattern = torch.arange(part_length * ranks, device=device).remainder(251).float()
+    rank_slice = slice(rank * part_length, (rank + 1) * part_length)
+    inputs = pattern + rank  # of a sum: another tensor on every rank
+    expected_sum = pattern * ranks + ranks * (ranks - 1) / 2
     if operation == "all_gather":
         result = torch.full_like(pattern, -1.0)
         expected = pattern
         call = partial(dist.all_gather_into_tensor, result, pattern[rank_slice].clone())
     elif operation == "all_reduce":
-        result = input_numbers
-        expected = summed
-        call = partial(dist.all_reduce, input_numbers)
+        result = inputs
+        expected = expected_sum
+        call = partial(dist.all_reduce, inputs)
     else:
         result = torch.full_like(pattern[rank_slice], -1.0)
-        expected = summed[rank_slice]
-        call = partial(dist.reduce_scatter_tensor, result, input_numbers)
+        expected = expected_sum[rank_slice]
+        call = partial(dist.reduce_scatter_tensor, result, inputs)
     call()
     synchronize()
-    wrong = int((result != expected).sum())
-    calls = MANY if size <= MIB else FEW
-    times = []
-    for _ in range(ROUNDS):  # as many on every rank
+    num_wrong = int((result != expected).sum())
+    num_calls = MANY if size <= MIB else FEW
+    times = []  # seconds of a call
+    for _ in range(ROUNDS):  # fixed, as the ranks have to make the same calls
         synchronize()
         start = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(num_calls):
             call()
         synchronize()
-        times.append((time.perf_counter() - start) / calls)
-    if operation != "all_reduce":  # which adds in place, over and over
-        wrong += int((result != expected).sum())
+        times.append((time.perf_counter() - start) / num_calls)
+    if operation != "all_reduce":  # its result is its input, to which each call has added again
+        num_wrong += int((result != expected).sum())
     return {
         "operation": operation,
-        "bytes": 4 * part * ranks,
+        "bytes": 4 * part_length * ranks,
         "seconds": sorted(times)[ROUNDS // 2],
-        "wrong": wrong,
+        "wrong": num_wrong,
     }

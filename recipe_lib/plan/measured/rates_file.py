@@ -1,7 +1,9 @@
-"""A file of measured rates, which `measure_rates.calibrate` and `tune doctor` make.
+"""Read a calibration: the JSON file of a device's measured rates, by which `tune plan` takes times.
 
-`read_calibration` reads one for a device to plan for, `read_calibrated_device` the device that it
-was measured on. No torch in here.
+`measure_rates.calibrate` measures it (`tune plan --calibrate`, `tune doctor --write`), and
+`add_links` adds what `tune doctor` measured between ranks. `read_calibration` reads it to plan for
+a device, `read_calibrated_device` returns the device that it was measured on. Rates are per second:
+bytes, or floating-point operations. Imports no torch, so that a plan starts fast.
 """
 
 import math
@@ -16,8 +18,8 @@ from recipe_lib.plan.hardware import Hardware, find_hardware, find_reported_hard
 from recipe_lib.plan.timing.cost import OPERATIONS, Calibration, Links, count_wire_bytes
 from recipe_lib.reading import describe_fault, read_json
 
-VERSION = 1
-# What may be None, where nothing was there to measure, and what a file need not hold.
+VERSION = 1  # of the file's format
+# Keys that may be None: without a GPU, or a second one, there was nothing to measure.
 _UNKNOWN = (
     "link_bandwidth",
     "copy_to_device",
@@ -26,6 +28,7 @@ _UNKNOWN = (
     "optimizer",
     "memory",
 )
+# Keys that a file need not have; they are None then.
 _OPTIONAL = ("links", *_UNKNOWN[1:])
 
 # (m, n, k) of matmuls: the projections of 1B to 70B models at 512 to 8192 tokens. On a CPU, three
@@ -44,10 +47,11 @@ LARGE_MATMUL = MATMULS[3]  # long enough to show what a device sustains
 def add_links(
     measured: dict[str, Any], links: dict[str, Any] | None, low_precision: dict[str, float]
 ) -> dict[str, Any]:
-    """Return a calibration as `calibrate` makes it, with what was measured beside it.
+    """Return the calibration `measured`, of `measure_rates.calibrate`, with further rates added.
 
-    links: {"ranks", "backend", "points": [{"operation", "bytes", "seconds"}, ...]} or None.
-    low_precision: dtype to operations a second of the matmul of `measure_matmul_rate`.
+    links: {"ranks", "backend", "points": [{"operation", "bytes", "seconds"}, ...]}, the collectives
+    that were timed; None: none were. low_precision: by dtype, the operations a second that
+    `measure_matmul_rate` returned.
     """
     shape = list(TINY_MATMULS[-1] if measured["device"] == "cpu" else LARGE_MATMUL)
     matmul = {dtype: [{"shape": shape, "rate": rate}] for dtype, rate in low_precision.items()}
@@ -68,10 +72,11 @@ def add_links(
 
 
 def read_calibrated_device(path: str | Path) -> tuple[Hardware, str]:
-    """Return the device that a file's rates were measured on, and what is assumed of it in words.
+    """Return the device that a file's rates were measured on, and a text on its memory.
 
-    ConfigError as for `read_calibration`, and for a card of which neither the table nor the file
-    has the memory.
+    The text says where the device's memory is taken from if the file does not have it, else it is
+    empty. Raises ConfigError as `read_calibration` does, and for a card whose memory is neither in
+    the file nor in the planner's table.
     """
     place, values = _read_values(path)
     name = values["device"]
@@ -89,10 +94,11 @@ def read_calibrated_device(path: str | Path) -> tuple[Hardware, str]:
 
 
 def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
-    """Return the rates in a file that `calibrate` wrote, to plan for `hardware`.
+    """Return the rates in a calibration file, to plan for `hardware`.
 
-    ConfigError if it cannot be read, lacks a key, has no positive number where one is due, or is
-    of another device. A size of memory, such as 24GB, takes a card of that size.
+    Raises ConfigError if the file cannot be read, lacks a key, has no positive number where one is
+    due, or was measured on another device. If `hardware` is only a size of memory, such as 24GB,
+    any card of that size will do.
     """
     place, values = _read_values(path)
     _check_device(place, values["device"], memory=values["memory"], hardware=hardware)
@@ -103,10 +109,12 @@ def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
 
 
 def _read_values(path: str | Path) -> tuple[str, dict[str, Any]]:
-    """Return (how errors name the file, its values); those that it need not hold are None."""
+    """Return (name of the file in errors, its values by key), checked but for lists of rates.
+
+    Optional keys that the file lacks are None.
+    """
     place = f"calibration: {quote(str(path))}"
     remedy = "measure again with --calibrate"
-    values: Any
     try:
         values = read_json(path)
     except (OSError, ValueError) as error:
@@ -131,7 +139,10 @@ def _read_values(path: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def _read_links(place: str, values: Any) -> Links | None:
-    """Return collectives by size, as `tune doctor` writes them; None where there are none."""
+    """Return the measured collectives from a file's value of `links`; None if it is None.
+
+    place: the name of the file in errors. Raises ConfigError for a value of another form.
+    """
     if values is None:
         return None
     points: dict[str, tuple[tuple[float, float], ...]] = {}
@@ -139,13 +150,15 @@ def _read_links(place: str, values: Any) -> Links | None:
         ranks = values["ranks"]
         backend = str(values["backend"])
         for operation in OPERATIONS:
+            # (bytes that cross a link, seconds), small ones first.
             sent = sorted(
                 (count_wire_bytes(operation, point["bytes"], ranks), point["seconds"])
                 for point in values[operation]
             )
             if not sent or not all(map(_is_positive, chain.from_iterable(sent))):
                 raise ValueError(operation)
-            # Where one does by noise: no message takes less than a smaller one.
+            # By noise a message may have taken less time than a smaller one. It gets the most that
+            # a smaller one took, so that times rise with sizes.
             slowest = accumulate((seconds for _, seconds in sent), max)
             points[operation] = tuple(zip((size for size, _ in sent), slowest, strict=True))
     except (KeyError, TypeError, ValueError):
@@ -159,7 +172,11 @@ def _read_links(place: str, values: Any) -> Links | None:
 def _read_matmuls(
     place: str, matmul: Any
 ) -> dict[str, tuple[tuple[tuple[int, int, int], float], ...]]:
-    """Return by dtype the shapes (m, n, k) and operations a second, small ones first."""
+    """Return pairs of a shape (m, n, k) and operations a second by dtype, small shapes first.
+
+    matmul: the file's value. place: the name of the file in errors. Raises ConfigError for a value
+    of another form.
+    """
     rates: dict[str, Any] = {}
     try:
         for dtype, points in matmul.items():
@@ -188,7 +205,8 @@ def _is_positive(value: Any) -> bool:
 def _check_device(place: str, device: str, memory: float | None, hardware: Hardware) -> None:
     """Raise ConfigError unless rates of `device` may be used for `hardware`.
 
-    memory: bytes of the device, if the file has them.
+    place: the name of the file in errors. device: its name in the file. memory: its bytes; None:
+    the file does not have them.
     """
     name = device
     try:
@@ -197,9 +215,9 @@ def _check_device(place: str, device: str, memory: float | None, hardware: Hardw
         memory = memory or measured.memory
     except ConfigError:
         pass  # a card that the table lacks: its rates serve for a size of memory only
-    # A size is that of cards without error correction; with it they report 6 % less.
-    of_its_size = memory is None or 0.9 < hardware.memory / memory < 1.1
-    if name != hardware.name and not (hardware.rates_of and name != "cpu" and of_its_size):
+    # A size such as 24GB is that of cards without error correction; with it they report 6 % less.
+    has_same_size = memory is None or 0.9 < hardware.memory / memory < 1.1
+    if name != hardware.name and not (hardware.rates_of and name != "cpu" and has_same_size):
         raise ConfigError(
             f"{place} was measured on {quote(device)}, the plan is for {hardware.name}; "
             "leave --device out to plan for what was measured, or leave the file out"

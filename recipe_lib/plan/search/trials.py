@@ -435,7 +435,6 @@ def open_workers(
 
 
 def _run_now(work: Callable[[Piece], Result], piece: Piece) -> Future[Result]:
-    """Return a finished future with the result of a piece."""
     future: Future[Result] = Future()
     future.set_result(work(piece))
     return future

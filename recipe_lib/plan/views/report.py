@@ -188,7 +188,6 @@ def _describe_all(plan: Plan, tree: Section, trace: Trace | None = None) -> list
 
 
 def _format_tree_title(plan: Plan) -> str:
-    """Return the title of the tree: the rank, the phase and the operator of the peak."""
     peak = plan.heaviest.peak
     return (
         f"live at the peak of {format_rank(plan, plan.heaviest)}: phase {peak.phase},"
