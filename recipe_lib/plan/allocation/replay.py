@@ -182,14 +182,13 @@ def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None 
 
 
 def _make_annotation(name: str, stage: str, time: int) -> dict[str, Any]:
-    """Return a snapshot's entry for the begin (`START`) or the end (`END`) of a phase."""
     return {"name": name, "stage": stage, "device": 0, "time_us": time}
 
 
 def _make_entry(
     event: tuple[str, int, int, int], time: int, frames: Frames, *, cap: int
 ) -> dict[str, Any]:
-    """Return a snapshot's entry. event: of the allocator's log. cap: bytes; 0: no limit."""
+    # event: of the allocator's log. cap: bytes; 0: no limit.
     action, address, size, stream = event
     # In place of an address, an entry `oom` has the bytes that the device had free.
     location = {"device_free": cap} if action == "oom" else {"addr": address}

@@ -35,7 +35,6 @@ _VARLEN = frozenset({"torch_attn::_varlen_attn_backward", "aten::_flash_attentio
 
 
 def _compute_attention_scratch(args: Sequence[Any]) -> list[int]:
-    """Return the bytes of each scratch tensor of attention's backward."""
     _, query, key = args[:3]  # the gradient is the first
     rows, heads, queries, width = query.shape
     return compute_attention_backward_scratch(
@@ -50,7 +49,6 @@ def _compute_attention_scratch(args: Sequence[Any]) -> list[int]:
 
 
 def _compute_varlen_scratch(args: Sequence[Any]) -> list[int]:
-    """Return the bytes of each scratch tensor of the backward over packed documents."""
     _, query, key = args[:3]
     tokens, heads, width = query.shape[-3:]
     bounds = [  # cu_seqlens of queries and keys

@@ -66,7 +66,7 @@ class _Output:
     elements: int = 0  # size of its storage; 0: as shape and stride need
 
     def make(self, tensors: list[FakeTensor], mode: FakeTensorMode) -> Any:
-        """Return the output. tensors: the tensors among the arguments, in order."""
+        # tensors: the tensors among the arguments, in order.
         if self.same >= 0:
             return tensors[self.same]
         if self.dtype is None:
@@ -157,7 +157,7 @@ def wrap(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor
 
 @cache
 def _read_attributes(mode: FakeTensorMode, device: torch.device) -> dict[str, Any]:
-    """Return the attributes that FakeTensor's constructor sets."""
+    # These attributes are set by FakeTensor's constructor.
     with torch._C._DisableTorchDispatch():
         element = torch.empty(0, device="meta")
     return dict(FakeTensor(mode, element, device).__dict__)

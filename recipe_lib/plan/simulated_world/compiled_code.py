@@ -146,7 +146,6 @@ def trace_compiled_code(tracer: "Tracer") -> Iterator[CompiledCode]:
 
 
 def _make_cpu_input(tensor: Tensor) -> Tensor:
-    """Return an empty tensor on the CPU with the shape, strides and type of an input."""
     return torch.empty_strided(
         tensor.shape,
         tensor.stride(),
@@ -171,7 +170,6 @@ def _move_to_cpu(graph: GraphModule) -> None:
 
 
 def _replace_device(value: Any) -> Any:
-    """Return the CPU for the simulated device, any other value as it is."""
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == NAME else value
 
 
@@ -284,7 +282,7 @@ def _make_kernel(tracer: "Tracer", types: Sequence[str], name: str) -> Callable[
 
 
 def _note_matmul(tracer: "Tracer", operator: Any, *args: Any, out: Tensor, **options: Any) -> None:
-    """Note a matmul in the trace without running it. out: the buffer of its result."""
+    # It is noted in the trace and not run. out: the buffer of its result.
     kwargs = {**options, "out": out}
     cost = compute_cost(operator, args=args, kwargs=kwargs, result=out)
     tracer.note_operator(operator, args=args, kwargs=kwargs, result=out, cost=cost)

@@ -131,7 +131,6 @@ def list_shipped_shapes() -> dict[str, str]:
 
 
 def _read_yaml(file: Path) -> Any:
-    """Return the content of a YAML file."""
     return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 

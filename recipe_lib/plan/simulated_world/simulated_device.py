@@ -184,9 +184,8 @@ def register_device() -> torch.device:
     return torch.device(NAME, 0)
 
 
+# Functions that torch's C++ calls for the device.
 class _Hook(_DummyPrivateUse1Hook):  # type: ignore[misc]
-    """The functions that torch's C++ calls for the device."""
-
     def get_default_generator(self, index: int) -> torch.Generator:
         return torch.default_generator
 
@@ -302,19 +301,18 @@ def dispatch_attention(
 def _rms_norm(
     hidden: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Run the fused norm, or its parts where the planned device has no fused one."""
+    # The fused norm, or its parts where the planned device has no fused one.
     if MODULE.kernels == "cpu" or (weight is not None and weight.dtype != hidden.dtype):
         return _run_composite(torch.ops.aten._fused_rms_norm.default, hidden, shape, weight, eps)[0]
     return torch.ops.aten._fused_rms_norm(hidden, shape, weight, eps)[0]
 
 
 def _fused_rms_norm(*args: Any) -> Any:
-    """Compute a norm by its parts; see where it is registered."""
+    # A norm by its parts. Why it is there: `_register_kernels`.
     return _run_composite(torch.ops.aten._fused_rms_norm.default, *args)
 
 
 def _dropout(hidden: Tensor, rate: float, train: bool) -> Tensor:
-    """Run dropout by the operators of the planned device."""
     # A CPU makes its mask from several operators, CUDA has one kernel.
     if MODULE.kernels == "cpu" and train and rate > 0:
         return hidden * torch.empty_like(hidden).bernoulli_(1 - rate).div_(1 - rate)
@@ -322,7 +320,6 @@ def _dropout(hidden: Tensor, rate: float, train: bool) -> Tensor:
 
 
 def _softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Run a softmax with a result of type `dtype`; None: of the type of the scores."""
     # CUDA has a kernel that reads fp16 and writes fp32, without a copy in fp32. It has none for
     # other types.
     if MODULE.kernels == "cuda" and scores.dtype == torch.float16 and dtype == torch.float32:
@@ -346,6 +343,5 @@ def _run_composite(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pad(tensor: Tensor, multiple: int) -> Tensor:
-    """Pad the last dimension with zeros to a multiple."""
     missing = -tensor.shape[-1] % multiple
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

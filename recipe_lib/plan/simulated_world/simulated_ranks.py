@@ -108,7 +108,7 @@ def use_fake_tensors() -> Iterator[FakeTensorMode]:
 
 @contextmanager
 def _make_fake_group(rank: int, ranks: int) -> Iterator[None]:
-    """Make torch's fake process group inside the block: collectives return at once."""
+    # Collectives of torch's fake process group return at once.
     # torch has not registered its fake backend for the simulated device.
     if NAME not in dist.Backend.backend_capability.get("fake", []):
         dist.Backend.register_backend(

@@ -100,8 +100,8 @@ def find_circles(calls: Calls) -> list[str]:
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
-        # graphlib lists the first to be done first, and once more at the end. Reversed, each of them
-        # waits for the next.
+        # graphlib lists the first to be done first, and once more at the end. Reversed, each waits
+        # for the next.
         circle = error.args[1][::-1]
         return ["a circle of waits: " + ", which waits for ".join(texts[node] for node in circle)]
     return []
