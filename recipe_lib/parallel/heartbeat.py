@@ -419,8 +419,8 @@ class Heartbeat:
         beat = self._make_beat()
         return f"rank {self._rank} waits for {beat.still:.0f} s in {beat.at}"
 
-    # The thread that talks with the store, which others do in `_is_first_to_say` alone. It runs until
-    # the block has ended, or the store is gone.
+    # The thread that talks with the store, which others do in `_is_first_to_say` alone. It runs
+    # until the block has ended, or the store is gone.
 
     def _talk(self) -> None:
         while True:

@@ -472,8 +472,8 @@ class _Step:
         words = f"the {kinds.WORDS[action.kind]} of micro-batch {action.micro_batch}"
         self._heartbeat.action = f"{words} in stage {action.stage}"
 
-    # Run the forward of a stage, and hand its output to the next stage. In the last stage the caller
-    # runs the head on it: in training when backward begins, in evaluation at once.
+    # Run the forward of a stage, and hand its output to the next stage. In the last stage the
+    # caller runs the head on it: in training when backward begins, in evaluation at once.
     def _run_forward(self, action: Action) -> Iterator[tuple[int, Batch]]:
         stage = action.stage
         index = action.micro_batch
