@@ -243,14 +243,14 @@ def validate_preference(
         policy_logps = compute_policy_logps(micro_batches)
         for batch, policy in zip(micro_batches, policy_logps, strict=True):
             if policy is not None:  # another rank of the pipeline has it
-                _, micro_sums = compute_preference_loss(
+                # Nothing keeps the loss or the sums while the next micro-batch runs.
+                yield compute_preference_loss(
                     policy_logps=policy,
                     reference_logps=next(reference_logps),
                     batch=batch,
                     kl=kl,
                     cfg=cfg,
-                )
-                yield micro_sums
+                )[1]
 
     sums = torch.zeros(count_sums(cfg), device=world.device, dtype=torch.float64)
     _, num_items = sum_over_validation(model, parallel, data, compute_sums=compute_sums, sums=sums)
