@@ -38,11 +38,11 @@ from recipe_lib.files import replace_text
 from recipe_lib.plan.measured.receipts import (
     VARIABLE,
     Receipt,
+    are_receipts_off,
     describe_run,
     find_nearest,
+    format_receipt,
     get_receipts_file,
-    is_off,
-    quote_line,
     read_receipts,
 )
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, Plan, read_plan
@@ -234,14 +234,14 @@ def quote_receipt(cfg: Any, shaped: Any, settings: "PlanSettings") -> str:
 
     shaped: the config as it is planned.
     """
-    if is_off():
+    if are_receipts_off():
         return ""
     try:
         receipts, _ = read_receipts(get_receipts_file())
     except OSError:  # `tune plan --receipts` says what is wrong
         return ""
     nearest = find_nearest(receipts, describe_run(cfg, shaped, settings))
-    return "" if nearest is None else quote_line(nearest)
+    return "" if nearest is None else format_receipt(nearest)
 
 
 def list_receipts(arguments: argparse.Namespace) -> str:

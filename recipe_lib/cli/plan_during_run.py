@@ -127,7 +127,11 @@ def append_run_receipt(figures: dict[str, Any], summary: dict[str, Any]) -> None
 
     figures: of its plan. summary: of its summary.json.
     """
-    if receipts.is_off() or summary.get("memory_kind") != "device" or not figures.get("own_device"):
+    if (
+        receipts.are_receipts_off()
+        or summary.get("memory_kind") != "device"
+        or not figures.get("own_device")
+    ):
         return
     # Imports torch, which the launcher has imported by now.
     from recipe_lib.training.records import read_metrics

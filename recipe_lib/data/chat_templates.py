@@ -116,7 +116,8 @@ class TemplateFields:
         self._tokenizer = tokenizer
         source = (tokenizer.chat_template if tokenizer else None) or ""
         code = " ".join(_TEXTS.sub("", block) for block in _BLOCKS.findall(source))
-        self.names = frozenset(_NAMES.findall(code))  # names in the template: variables, keywords
+        # All names in the template's code but attributes: variables, filters, Jinja's own words.
+        self.names = frozenset(_NAMES.findall(code))
         # By (role, key, type of the value, or the value of a bool).
         self._reads_key = dict[tuple[str, str, Any], bool]()
 
@@ -148,7 +149,7 @@ class TemplateFields:
         # By role, conversations and the index of the message that gets the key.
         chats: dict[str, list[tuple[list[Message], int]]] = {
             "system": [([{"role": "system", "content": "s"}, _ASK, answer], 0)],
-            "user": [([_ASK, answer, _ASK, answer], index) for index in (0, 2)],
+            "user": [([_ASK, answer, _ASK, answer], 0), ([_ASK, answer, _ASK, answer], 2)],
             "assistant": [
                 ([_ASK, answer, _ASK, answer], 1),
                 ([_ASK, answer, _ASK, answer], 3),
@@ -185,7 +186,7 @@ def _build_call(letter: str, as_text: bool) -> dict[str, Any]:
 
 
 def _can_read_thought(render: Render, key: str, letter: str, text_arguments: bool) -> bool:
-    """Return True if the template writes a thought in this key of an answer or of a tool call."""
+    """Return True if the template writes a thought in this key of an answer, or of a tool call."""
     answers = ({"role": "assistant", "content": "b"}, _build_call("c", text_arguments))
     renderings = [
         render([_ASK, answer | {key: letter}], [RenderRequest(2)], [_TOOL])[0] for answer in answers
@@ -418,7 +419,7 @@ class RenderedChat:
             options=merged_options or None,
         )
 
-    def fetch(self, requests: Iterable[RenderRequest]) -> None:
+    def cache_renderings(self, requests: Iterable[RenderRequest]) -> None:
         """Make and keep the renderings that `get_text` will be asked for.
 
         All in one go: a template that came with a checkpoint renders in another process.
@@ -431,7 +432,7 @@ class RenderedChat:
 
     def get_text(self, request: RenderRequest) -> str:
         """Return a rendering, made at the first call. Raises SampleFault if it is refused."""
-        self.fetch([request])
+        self.cache_renderings([request])
         return require_text(self._renderings[request])
 
     def split_into_tokens(self, text: str) -> list[str]:

@@ -370,7 +370,7 @@ class Encoder:
         messages = chat.messages
         answers = [number for number in numbers if messages[number]["role"] == "assistant"]
         # All at once: a template that came with a checkpoint renders in another process.
-        chat.fetch([RenderRequest(len(messages)), *list_requests(answers)])
+        chat.cache_renderings([RenderRequest(len(messages)), *list_requests(answers)])
         whole = chat.whole
         marked = None
         if inside and len(answers) == len(numbers):

@@ -98,7 +98,7 @@ def find_other_spans(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
     requests = [RenderRequest(len(chat.messages))]
     for number in numbers:
         requests += _list_requests(chat, number)
-    chat.fetch(requests)
+    chat.cache_renderings(requests)
     return [_find_span(chat, number) for number in numbers]
 
 

@@ -1,7 +1,8 @@
 """Apply the memory levers that change a model's layers, in the order in which they wrap each other.
 
-`apply_memory_levers(model, cfg, device)` is what `parallelize` calls on a meta model; each lever's
-own module says what it does. `compile_layers` is here because its place in that order matters.
+A memory lever is a config key that trades time or precision for memory. `parallelize` calls
+`apply_memory_levers(model, cfg, device)` on a meta model; each lever's own module says what it
+does. `compile_layers` is here because its place in that order matters.
 """
 
 from collections.abc import Callable
@@ -23,20 +24,21 @@ from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
 from recipe_lib.models.language_model import LanguageModel, list_layer_names
 from recipe_lib.ops.fused_kernels import use_fused_kernels
 
-# Of one layer: kinds of layers, row lengths, with and without gradients. torch's own limit is for
-# all kinds of layers together; beyond it a layer silently runs uncompiled.
+# Compilations of a layer's forward: there is one for each kind of layer, of row length, and with
+# and without gradients. torch counts those of all kinds of layers together, and beyond its own
+# limit a layer silently runs uncompiled.
 _MAX_COMPILATIONS = 64
 
 
 @dataclass(frozen=True)
 class MemoryLevers:
-    """The decisions of one model's levers, and the objects that they made."""
+    """The results of applying a model's levers; None where a lever is off."""
 
-    kernels: str = ""  # a line about fused kernels, for the log
-    checkpointing: str | None = None  # what layers keep, where a budget chose it, for the log
-    offload: OffloadedActivations | None = None  # moves activations to the host and back
-    layers: LayerStream | None = None  # copies layers from the host
-    quantization: FakeQuantization | None = None  # what linears are rounded to while they train
+    kernels: str = ""  # a line about fused kernels, for the log; empty on a CPU
+    checkpointing: str | None = None  # a line about what a budget lets layers keep, for the log
+    offload: OffloadedActivations | None = None  # moves saved activations to the host and back
+    layers: LayerStream | None = None  # copies layers from the host to the device, one at a time
+    quantization: FakeQuantization | None = None  # rounds weights in training (QAT)
 
 
 def apply_memory_levers(
@@ -55,9 +57,10 @@ def apply_memory_levers(
     `memory.stream_layers`. Call it when adapters and tensor-parallel matrices are in place, and
     before FSDP wraps the layers.
 
-    device: the one that computes. pipeline: runs the model's stages. for_training: False for a
-    model that never goes backward. data_ranks: ranks that have batches of their own. Raises
-    ConfigError for what device or model cannot do.
+    device: the one that computes. pipeline: the stages of this rank; None: the model is not one of
+    a pipeline. for_training: False for a model that never goes backward, such as a reference
+    model. data_ranks: the size of data parallelism. Raises ConfigError for a lever that device or
+    model do not have.
     """
     checkpointing = None
     offload = None
@@ -96,9 +99,9 @@ def apply_memory_levers(
 def compile_layers(model: nn.Module, backend: Any = "inductor") -> None:
     """Compile each layer's forward with torch.compile, in place.
 
-    Alike layers share one compilation, and FSDP's hooks stay outside of it. The first sequence
-    length is compiled for itself, the second for every length from then on; a batch of one
-    sequence, and evaluation, are compiled on their own.
+    Layers of the same kind share one compilation, and FSDP's hooks stay outside of it. The first
+    sequence length is compiled for itself, the second for every length from then on; a batch of one
+    sequence, and evaluation, have compilations of their own. backend: of torch.compile.
     """
     torch._dynamo.config.recompile_limit = max(
         torch._dynamo.config.recompile_limit, _MAX_COMPILATIONS

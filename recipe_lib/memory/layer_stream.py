@@ -1,10 +1,10 @@
 """Layer streaming: layers in pinned host memory, on the device only while they run.
 
 `parallelize` calls `stream_layers(model, cfg.memory, device)`, which marks the parameters and wraps
-the forwards. A unit is a
-decoder layer; the embedding or output head, if these are two matrices or frozen; or the experts of
-a layer alone, which are most of a mixture's weights. The device holds at most two units: the one
-that computes, and the next (in backward the one before), whose copy is under way.
+the forwards. A unit is what is copied at once: a decoder layer; the embedding or output head, if
+these are two matrices or frozen; or the experts of a layer alone, which are most of a mixture's
+weights. The device holds at most two units: the one that computes, and the next (in backward the
+one before), whose copy is under way.
 
 Between its uses a unit's parameters are those in host memory, which checkpoints, exports and
 optimizers see. Frozen ones are never copied back. A trained one is stepped on the device when
@@ -62,7 +62,7 @@ class StreamedUnit:
         """
         self.name = name
         self.is_layer = is_layer
-        self.in_use = False  # the stand-ins are the module's parameters
+        self.in_use = False  # True while the stand-ins are the module's parameters
         # Four lists with an item for each parameter, in the same order:
         self.names = list(entries)  # names in the model
         self._entries = list(entries.values())
@@ -77,7 +77,10 @@ class StreamedUnit:
         return [parameters[name] for parameters, name in self._entries]
 
     def get_device_parameter(self, index: int, device: torch.device) -> nn.Parameter:
-        """Return a parameter's stand-in, by its index; the first call makes it, with memory."""
+        """Return a parameter's stand-in, by its index in `names`; the first call makes it.
+
+        It is made with memory, which has no values yet.
+        """
         parameter = self._on_device[index]
         if parameter is None:
             host = self.list_host_parameters()[index]
@@ -126,7 +129,7 @@ class LayerStream:
         self.units = list(units)
         self._part = part
         # Indices of the units that are prefetched in backward. A frozen embedding or output head is
-        # not: the embedding's backward reads tokens alone, the head's comes first.
+        # not: the embedding's backward reads tokens alone, the head's comes first of all.
         self._backward_units = [
             index for index, unit in enumerate(self.units) if unit.is_layer or unit.trains()
         ]

@@ -1,8 +1,9 @@
-"""Linears that multiply in FP8 or INT8, with weights and results in the model's own type.
+"""Linears that multiply in FP8 or INT8, with weights and results in the model's own dtype.
 
-`use_low_precision(model, "fp8")` exchanges the forward of the linears of attention and MLP, the
-frozen part of an adapted one too. Embedding, output head, norms, adapters and attention itself stay
-in `dtype`. It saves time alone: weights, gradients and optimizer states take the memory they took.
+`apply_memory_levers` calls `use_low_precision(model, cfg.matmul_dtype)`, which replaces the forward
+of the linears of attention and MLP, the frozen part of an adapted one too. Embedding, output head,
+norms, adapters and attention itself stay in `dtype`. Only time is saved: weights, gradients and
+optimizer states take the memory that they took.
 
 Each of the three products of a linear is scaled row by row, with X `[N, i]`, W `[o, i]` and the
 gradient G `[N, o]`:
@@ -11,11 +12,11 @@ gradient G `[N, o]`:
     G W     rows of G, columns of W      along o
     G.T X   columns of G, columns of X   along N, without tokens that have no gradient (padding)
 
-A row is divided in fp32 by its largest magnitude over that of the type, and rounded to nearest; the
-product of codes is multiplied by both scales. So an outlier costs the precision of its own row.
-`int8` has codes -127 to 127 and exact sums in int32, on any device, fast on GPUs from Ampere on.
-`fp8` has e4m3 codes up to 448 for all three, sums in fp32 and results in bf16, on GPUs of compute
-capability 8.9. Measured: docs/measurements/on_a_gpu.md.
+A row is divided in fp32 by its scale, its largest magnitude over the largest code, and rounded to
+the nearest code; the product of codes is multiplied by both scales. So an outlier costs the
+precision of its own row alone. `int8` has codes -127 to 127 and exact sums in int32, on any device,
+fast on GPUs from Ampere on. `fp8` has e4m3 codes up to 448 for all three, sums in fp32 and results
+in bf16, on GPUs of compute capability 8.9. Measured: docs/measurements/on_a_gpu.md.
 """
 
 from collections.abc import Callable
@@ -49,10 +50,10 @@ from recipe_lib.ops.fused_kernels import call_compiled, can_compile, cut_rows, m
 # - lengths that 16 does not divide make a third of FP8's products ones that a GPU refuses.
 
 KINDS = ("int8", "fp8")
-LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
+LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}  # the magnitude that a row's largest one becomes
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs that multiply FP8
 _TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-_TINY = 1e-12  # divides a row of zeros, in place of its largest magnitude
+_TINY = 1e-12  # the least divisor: that of a row of zeros, whose scale is 0
 # The matmuls of GPUs ask that 16 divides both dimensions, and for more than 16 rows.
 _MULTIPLE = 16
 _MIN_ROWS = 32
@@ -64,14 +65,14 @@ _LONGEST_SUM = 2**17
 def use_low_precision(
     model: nn.Module, matmul_dtype: str | None, device: torch.device | None = None
 ) -> None:
-    """Let the layers' linears multiply in `matmul_dtype` (fp8, int8; None: `dtype`), in place.
+    """Let the layers' linears multiply in `matmul_dtype`, in place.
 
-    Names and types of parameters stay, so checkpoints are those of any other run. Call it on a meta
-    model, after the adapters and before layers are checkpointed and compiled.
+    Names and dtypes of parameters stay, so that checkpoints are those of any other run. Call it on
+    a meta model, after adapters are added and before layers are checkpointed and compiled.
 
-    device: that the model is for; None: this machine's GPU. Raises ConfigError for FP8 where the
-    device does not multiply it, for quantized weights, for mixtures of experts, and where there is
-    no linear to change.
+    matmul_dtype: of KINDS; None: nothing changes. device: where the model will run; None: this
+    machine's GPU. Raises ConfigError for FP8 on a device that does not multiply it, for quantized
+    weights, for mixtures of experts, and where there is no linear to change.
     """
     if matmul_dtype is None:
         return
@@ -81,8 +82,9 @@ def use_low_precision(
     for module in find_plain_linears(
         model, key="matmul_dtype", value=matmul_dtype, mixtures=mixtures
     ).values():
-        changed = "frozen_forward" if isinstance(module, AdaptedLinear) else "forward"
-        setattr(module, changed, MethodType(_make_scaled_forward(matmul_dtype), module))
+        # An adapted linear calls `frozen_forward` for its frozen weight.
+        method_name = "frozen_forward" if isinstance(module, AdaptedLinear) else "forward"
+        setattr(module, method_name, MethodType(_make_scaled_forward(matmul_dtype), module))
 
 
 @cache  # one function for all linears, so that torch.compile compiles alike layers once
@@ -118,27 +120,27 @@ def _check_fp8(device: torch.device | None) -> None:
 def scaled_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     """Return `hidden [.., i] @ weight.T [i, o] + bias`, multiplied in `kind` of KINDS.
 
-    The result has hidden's type. Hidden is saved for backward as it came if the weight is trained,
-    and not at all if it is frozen. fp8 takes bf16.
+    The result has the dtype of hidden, which for fp8 is bf16. Hidden is saved for backward in that
+    dtype if the weight is trained, and not at all if it is frozen.
     """
     out = cast(Tensor, _ScaledLinear.apply(hidden, weight, kind))
     return out if bias is None else out + bias
 
 
 def scaled_mm(left: Tensor, right: Tensor, kind: str, counted: Tensor | None = None) -> Tensor:
-    """Return `left [m, k] @ right.T [k, n]`, both rounded row by row, in left's type.
+    """Return `left [m, k] @ right.T [k, n]`, both rounded row by row, in left's dtype.
 
-    counted: bool `[k]`, False where left has zeros alone, so that what right has there does not
-    scale its rows.
+    kind: of KINDS. counted: bool `[k]`, False for columns in which left has zeros alone: those of
+    right are then taken as zeros, so that they do not enlarge its rows' scales. None: all count.
     """
     left_codes, left_scales = quantize_rows(left, kind)
     right_codes, right_scales = quantize_rows(right, kind, counted)
     if kind == "int8":
-        # Compiled code takes the plain function, which the compiler fuses with its neighbors.
+        # Compiled code calls the plain function, which the compiler fuses with its neighbors.
         scale_sums = _scale_unchunked if torch.compiler.is_compiling() else _SCALE
         sums = _multiply_codes(left_codes, right_codes)
         return cast(Tensor, scale_sums(sums, left_scales, right_scales, left.dtype))
-    # Padded rows are cut off the product, but the kernel wants a scale for each.
+    # Padding rows are cut off the product, but the kernel needs a scale for each.
     left_scales = F.pad(left_scales, (0, len(left_codes) - len(left_scales)), value=1.0)
     right_scales = F.pad(right_scales, (0, len(right_codes) - len(right_scales)), value=1.0)
     return torch._scaled_mm(
@@ -181,7 +183,7 @@ def _quantize_unchunked(
 
 
 def _compute_row_scales(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Return the scales of the rows `[m]`, and their inverses `[m, 1]`, both fp32."""
+    """Return the scales of a matrix's rows, `[m]`, and their inverses, `[m, 1]`, both fp32."""
     scales = torch.linalg.vector_norm(matrix, ord=float("inf"), dim=1).float() / LARGEST_CODE[kind]
     return scales, scales.clamp(min=_TINY).reciprocal().unsqueeze(1)
 
@@ -191,9 +193,9 @@ def _compute_code_shape(matrix: Tensor) -> tuple[int, int]:
     return max(_MIN_ROWS, _round_up(rows)), _round_up(columns)
 
 
-# `_quantize` and `_scale` are each one operator. On a GPU with Triton it is compiled by itself,
-# elsewhere it works on a piece at a time: as a chain of operators they would take longer than they
-# save, and need temporaries.
+# `_quantize` and `_scale` are one operator each. On a GPU with Triton it is compiled by itself,
+# elsewhere it computes a piece at a time: as a chain of operators they would take longer than the
+# low precision saves, and need temporaries.
 
 
 def _quantize(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -270,8 +272,8 @@ class _ScaledLinear(torch.autograd.Function):
         ctx.shape = hidden.shape
         trains_weight = ctx.needs_input_grad[1]
         ctx.save_for_backward(hidden if trains_weight else None, weight)
-        # Under checkpointing the saved weight comes back as another tensor, which does not lead to
-        # the parameter that a deferred gradient is added to.
+        # Held besides: what checkpointing gives back of a saved tensor is not the parameter, to
+        # which a deferred gradient is added.
         ctx.parameter = weight if deferred.is_split_backward_enabled() and trains_weight else None
         out = scaled_mm(hidden.reshape(-1, hidden.shape[-1]), weight, kind)
         return out.view(*hidden.shape[:-1], -1)
@@ -297,7 +299,7 @@ class _ScaledLinear(torch.autograd.Function):
 
 
 def _compute_weight_gradient(gradient: Tensor, hidden: Tensor, kind: str) -> Tensor:
-    """Return G.T X, with X scaled by the tokens that have a gradient."""
-    # Padding has none, and its hidden states must not cost the others precision.
+    """Return G.T X, with scales of X from the tokens that have a gradient."""
+    # Padding has none, and its hidden states must not cost other tokens precision.
     has_gradient = torch.linalg.vector_norm(gradient, ord=float("inf"), dim=1) != 0
     return scaled_mm(gradient.t(), right=hidden.t(), kind=kind, counted=has_gradient)

@@ -1,12 +1,10 @@
-"""MLPs that take a batch's tokens in pieces, so that their inner width exists for one piece alone.
+"""MLPs that compute a batch's tokens in pieces, so that inner activations exist for one at a time.
 
-`chunk_mlps(model, chunks)` exchanges the forward of each layer's MLP. A gated MLP of n tokens and f
-channels has three tensors `[n, f]` in forward and about six in backward; with c pieces they are
-`[n / c, f]`. Only its input `[n, d]` is kept: each piece is computed again in backward, whatever
-`memory.activation_checkpointing` says. (Chunks of a feed-forward layer: arXiv 2001.04451.)
-
-Bytes are those of the simulated device; values are compared on a CPU and a GPU
-(docs/measurements/on_a_gpu.md).
+`apply_memory_levers` calls `chunk_mlps(model, memory.mlp_tiles)`, which replaces the forward of
+each layer's MLP. A gated MLP of n tokens and f channels has three tensors `[n, f]` in forward and
+about six in backward; with c pieces they are `[n / c, f]`. Only its input `[n, d]` is kept: each
+piece is computed again in backward, whatever `memory.activation_checkpointing` says. (Chunks of a
+feed-forward layer: arXiv 2001.04451.)
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,20 +24,22 @@ from recipe_lib.ops import deferred
 from recipe_lib.ops.attention import RealTokens
 from recipe_lib.ops.chunked_heads import split_rows
 
-_in_pieces = deferred.Switch(False)
+_in_pieces = deferred.Switch(False)  # True while a piece is computed, in forward or backward
 
-# `module._parameters`, a name there, and the parameter
+# (`module._parameters`, a name in it, the parameter)
 ParameterEntry = tuple[dict[str, Any], str, Tensor]
 
 
 def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None:
     """Let each layer's MLP compute `chunks` pieces of the tokens in turn, in place.
 
-    Call it after whatever changes what an MLP computes (adapters, sharding, low precision) and
-    before layers are checkpointed and sharded. Pieces are even to within a token; fewer tokens than
-    pieces are a piece each. The sum of the pieces' weight gradients is made in the weights' dtype,
-    and handed to each weight once. 1: nothing changes. Raises ConfigError for a model without MLPs
-    of the decoder's.
+    Call it after whatever changes what an MLP computes (adapters, tensor parallelism, low
+    precision) and before layers are checkpointed and sharded by FSDP. Pieces are even to within a
+    token; with fewer tokens than pieces, each token is one. The pieces' weight gradients are summed
+    in the weights' dtype, and each weight gets the sum once.
+
+    chunks: 1: nothing changes. is_stage: True if the model is a rank's part of a pipeline. Raises
+    ConfigError for a model without MLPs of our decoder's.
     """
     if chunks == 1:
         return
@@ -55,35 +55,38 @@ def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None
 
 
 def is_computing_piece() -> bool:
-    """Return True while a piece is computed, of which selective checkpointing keeps nothing."""
+    """Return True while a piece is computed: selective checkpointing keeps nothing of it."""
     return _in_pieces.value
 
 
 def _make_chunked_forward(forward: Any, chunks: int) -> Any:
-    """Return an MLP's forward that computes at most `chunks` pieces."""
+    """Return an MLP's forward that computes at most `chunks` pieces.
 
-    def run(mlp: nn.Module, hidden: Tensor, *others: Any) -> Tensor:
+    forward: the MLP's, as a function of the module, the hidden states and further arguments.
+    """
+
+    def run(mlp: nn.Module, hidden: Tensor, *arguments: Any) -> Tensor:
         flat = hidden.flatten(0, -2)
         num_tokens = flat.shape[0]
         num_pieces = min(chunks, num_tokens)
         modules = list(mlp.modules())
-        for other in others:  # such as the norm before the MLP
-            if isinstance(other, nn.Module):
-                modules += other.modules()
+        for argument in arguments:  # a tensor-parallel MLP is given the norm before it
+            if isinstance(argument, nn.Module):
+                modules += argument.modules()
 
         # Must not hold the hidden states: it lives until backward.
         def compute_piece(piece: Tensor, part: slice) -> Tensor:
-            taken = [
-                other.take(part, num_tokens) if isinstance(other, RealTokens) else other
-                for other in others
+            piece_arguments = [
+                argument.take(part, num_tokens) if isinstance(argument, RealTokens) else argument
+                for argument in arguments
             ]
-            return cast(Tensor, forward(mlp, piece, *taken))
+            return cast(Tensor, forward(mlp, piece, *piece_arguments))
 
         trained = [parameter for _, _, parameter in find_parameters(modules, _is_trained)]
         if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
             return _compute_pieces(compute_piece, flat, num_pieces).view(*hidden.shape[:-1], -1)
-        # A separate autograd node keeps the input. A checkpointed layer recomputes only until all
-        # that is kept is there: it ends here, and a piece is not computed a third time.
+        # A separate autograd node saves the input. The recomputation of a checkpointed layer ends
+        # at the last tensor that was saved, which is this one: no piece is computed a third time.
         saved = _SaveInput.apply(torch.empty(0, requires_grad=True), flat)
         # `saved` is in a tuple, so that autograd does not see it as an input of the next node.
         settings = (compute_piece, modules, num_pieces, saved)
@@ -113,7 +116,10 @@ def find_parameters(
 def exchange_parameters(
     entries: Sequence[ParameterEntry], replace: Callable[[Any], Tensor]
 ) -> Iterator[list[Tensor]]:
-    """Put what `replace` makes of these parameters in their places, inside the block."""
+    """Replace parameters in their modules by `replace(parameter)`, inside the block.
+
+    The block is given the replacements, in the order of `entries`.
+    """
     replacements = [replace(parameter) for _, _, parameter in entries]
     with replace_entries(
         (parameters, name, replacement)
@@ -125,12 +131,15 @@ def exchange_parameters(
 def _compute_pieces(
     compute_piece: Callable[[Tensor, slice], Tensor], hidden: Tensor, num_pieces: int
 ) -> Tensor:
-    """Return the MLP's output `[n, d]` of hidden states `[n, d]`, computed piece by piece."""
+    """Return the MLP's output `[n, d]` of hidden states `[n, d]`, computed piece by piece.
+
+    compute_piece: `fn(hidden [m, d], slice of the m among n) -> [m, d]`.
+    """
     out: Tensor | None = None
     with _in_pieces.set(True):
         for part in split_rows(hidden.shape[0], num_pieces):
             piece = compute_piece(hidden[part], part)
-            if out is None:  # only the first piece tells the output's dtype and width
+            if out is None:  # its dtype and width are known from the first piece
                 out = piece.new_empty(hidden.shape[0], piece.shape[-1])
             out[part] = piece
             del piece  # before the next one is made
@@ -139,9 +148,10 @@ def _compute_pieces(
 
 
 class _SaveInput(torch.autograd.Function):
-    """Saves a tensor for another node's backward.
+    """Saves a tensor that another node's backward reads, by `grad_fn.saved_tensors` of the result.
 
     Saved here, it goes through the saved-tensor hooks in force: checkpointing's, offloading's.
+    anchor: requires a gradient, so that there is a node also where hidden states need none.
     """
 
     @staticmethod
@@ -155,7 +165,7 @@ class _SaveInput(torch.autograd.Function):
 
 
 class _ChunkedForward(torch.autograd.Function):
-    """Runs forward without a graph; backward makes the graph of one piece at a time."""
+    """Runs an MLP's pieces without a graph; backward makes the graph of one piece at a time."""
 
     @staticmethod
     def forward(ctx: Any, settings: tuple[Any, ...], hidden: Tensor, *trained: Tensor) -> Tensor:
@@ -170,8 +180,8 @@ class _ChunkedForward(torch.autograd.Function):
         ctx.saved = None
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[1] else None
         with (
-            # Leaves of the same memory, which have no hooks: the parameters themselves would get
-            # each piece's gradient, and step or reduce what is a part of the sum.
+            # Leaves of the same memory, which have no hooks: those of the parameters themselves
+            # would reduce, or step by, the gradient of one piece.
             exchange_parameters(
                 find_parameters(ctx.modules, _is_trained),
                 lambda parameter: parameter.detach().requires_grad_(),
@@ -195,13 +205,16 @@ class _ChunkedForward(torch.autograd.Function):
 
 @contextmanager
 def _replay_random_state(hidden: Tensor, state: tuple[Any, ...]) -> Iterator[None]:
-    """Draw random numbers (dropout) from that state inside the block; restore the present after."""
-    host, devices, states = state
-    kind = hidden.device.type
+    """Draw random numbers (dropout) from `state` inside the block; restore the present state after.
+
+    state: (the CPU's, indices of devices, their states), as of torch's checkpointing.
+    """
+    cpu_state, devices, device_states = state
+    device_type = hidden.device.type
     with torch.random.fork_rng(
-        devices=devices, enabled=True, device_type="cuda" if kind == "cpu" else kind
+        devices=devices, enabled=True, device_type="cuda" if device_type == "cpu" else device_type
     ):
-        torch.set_rng_state(host)
-        if states:
-            set_device_states(devices, states, device_type=kind)
+        torch.set_rng_state(cpu_state)
+        if device_states:
+            set_device_states(devices, device_states, device_type=device_type)
         yield

@@ -1,8 +1,9 @@
 """Peaks of memory, errors that explain running out of it, and limits of host memory.
 
-`PeakMemory(device)` gives the most bytes since its last reset, on a GPU or, on a CPU, of the
-process's resident set. `explain_out_of_memory` turns torch's error into one line with the levers
-that are left. `check_host_needs` refuses offloading that the host has no memory for.
+A recipe reads the peak of each step from a `PeakMemory(device)`: bytes on a GPU, on a CPU those of
+the process's resident set. Around its phases stands `explain_out_of_memory`, which turns torch's
+error into one line with the config keys that would lower the peak. `check_host_needs` refuses
+offloading that the host has no memory for.
 """
 
 import os
@@ -21,18 +22,18 @@ from recipe_lib.errors import OutOfMemoryError, SetupError
 from recipe_lib.units import GIB, format_bytes
 
 _PROC = Path("/proc")
-_GROUPS = Path("/sys/fs/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")  # control groups
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # proc(5): writing it resets the peak resident set
+_RESET_PEAK = "5"  # proc(5): written to clear_refs, it resets the peak resident set
 
 
 class Peaks(TypedDict):
-    """Bytes since the last reset."""
+    """The most bytes at a time since the last reset, by torch's three counts."""
 
-    active: int  # in blocks handed out, and in freed ones that a stream still uses
-    allocated: int  # in blocks handed out
-    reserved: int  # taken from the device by the caching allocator
+    active: int  # bytes in blocks that tensors have, or that are freed and a stream still uses
+    allocated: int  # bytes in blocks that tensors have
+    reserved: int  # bytes that the caching allocator has taken from the device
     # `device`; or `resident set`, where all three are the process's resident set; or `resident set
     # since start`, where the system does not let that be reset.
     kind: str
@@ -46,7 +47,7 @@ class PeakMemory:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new measurement, at what is allocated now."""
+        """Begin a new measurement, from the bytes that are allocated now."""
         if self.device.type != "cpu":
             torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
             return
@@ -87,7 +88,10 @@ def _read_proc_bytes(path: Path, name: str) -> int | None:
 
 @contextmanager
 def explain_out_of_memory(phase: str, cfg: FullFinetuneConfig, peak: PeakMemory) -> Iterator[None]:
-    """Raise an OutOfMemoryError with phase, peak and levers for torch's, inside the block."""
+    """Raise an OutOfMemoryError with phase, peak and levers in place of torch's, inside the block.
+
+    phase: what the run does, such as `step 3`, for the message.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -105,12 +109,13 @@ def list_levers(cfg: FullFinetuneConfig) -> list[str]:
     """Return the config keys that would still lower the peak, the cheapest first."""
     memory = cfg.memory
     parallel = cfg.parallel
-    rows, count = compute_micro_batches(cfg)
+    rows, num_micro_batches = compute_micro_batches(cfg)  # rows: of a micro-batch
     splits_batch = parallel.pipeline_microbatches is not None
+    # Key and value -> True if this config has not used it yet.
     helps = {
-        # Of a pipeline: smaller micro-batches, a schedule that keeps fewer, layers divided by
-        # memory.
-        f"parallel.pipeline_microbatches={count * (2 if rows % 2 == 0 else rows)}": (
+        # For a pipeline: smaller micro-batches, a schedule that keeps fewer of them, layers divided
+        # by memory.
+        f"parallel.pipeline_microbatches={num_micro_batches * (2 if rows % 2 == 0 else rows)}": (
             parallel.pipeline > 1 and splits_batch and rows > 1
         ),
         "parallel.pipeline_schedule=1f1b": (
@@ -138,12 +143,12 @@ def list_levers(cfg: FullFinetuneConfig) -> list[str]:
     return [lever for lever, is_left in helps.items() if is_left]
 
 
-# By version of control groups: the files with a group's limit and usage in bytes.
+# Version of control groups -> the files with a group's limit and usage in bytes.
 _GROUP_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     2: ("memory.max", "memory.current"),
 }
-# By key of the section `memory`: what helps besides more host memory.
+# Key of the section `memory` -> what helps besides more host memory, for messages.
 _REMEDIES = {
     "cpu_offload": "remove memory.cpu_offload",
     "stream_layers": (
@@ -155,10 +160,9 @@ _REMEDIES = {
 
 
 def round_up_to_pinned(num_bytes: int) -> int:
-    """Return the bytes that torch takes for so many bytes of pinned memory: a power of two.
+    """Return the bytes that torch allocates for so many bytes of pinned memory: a power of two.
 
-    Blocks of such sizes can be used again (ATen/core/CachingHostAllocator.h); torch keeps what was
-    freed.
+    torch keeps freed blocks, to use them again for such sizes (ATen/core/CachingHostAllocator.h).
     """
     return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
 
@@ -166,11 +170,12 @@ def round_up_to_pinned(num_bytes: int) -> int:
 def check_host_needs(
     needs: Mapping[str, int], allowed: float | None, ranks: int, free: tuple[int, str]
 ) -> None:
-    """Raise SetupError, in one line, where offloading needs more host memory than there is.
+    """Raise SetupError, in one line, if offloading needs more host memory than there is.
 
-    needs: bytes of one rank by key of the section `memory`, such as `cpu_offload`. allowed: GiB
-    that the config allows all ranks of this machine; None: what is free. ranks: of this machine.
-    free: what `find_free_host_memory` returned before any of it was taken.
+    needs: key of the section `memory`, such as `cpu_offload` -> bytes that one rank needs.
+    allowed: GiB that the config allows all ranks of this machine; None: all that are free. ranks:
+    number of ranks on this machine. free: the result of `find_free_host_memory` before any of it
+    was taken.
     """
     total = ranks * sum(needs.values())
     if not total:
@@ -183,7 +188,7 @@ def check_host_needs(
         remedy = "raise memory.host_memory_limit_gib"
     if total <= available:
         return
-    keys = [key for key, size in needs.items() if size]
+    keys = [key for key, num_bytes in needs.items() if num_bytes]
     parts = ", ".join(f"memory.{key} {format_bytes(needs[key])}" for key in keys)
     rank = f"{ranks} ranks" if ranks > 1 else "one rank"
     remedies = [remedy, *(_REMEDIES[key] for key in keys if key in _REMEDIES)]
@@ -194,24 +199,25 @@ def check_host_needs(
 
 
 def find_free_host_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, str]:
-    """Return the bytes that can still be taken, and what limits them, for a message.
+    """Return the bytes of host memory that can still be taken, and what limits them, for a message.
 
-    The limit is the machine's, or that of a control group (a container's, a job's) if it is nearer.
+    The limit is the machine's, or a lower one of a control group (a container's, a job's). proc,
+    groups: the folders of /proc and of control groups, other ones in tests.
     """
     free = _read_proc_bytes(proc / "meminfo", "MemAvailable:")
-    if free is None:  # not Linux: all there is
+    if free is None:  # not Linux: the machine's whole memory
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [
-        (left, "left in this process's control group")
-        for left in _read_control_group_limits(proc, groups)
+        (free_bytes, "left in this process's control group")
+        for free_bytes in _read_control_group_limits(proc, groups)
     ]
     return min([(free, "free on this machine"), *limits])
 
 
 def _read_control_group_limits(proc: Path, groups: Path) -> list[int]:
-    """Return what the process's control groups, and those around them, leave, in bytes.
+    """Return the free bytes of each control group that the process is in, and of their parents.
 
-    Groups are of version 2 or 1; those without a limit give nothing.
+    Groups are of version 2 or 1; those without a limit are left out.
     """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
@@ -219,6 +225,7 @@ def _read_control_group_limits(proc: Path, groups: Path) -> list[int]:
         return []
     limits = []
     for line in lines:
+        # `hierarchy:controllers:path`; in version 2 no controllers are named.
         _, controllers, name = line.split(":", 2)
         version = 1 if controllers else 2
         if version == 1 and "memory" not in controllers.split(","):
@@ -226,7 +233,7 @@ def _read_control_group_limits(proc: Path, groups: Path) -> list[int]:
         root = groups / "memory" if version == 1 else groups
         limit_file, usage_file = _GROUP_FILES[version]
         group = root / name.strip("/")
-        # A limit of any group around this one holds for it too.
+        # A parent's limit holds for its groups together.
         for folder in (group, *group.parents):
             if folder != root and root not in folder.parents:
                 break
@@ -238,7 +245,7 @@ def _read_control_group_limits(proc: Path, groups: Path) -> list[int]:
 
 
 def _read_file_cache_bytes(group: Path) -> int:
-    """Return the bytes of cached files that count as used, and that the kernel gives back."""
+    """Return the bytes of cached files, which count as used and which the kernel frees at need."""
     statistics = group / "memory.stat"
     lines = statistics.read_text().split("\n") if statistics.exists() else []
     sizes = {name: int(size) for name, _, size in (line.partition(" ") for line in lines if line)}

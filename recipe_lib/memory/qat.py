@@ -1,10 +1,10 @@
-"""Quantization-aware training: linears compute with the weights of a later export (arXiv
-1712.05877).
+"""Quantization-aware training: linears compute with the weights of a later export.
 
-`qat` names the export: what torchao's `quantize_` makes of a linear by `build_torchao_config`.
-Forward rounds the weight by torchao's own fake quantizer for that config; backward treats rounding
-as the identity (the straight-through estimator, arXiv 1308.3432), but for weights that were
-clipped, which get no gradient.
+`apply_memory_levers` calls `fake_quantize_linears` (arXiv 1712.05877). The config key `qat` names
+the export: torchao's `quantize_` with the config of `build_torchao_config`. Forward rounds the
+weight by torchao's own fake quantizer for that config; backward treats rounding as the identity
+(the straight-through estimator, arXiv 1308.3432), but for weights that were clipped, which get no
+gradient.
 
     int4   weights, symmetric, a scale for each `qat_group_size` of a row
     int8   weights, symmetric, a scale for each row
@@ -35,24 +35,24 @@ from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.deferred import linear
 from recipe_lib.ops.fused_kernels import make_operator
 
-KINDS = ("int4", "int8", "fp8")
+KINDS = ("int4", "int8", "fp8")  # values of `qat`, see above
 
 
 @dataclass
 class FakeQuantization:
-    """The rounding of a model's linears, which may be off at this step."""
+    """The rounding of a model's linears, which begins after some steps."""
 
     kind: str  # of KINDS
-    group_size: int  # weights that share a scale, of int4
-    start_step: int  # optimizer steps before rounding begins
-    linears: int = 0  # how many there are
-    is_on: bool = True
+    group_size: int  # number of weights that share a scale, for int4
+    start_step: int  # number of optimizer steps before rounding begins
+    linears: int = 0  # number of linears that are rounded
+    is_on: bool = True  # whether forwards round now
 
     def begin(self, step: int | None) -> None:
         """Set whether the next step rounds.
 
-        step: optimizer steps done; None: of no run, such as a plan's step, which counts rounding as
-        the dearer case.
+        step: number of optimizer steps done; None: a step of no run, such as a plan's, which rounds
+        as the case that costs more.
         """
         self.is_on = step is None or step >= self.start_step
 
@@ -68,7 +68,10 @@ class FakeQuantization:
 
 
 def describe_export(kind: str, group_size: int, *, is_adapter: bool) -> str:
-    """Return how to make the trained model from what is saved, for the log."""
+    """Return a line for the log on how to export the trained model from the saved weights.
+
+    is_adapter: True if an adapter alone is saved.
+    """
     configs = {
         "int4": f"IntxWeightOnlyConfig(torch.int4, PerGroup({group_size}))",
         "int8": "IntxWeightOnlyConfig(torch.int8, PerAxis(0))",
@@ -87,7 +90,7 @@ def describe_export(kind: str, group_size: int, *, is_adapter: bool) -> str:
 def build_torchao_config(kind: str, group_size: int) -> Any:
     """Return torchao's config for a kind of KINDS.
 
-    `quantize_`, and transformers' TorchAoConfig, export by it.
+    torchao's `quantize_`, and transformers' `TorchAoConfig`, take it for the export.
     """
     silence_torchao()
     from torchao.quantization import (
@@ -107,10 +110,13 @@ def build_torchao_config(kind: str, group_size: int) -> Any:
 def fake_quantize_linears(
     model: nn.Module, kind: str | None, group_size: int, start: int
 ) -> FakeQuantization | None:
-    """Let the layers' linears compute with rounded weights (kind None: as they did), in place.
+    """Let the layers' linears compute with rounded weights, in place.
 
-    Names and types of parameters stay. Call it on a meta model, after the adapters and before
-    layers are checkpointed and compiled. start: optimizer steps before rounding begins. Raises
+    Names and dtypes of parameters stay. Call it on a meta model, after adapters are added and
+    before layers are checkpointed and compiled.
+
+    kind: of KINDS; None: nothing changes, and None is returned. group_size: number of weights that
+    share a scale, for int4. start: number of optimizer steps before rounding begins. Raises
     ConfigError for weights that are quantized already, for mixtures of experts, for rows that are
     no multiple of the group, and where there is no linear to change.
     """
@@ -138,21 +144,21 @@ def fake_quantize_linears(
 def find_plain_linears(
     model: nn.Module, key: str, value: str, mixtures: str
 ) -> dict[str, nn.Linear]:
-    """Return the layers' linears with weights in `dtype`, for a lever that rounds these.
+    """Return the layers' linears with weights in `dtype`, adapted ones too, by name.
 
-    Adapted ones are among them. key, value: the lever's in the config. mixtures: what keeps the
-    lever from mixtures of experts, for the message. Raises ConfigError for a mixture, for quantized
-    weights, and where there is no linear.
+    For a lever that replaces their forward. key, value: the lever's in the config. mixtures: a
+    clause for the message, on why mixtures of experts cannot have it. Raises ConfigError for a
+    mixture, for quantized weights, and where there is no linear.
     """
     if any(isinstance(module, Mixture) for module in model.modules()):
         raise ConfigError(
             f"{key}: found {value} for a mixture of experts, {mixtures}; remove {key}"
         )
-    inside = tuple(f"{name}." for name in list_layer_names(model))
+    layer_prefixes = tuple(f"{name}." for name in list_layer_names(model))
     linears = {}
     for name, module in model.named_modules():
         # The adapters themselves stay in `dtype`.
-        if not name.startswith(inside) or name.endswith((".lora_A", ".lora_B")):
+        if not name.startswith(layer_prefixes) or name.endswith((".lora_A", ".lora_B")):
             continue
         if isinstance(module, QuantizedLinear):
             raise ConfigError(
@@ -162,7 +168,7 @@ def find_plain_linears(
         # Not isinstance: a subclass has a forward of its own.
         if type(module) in (nn.Linear, AdaptedLinear):
             linears[name] = cast(nn.Linear, module)
-    if not linears and inside:
+    if not linears and layer_prefixes:  # a stage of a pipeline may have no layers
         raise ConfigError(
             f"{key}: found {value} for a model whose layers have no plain linear; remove {key}"
         )
@@ -170,7 +176,7 @@ def find_plain_linears(
 
 
 def _make_rounded_forward(scheme: FakeQuantization) -> Callable[[Any, Tensor], Tensor]:
-    """Return one function for all linears, so that torch.compile compiles alike layers once."""
+    """Return one forward for all linears, so that torch.compile compiles layers of a kind once."""
 
     def forward(module: Any, hidden: Tensor) -> Tensor:
         is_adapted = isinstance(module, AdaptedMatrix)
@@ -181,8 +187,8 @@ def _make_rounded_forward(scheme: FakeQuantization) -> Callable[[Any, Tensor], T
         parts: tuple[Tensor, ...] = (module.weight,)
         scaling = 1.0
         if is_adapted:
-            # An adapter next to a rounded base would compute something else than the two merged
-            # and rounded, which is what is exported.
+            # Merged, then rounded, as in the export: an adapter next to a rounded weight would
+            # compute another function.
             parts = (module.weight, module.lora_A.weight, module.lora_B.weight)
             scaling = module.settings.scaling
         out = cast(
@@ -194,14 +200,14 @@ def _make_rounded_forward(scheme: FakeQuantization) -> Callable[[Any, Tensor], T
 
 
 class _RoundedLinear(torch.autograd.Function):
-    """A linear with a rounded weight; parts: the weight, or weight, A and B of an adapted one."""
+    """The node of a linear with a rounded weight; parts: its weight, or weight, A and B."""
 
     @staticmethod
     def forward(
         ctx: Any, kind: str, group_size: int, scaling: float, hidden: Tensor, *parts: Tensor
     ) -> Tensor:
         ctx.settings = (scaling, kind, group_size)
-        # Only what a plain linear saves: backward rounds the weight again.
+        # Saved is only what a plain linear saves: backward rounds the weight again.
         ctx.save_for_backward(hidden if any(ctx.needs_input_grad[4:]) else None, *parts)
         return F.linear(round_inputs(hidden, kind), round_weight(parts, *ctx.settings))
 
@@ -236,9 +242,9 @@ class _RoundedLinear(torch.autograd.Function):
 def _split_gradient(
     parts: list[Tensor], gradient: Tensor, scaling: float, needs_grad: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of the weight, or of weight, A and B, from that of their sum `[o, i]`.
+    """Return the gradients of the weight, or of weight, A and B, given that of the merged `[o, i]`.
 
-    needs_grad: of each part.
+    scaling: of the adapter. needs_grad: for each part.
     """
     if len(parts) == 1:
         return [gradient]
@@ -252,16 +258,16 @@ def _split_gradient(
     return grads
 
 
-# Compiled code calls each of these three as one operator. Fused into it, what is rounded would not
-# be cast to its own type first, and the codes of every hundredth weight in bf16 would differ from
-# those of the export.
+# Compiled code calls each of these three as one operator. If the compiler fused them, a weight
+# would not be cast to its own dtype before it is rounded, and the codes of every hundredth weight
+# in bf16 would differ from those of the export.
 
 
 def round_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
     """Return the weight `[o, i]`, with the adapter if parts have one, rounded."""
     if torch.compiler.is_compiling():
         return cast(Tensor, _WEIGHT(list(parts), scaling, kind, group_size))
-    # The matmul that merges an adapter is none of the layer's that checkpointing counts.
+    # Selective checkpointing counts the layer's matmuls; the one that merges an adapter is not one.
     with suspend_selective_checkpointing():
         return _round_weight(parts, scaling=scaling, kind=kind, group_size=group_size)
 
@@ -269,24 +275,24 @@ def round_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size:
 def round_weight_with_mask(
     parts: Sequence[Tensor], scaling: float, kind: str, group_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the rounded weight, and a mask `[o, i]` of what was not clipped.
+    """Return the rounded weight `[o, i]`, and a mask, bool `[o, i]`: True where it was not clipped.
 
-    The mask is empty for fp8, which clips nothing.
+    For fp8, which clips nothing, the mask is empty.
     """
     operator = _WEIGHT_WITH_MASK if torch.compiler.is_compiling() else _round_weight_with_mask
     return cast(tuple[Tensor, Tensor], operator(list(parts), scaling, kind, group_size))
 
 
 def round_inputs(hidden: Tensor, kind: str) -> Tensor:
-    """Return hidden `[.., i]`, each row rounded for fp8; else as it came."""
+    """Return hidden `[.., i]`, for fp8 with each row rounded, for other kinds as it is."""
     operator = _INPUTS if torch.compiler.is_compiling() else _round_inputs
     return cast(Tensor, operator(hidden, kind)) if kind == "fp8" else hidden
 
 
 def _merge_weight(scaling: float, weight: Tensor, *adapter: Tensor) -> Tensor:
-    """Return the weight merged with the adapter: in fp32, then in the weight's type.
+    """Return the weight merged with the adapter, computed in fp32, in the weight's dtype.
 
-    The same to the bit as `recipe_lib.checkpoint.adapter_merging`, which an export is made by.
+    Bit for bit the result of `recipe_lib.checkpoint.adapter_merging`, which exports call.
     """
     if not adapter:
         return weight
@@ -309,7 +315,7 @@ def _round_inputs(hidden: Tensor, kind: str) -> Tensor:
 def _fake_quantize(tensor: Tensor, config: Any) -> Tensor:
     from torchao.quantization.qat import FakeQuantizerBase
 
-    # A new one each time: a quantizer that is kept would keep its scales.
+    # A new quantizer each time: one that lives on would hold its scales.
     with torch.no_grad():
         return cast(Tensor, FakeQuantizerBase.from_config(config)(tensor))
 
@@ -329,8 +335,8 @@ def _round_weight_with_mask(
     quantizer = cast(Any, FakeQuantizerBase.from_config(config))
     with torch.no_grad():
         weight = quantizer(merged)
-        # The largest magnitude of a group is at code 7.5 of 7, which rounds to 8. With a code more
-        # nothing is clipped, and what differs is what was.
+        # A group's largest magnitude is at code 7.5, which rounds to 8 and is clipped to 7. With
+        # one code more nothing is clipped, so that the weights that differ are the clipped ones.
         least, largest = BOUNDS[config.dtype]
         unclipped = _fake_quantize_affine(
             merged,

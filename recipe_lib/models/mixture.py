@@ -1,8 +1,10 @@
 """A mixture of experts in place of a layer's MLP (arXiv 2101.03961, 2401.04088).
 
-Each token is computed by k of E experts. Of all families alike: gate and up projection of an expert
-are one matrix, all experts' one tensor, whatever the files have (`recipe_lib.models.weight_names`).
-What the router says and sums is in fp32.
+`models.decoder.DecoderLayer` has a `Mixture` where the spec says so, and calls it as an MLP. Each
+of n tokens is computed by k of E experts; m = n k rows are sorted by expert (`recipe_lib.ops.mlp`).
+In all families an expert's gate and up projection are one matrix, and all experts' matrices one
+tensor, whatever the files have (`recipe_lib.models.weight_names`). Logits, scores and losses of the
+router are in fp32.
 """
 
 from dataclasses import dataclass
@@ -34,14 +36,14 @@ class Router(nn.Linear):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits in fp32; fp64 stays fp64."""
-        # A weight in bf16 would round them to few steps.
+        # Logits in bf16 would be rounded to few steps.
         return wide_linear(tokens, self.weight, self.bias)
 
 
 def wide_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `F.linear` in fp32 of operands that may be in fewer bits.
 
-    No wider copy of them is kept for backward.
+    The operands are saved for backward as they are given, not in fp32.
     """
     if weight.dtype.itemsize >= 4:
         return F.linear(tokens, weight, bias)
@@ -50,7 +52,7 @@ def wide_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class ExpertLinear(nn.Module):
-    """E linears as one: each row through that of its expert. weight `[E, o, i]`, bias `[E, o]`."""
+    """The linears of all E experts as one module: each row goes through that of its expert."""
 
     bias: nn.Parameter | None
 
@@ -59,8 +61,8 @@ class ExpertLinear(nn.Module):
         self.num_experts = experts
         self.in_features = in_features
         self.out_features = out_features
-        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(experts, out_features)) if bias else None
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))  # [E, o, i]
+        self.bias = nn.Parameter(torch.empty(experts, out_features)) if bias else None  # [E, o]
 
     def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
         """Return rows `[m, o]` of rows `[m, i]`, without the bias; see `grouped_linear`."""
@@ -68,14 +70,14 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts of a layer."""
+    """All experts of a layer: gated MLPs of inner width f."""
 
     def __init__(self, mixture: MixtureSpec, width: int) -> None:
         super().__init__()
-        experts = mixture.num_experts
+        num_experts = mixture.num_experts
         bias = mixture.expert_bias
-        self.gate_up_proj = ExpertLinear(experts, width, 2 * mixture.mlp_width, bias=bias)
-        self.down_proj = ExpertLinear(experts, mixture.mlp_width, width, bias=bias)
+        self.gate_up_proj = ExpertLinear(num_experts, width, 2 * mixture.mlp_width, bias=bias)
+        self.down_proj = ExpertLinear(num_experts, mixture.mlp_width, width, bias=bias)
         self.gate = Gate(
             activation=mixture.activation,
             interleaved=mixture.interleaved,
@@ -84,15 +86,16 @@ class Experts(nn.Module):
         )
 
     def forward(self, tokens: Tensor, scores: Tensor, chosen: Tensor, groups: Groups) -> Tensor:
-        """Return tokens `[n, d]` by their experts, each times its score, summed: `[n, d]`.
+        """Return for each token the sum of its experts' results times their scores, `[n, d]`.
 
-        chosen: the experts `[n, k]`. scores: `[n, k]`.
+        tokens: `[n, d]`. chosen: the indices of each token's experts, `[n, k]`. scores: theirs,
+        `[n, k]`. groups: the rows of `chosen`, from `group_tokens`.
         """
         inner = self.gate_up_proj(tokens, groups, of_tokens=True)
         if self.gate_up_proj.bias is not None:
             inner = inner + gather_row_biases(self.gate_up_proj.bias, groups)
         product = scored_product(inner, order_by_expert(scores, groups), self.gate)
-        del inner
+        del inner  # [m, 2f]: freed before the down projection, where it is not saved for backward
         summed = sum_choices(self.down_proj(product, groups), groups)
         if self.down_proj.bias is None:
             return summed
@@ -100,9 +103,9 @@ class Experts(nn.Module):
 
 
 def gather_row_biases(bias: Tensor, groups: Groups) -> Tensor:
-    """Return the bias of each row's expert: `[m, o]` of `[E, o]`."""
+    """Return the bias of each row's expert, `[m, o]`, of biases `[E, o]`."""
     return call_with_gradient(
-        lambda bias, experts, count: bias.index_select(0, experts),
+        lambda bias, experts, num_experts: bias.index_select(0, experts),
         bias,
         groups.experts,
         bias.shape[0],
@@ -111,46 +114,47 @@ def gather_row_biases(bias: Tensor, groups: Groups) -> Tensor:
     )
 
 
-def _add_biases(gradient: Tensor, experts: Tensor, count: int) -> Tensor:
-    expert_numbers = torch.arange(count, device=experts.device)
-    # By a matmul, which sums in a fixed order.
-    return (experts == expert_numbers.unsqueeze(1)).to(gradient.dtype) @ gradient
+def _add_biases(gradient: Tensor, experts: Tensor, num_experts: int) -> Tensor:
+    expert_indices = torch.arange(num_experts, device=experts.device)
+    # By a matmul, which sums in a fixed order, as atomic additions of an index_add would not.
+    return (experts == expert_indices.unsqueeze(1)).to(gradient.dtype) @ gradient
 
 
 def compute_scored_bias(bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    """Return what the biases `[E, d]` of the chosen experts add to each token, `[n, d]`.
+    """Return for each token the sum of its experts' biases times their scores, `[n, d]`.
 
-    Each counts times its score.
+    bias: `[E, d]`. scores, chosen: `[n, k]`.
     """
-    shares = scores.new_zeros(scores.shape[0], bias.shape[0]).scatter(1, chosen, scores)
-    return shares.to(bias.dtype) @ bias
+    expert_scores = scores.new_zeros(scores.shape[0], bias.shape[0]).scatter(1, chosen, scores)
+    return expert_scores.to(bias.dtype) @ bias
 
 
 @dataclass
 class BalanceLoss:
     """The auxiliary loss that evens the experts' loads (arXiv 2101.03961, equation 4).
 
-    Of a layer and a micro-batch it is E sum_e f_e P_e, with f_e the choices of expert e per token,
-    and P_e the mean of its probabilities, both over tokens that are no padding.
+    For a layer and a micro-batch it is E sum_e f_e P_e, with f_e the number of choices of expert e
+    per token, and P_e the mean of its probabilities, both over tokens that are no padding.
     """
 
-    coefficient: float
-    layers: int  # of the whole model that have experts
-    # the ranks that share sequences, of which each knows the part of the loss that its tokens have
+    coefficient: float  # the factor of the loss
+    layers: int  # number of layers with experts, in the whole model
+    # The ranks that divide sequences: each has the part of the loss that its tokens have. None:
+    # this rank has whole sequences.
     sequences: Group | None = None
-    weight: float = 0.0  # of one layer's loss, in what goes backward now
+    weight: float = 0.0  # the factor of one layer's loss of one micro-batch, in this step
 
     def begin(self, parts: int) -> None:
-        """Begin a step of so many micro-batches of all ranks."""
+        """Begin a step of so many micro-batches, those of all ranks together."""
         # The loss is the mean over the layers and the micro-batches.
         self.weight = self.coefficient / (self.layers * parts)
 
 
 def _keep_scores(scores: Tensor, loss: Tensor, balance: BalanceLoss) -> Tensor:
-    """Return scores as they are; in backward the loss gets its gradient.
+    """Return scores as they are; in backward the balance loss gets its gradient.
 
-    So it enters where the scores leave the router, and layers may be computed again, or on other
-    ranks than the loss.
+    So the loss need not be added to the model's: its gradient enters where the scores leave the
+    router, also in layers that are recomputed, or are on other ranks than the model's loss.
     """
     return scores.view_as(scores)
 
@@ -160,23 +164,23 @@ def _differentiate_loss(gradient: Tensor, balance: BalanceLoss) -> tuple[Tensor,
 
 
 class ExpertLoad:
-    """Counts of what the training forwards of a step have chosen, on the device.
+    """Counts of the experts that the training forwards of a step have chosen, on the device.
 
     A forward that is computed again for backward counts twice.
     """
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
-        # Tokens that each expert computed, without padding.
+        # Number of tokens that each expert computed, without padding.
         self.rows = torch.zeros(num_experts, dtype=torch.int64, device=device)
         # Sum of the balance losses of `calls` forwards.
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.calls = 0
-        # Choices that there were.
+        # Number of choices; less the sum of `rows` it is that of dropped tokens, which must be 0.
         self.expected = 0
 
     @torch.no_grad()
     def add(self, rows: Tensor, loss: Tensor | None, choices: int) -> None:
-        """Add a forward's rows `[E]`, of so many choices."""
+        """Add a forward's numbers of rows `[E]`, its balance loss `[]`, and number of choices."""
         # In place, so that a forward that is computed again issues the same operators.
         self.rows.add_(rows)
         if loss is not None:
@@ -194,8 +198,8 @@ class ExpertLoad:
 class Mixture(nn.Module):
     """A router and its experts, called as an MLP is: `[b, s, d]` to `[b, s, d]`."""
 
-    load: ExpertLoad | None = None  # what the training forwards have chosen, where that is counted
-    balance: BalanceLoss | None = None  # the auxiliary loss, if there is one
+    load: ExpertLoad | None = None  # counts the choices of training forwards; None: not counted
+    balance: BalanceLoss | None = None  # the auxiliary loss; None: there is none
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -207,9 +211,9 @@ class Mixture(nn.Module):
         self.normalized = mixture.normalized
 
     def forward(self, hidden: Tensor, real: RealTokens | None = None) -> Tensor:
-        """Return the experts' sum `[b, s, d]` of hidden `[b, s, d]`.
+        """Return the sum of each token's experts, `[b, s, d]`, of hidden states `[b, s, d]`.
 
-        real: which tokens are counted; None: all.
+        real: the tokens that are no padding, which load and balance loss count; None: all.
         """
         tokens = hidden.flatten(0, -2)
         logits = self.router(tokens)
@@ -227,11 +231,11 @@ class Mixture(nn.Module):
         real: RealTokens | None,
         own_real: RealTokens | None,
     ) -> Tensor:
-        """Add to the load, where gradients are wanted, and return the scores.
+        """Add a forward to load and balance loss if gradients are enabled, and return the scores.
 
-        In backward the scores bring the balance loss its gradient. logits, scores: of tokens of
-        this rank. groups: of these tokens, and of those of ranks that it shares them with. real,
-        own_real: those of the groups' tokens, and of this rank's, that are counted.
+        In backward the scores returned give the balance loss its gradient. logits, scores: of this
+        rank's tokens. groups: rows of these tokens, and of those that tensor-parallel ranks have
+        gathered with them. real: the groups' tokens that are counted. own_real: this rank's.
         """
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return scores
@@ -239,16 +243,16 @@ class Mixture(nn.Module):
         loss = None
         if self.balance is not None:
             sequences = self.balance.sequences
-            shared = rows if sequences is None else all_reduce(rows, "sum", sequences)
-            # Each token has its choices, so that the rows of all ranks say how many tokens there
-            # are.
-            tokens = (shared.sum() / groups.choices).clamp(min=1)
+            total_rows = rows if sequences is None else all_reduce(rows, "sum", sequences)
+            # A token has k rows, so that the rows of all ranks give the number of tokens; at least
+            # 1, as there may be padding alone.
+            num_tokens = (total_rows.sum() / groups.choices).clamp(min=1)
             probabilities = logits.softmax(dim=-1)
             if own_real is not None:
                 is_padding = ~own_real.make_mask(logits.device)
                 probabilities = probabilities.masked_fill(is_padding.unsqueeze(1), 0)
-            shares = shared / tokens
-            loss = logits.shape[1] * (shares * probabilities.sum(dim=0)).sum() / tokens
+            rows_per_token = total_rows / num_tokens
+            loss = logits.shape[1] * (rows_per_token * probabilities.sum(dim=0)).sum() / num_tokens
             scores = call_with_gradient(
                 _keep_scores,
                 scores,
@@ -258,18 +262,18 @@ class Mixture(nn.Module):
                 kept=(2,),
             )
         if self.load is not None:
-            count = groups.tokens.shape[0] if real is None else real.total * groups.choices
-            self.load.add(rows, loss, count)
+            num_choices = groups.tokens.shape[0] if real is None else real.total * groups.choices
+            self.load.add(rows, loss, num_choices)
         return scores
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores of the chosen experts, and their numbers, `[n, k]` each.
+        """Return the scores of each token's experts, and the experts' indices, `[n, k]` each.
 
         logits: `[n, E]`.
         """
         if self.normalized:
             # The softmax over a token's chosen experts alone, so that its scores add up to 1.
-            best, chosen = logits.topk(self.top_k, dim=-1)
-            return best.softmax(dim=-1), chosen
+            top_logits, chosen = logits.topk(self.top_k, dim=-1)
+            return top_logits.softmax(dim=-1), chosen
         scores, chosen = logits.softmax(dim=-1).topk(self.top_k, dim=-1)
         return scores, chosen

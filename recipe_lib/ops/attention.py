@@ -1,10 +1,11 @@
 """Causal attention: one function for training and decoding, with documents, windows and soft caps.
 
-What depends on the batch alone (masks, document boundaries, which tokens are padding, which kernel)
-is settled once, by `prepare_attention`; then every layer calls `attention`.
+A batch's loader calls `make_attention_info`, the decoder `prepare_attention`, once for a batch: it
+settles what depends on the batch alone (masks, document boundaries, padding, which kernel). Then
+every layer calls `attention`.
 
-Shapes: q `[b, h, s, e]`, keys and values `[b, k, t, e]` with h a multiple of k; t is s, or what a
-cache holds plus s.
+Shapes: q `[b, h, s, e]`, keys and values `[b, k, t, e]` with h a multiple of k; t is s plus the
+tokens of a cache.
 """
 
 import inspect
@@ -33,15 +34,15 @@ from recipe_lib.ops.special_attention import (
 class RealTokens:
     """The tokens of a micro-batch that are no padding: means over tokens leave padding out.
 
-    Rows are padded on the right, so that two numbers of the host for each row say it all. A mask on
-    the device would be one more tensor that lives from forward to backward; `make_mask` makes it
-    where it is read, and it is gone behind that.
+    Rows are padded on the right, so that two Python numbers describe a row. A mask on the device
+    would be one more tensor that lives from forward to backward; `make_mask` makes it where it is
+    read, and it is freed after that.
     """
 
     # No dataclass: torch.compile would look into a frozen one, and compile anew for every length.
     def __init__(self, spans: Sequence[tuple[int, int]], count: int) -> None:
-        """spans: of each row the first real token and the one after the last, as numbers among all
-        `count` tokens, rows one after the other.
+        """spans: for each row the index of the first real token and of the one after the last,
+        among all `count` tokens of the micro-batch, its rows one after the other.
         """
         self.spans = tuple(spans)
         self.count = count
@@ -55,16 +56,19 @@ class RealTokens:
 
     @property
     def longest(self) -> int:
-        """Return how many tokens the longest row has, 1 at the least."""
+        """Return the number of real tokens of the longest row, at least 1."""
         return max([1, *(last - first for first, last in self.spans)])
 
     @property
     def total(self) -> int:
-        """Return how many tokens are real."""
+        """Return the number of real tokens."""
         return sum(last - first for first, last in self.spans)
 
     def take(self, part: slice, every: int) -> "RealTokens":
-        """Return the tokens in `part` of each `every` tokens."""
+        """Return the real tokens of a part of the micro-batch: slice `part` of each block.
+
+        every: the number of tokens of a block; blocks follow one another.
+        """
         length = part.stop - part.start
         spans = []
         for block in range(self.count // every):
@@ -76,7 +80,7 @@ class RealTokens:
         return RealTokens(spans, length * (self.count // every))
 
     def shard_rows(self, rank: int, ranks: int) -> "RealTokens":
-        """Return this rank's tokens of each row, as many as the other ranks have."""
+        """Return the real tokens of this rank's part of each row; all ranks' parts are as long."""
         row_length = self.count // len(self.spans)
         length = row_length // ranks
         return self.take(slice(rank * length, (rank + 1) * length), row_length)
@@ -89,7 +93,7 @@ class RealTokens:
         return mask
 
 
-# What this release's kernel takes: there are some without `window_size` or `enable_gqa`.
+# The parameters of this release's kernel: some releases lack `window_size` or `enable_gqa`.
 _VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 
 
@@ -97,18 +101,18 @@ _VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 class AttentionInfo:
     """The tokens of a batch that may see one another, as tensors."""
 
-    # int32 [b, t], the document of each key within its row (padding is one of its own); None: a row
-    # is one document
+    # int32 [b, t], the index in its row of each key's document (padding is a document of its own);
+    # None: a row is one document.
     documents: Tensor | None = None
-    # int32 [n + 1], where the n documents start and end in the flattened [b * s] tokens: cu_seqlens
+    # int32 [n + 1], the cu_seqlens of the n documents in the flattened [b * s] tokens.
     boundaries: Tensor | None = None
-    # tokens of the longest document, rounded up
+    # Number of tokens of the longest document, rounded up.
     longest: int = 0
-    # window -> what is added to the scores; None: nothing beyond causality
+    # Window of a layer -> [b or 1, 1, s, t], added to its scores; None: causality alone.
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
-    # documents and windows go through the varlen kernel, there are no masks
+    # True: layers use the varlen kernel by `boundaries`, and there are no masks.
     flattened: bool = False
-    # which tokens are no padding; None: all
+    # The tokens that are no padding; None: all.
     real: RealTokens | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionInfo":
@@ -122,16 +126,17 @@ class AttentionInfo:
 
 
 def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> AttentionInfo:
-    """Return the info of rows that hold several documents each, made on the host.
+    """Return the AttentionInfo, on the host, of rows that hold several documents each.
 
-    lengths: for each row, the tokens of its documents in order; what is left of `row_length` is
-    padding. Raises ValueError for documents that do not fit their row.
+    lengths: for each row, the number of tokens of each of its documents, in order. row_length:
+    tokens of a row; those after its documents are padding. Raises ValueError for documents that do
+    not fit their row, or are empty.
     """
     documents = torch.zeros(len(lengths), row_length, dtype=torch.int32)
     boundaries = [0]
     longest = 1
     for row, row_lengths in enumerate(lengths):
-        # What is left of the row is a document of its own.
+        # The padding is a document of its own, so that boundaries cover every token.
         padding = row_length - sum(row_lengths)
         padded = [*row_lengths, padding] if padding > 0 else list(row_lengths)
         if sum(padded) != row_length or min(padded) < 1:
@@ -153,7 +158,10 @@ def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> At
 
 
 def compute_document_positions(lengths: Sequence[Sequence[int]], row_length: int) -> Tensor:
-    """Return positions int64 `[b, s]` that start from 0 with each document; 0 in the padding."""
+    """Return positions int64 `[b, s]` that start at 0 in each document, and are 0 in the padding.
+
+    lengths, row_length: see `make_attention_info`.
+    """
     positions = torch.arange(row_length).repeat(len(lengths), 1)
     for row, row_lengths in enumerate(lengths):
         start = 0
@@ -177,10 +185,12 @@ def prepare_attention(
     device: torch.device,
     sinks: bool = False,
 ) -> AttentionInfo:
-    """Settle, once per batch, how each window is attended: causal kernel, varlen kernel or mask.
+    """Choose, once for a batch, how layers attend: causal kernel, varlen kernel or masks.
 
-    rows, queries, keys: b, s, t of the tensors to come. windows: those of the model's layers, None
-    among them if some layer has none. capped: scores are soft-capped. sinks: heads have one.
+    info: the documents of the batch; None: each row is one. rows, queries, keys: b, s and t of the
+    tensors to come. windows: all that layers of the model have, None for a layer without one.
+    capped: True if scores are soft-capped. sinks: True if heads have sinks. Raises ValueError for
+    documents of another number of keys.
     """
     info = info or AttentionInfo()
     if info.documents is not None and info.documents.shape[1] != keys:
@@ -189,7 +199,9 @@ def prepare_attention(
         )
     if capped:
         return info  # `capped_attention` makes its masks itself, piece by piece
-    # Rows are padded on the right, so that causality alone keeps tokens from padding behind them.
+    # Windows for which causality is not enough: there are documents, the window is shorter than the
+    # row, or queries come after cached keys. Padding needs no mask: it is on the right, so that no
+    # token before it sees it.
     masked_windows = [
         window
         for window in set(windows)
@@ -216,7 +228,7 @@ def prepare_attention(
             compute_reach(info.documents, queries=queries, keys=keys, window=window, device=device),
             keys,
         )
-        # In the scores' dtype: of a bool mask kernels would make this again in every layer.
+        # In the scores' dtype: kernels would convert a bool mask to it again in every layer.
         masks[window] = torch.zeros(is_visible.shape, dtype=dtype, device=device).masked_fill(
             ~is_visible, float("-inf")
         )
@@ -224,7 +236,7 @@ def prepare_attention(
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
-    """Return True if torch's kernel for flattened documents can run.
+    """Return True if torch's varlen kernel, for flattened documents, can run.
 
     It needs CUDA from Ampere on, half precision, and a head width that it was built for.
     """
@@ -296,7 +308,7 @@ def attention(
 def _run_varlen(
     q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, *, window: int | None, scale: float
 ) -> Tensor:
-    # All rows as one list of documents: no mask, nothing of size s x s.
+    # All rows are one list of documents, so that there is no mask of size s x s.
     is_grouped = q.shape[1] != k.shape[1]
     options: dict[str, Any] = {"enable_gqa": is_grouped} if "enable_gqa" in _VARLEN_OPTIONS else {}
     return unflatten_tokens(
@@ -319,7 +331,10 @@ def _run_varlen(
 def scaled_dot_product(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Call torch's SDPA: causal without a mask (one query sees all keys), else as the mask says."""
+    """Call torch's SDPA: causal without a mask (one query sees all keys), else by the mask alone.
+
+    mask: `[b or 1, 1, s, t]`, added to the scores.
+    """
     is_grouped = q.shape[1] != k.shape[1]
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     # The CPU kernel takes grouped keys as they are, those of CUDA only without a mask and in half

@@ -2,9 +2,9 @@
 
 A zero-bubble schedule of a pipeline cuts a stage's backward in two: the gradient of its input, for
 which another rank waits, and the gradients of its weights, which nobody waits for (arXiv
-2401.10241). Here each linear settles that: its backward computes the one and notes, for the other,
-its input `[.., i]` and the gradient of its output `[.., o]`. So autograd runs once, whatever is
-frozen, checkpointed or sharded, and a checkpointed layer is computed again once.
+2401.10241). Here the backward of each linear does that: it computes the first, and for the second
+keeps its input `[.., i]` and the gradient of its output `[.., o]`. So autograd runs once, whatever
+is frozen, checkpointed or sharded, and a checkpointed layer is recomputed once.
 
     with enable_split_backward():
         hidden = model(...)                  # linears become ones that can be deferred
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 
 class Switch(Generic[T]):
-    """A value of the process, and another one inside a block.
+    """A value of the whole process that a block can set for its duration.
 
-    Not of a thread: on a GPU backward runs in threads of autograd's own.
+    It is no thread's own: on a GPU backward runs in threads of autograd's.
     """
 
     def __init__(self, value: T) -> None:
@@ -47,21 +47,25 @@ class Switch(Generic[T]):
             self.value = before
 
 
-_split_backward = Switch(False)
+_split_backward = Switch(False)  # True: forwards use linears whose weight gradient can be deferred
+# The list that backward appends to; None: it computes weight gradients at once.
 _deferred: "Switch[list[DeferredGradients] | None]" = Switch(None)
 
 
 @dataclass
 class DeferredGradients:
-    """Gradients that are not computed yet."""
+    """Weight gradients of one operator that are not computed yet."""
 
-    # as the linear saw them, perhaps parts of parameters
+    # The weights as the linear was given them: parameters, or views of their parts.
     weights: Sequence[Tensor]
-    # returns a gradient, or None, for each of them; it holds what that takes, until `run`
+    # Returns a gradient, or None, for each weight. It holds the tensors for that until `run`.
     compute: Callable[[], Sequence[Tensor | None]] | None
 
     def run(self) -> None:
-        """Add the gradients to those of the parameters, as autograd would; once."""
+        """Compute the gradients and add them to the parameters', as autograd would.
+
+        Raises RuntimeError the second time.
+        """
         if self.compute is None:
             raise RuntimeError("these gradients have been added already")
         with torch.no_grad():
@@ -80,7 +84,7 @@ class DeferredGradients:
 
 
 def enable_split_backward() -> AbstractContextManager[bool]:
-    """Inside, forwards make linears whose weight gradient can be deferred.
+    """Let forwards inside the block use linears whose weight gradient can be deferred.
 
     Their backward has to run inside too.
     """
@@ -88,35 +92,38 @@ def enable_split_backward() -> AbstractContextManager[bool]:
 
 
 def defer_weight_gradients() -> "AbstractContextManager[list[DeferredGradients]]":
-    """Inside, backward defers the weight gradients that can be.
+    """Let backward inside the block defer the weight gradients that can be deferred.
 
-    The list that the block is given has them, last layer first.
+    The block is given the list that they are appended to, last layer first.
     """
     return cast(AbstractContextManager[list[DeferredGradients]], _deferred.set([]))
 
 
 def disable_deferring() -> AbstractContextManager[Any]:
-    """Inside, backward computes weight gradients at once, in `defer_weight_gradients` too."""
+    """Let backward inside the block compute weight gradients at once.
+
+    The block may lie inside one of `defer_weight_gradients`.
+    """
     return _deferred.set(None)
 
 
 def is_split_backward_enabled() -> bool:
-    """Return True if a forward is to be made of linears that can be deferred.
-
-    Not in code that is being compiled.
-    """
+    """Return True inside `enable_split_backward`, but not in code that is being compiled."""
     return not torch.compiler.is_compiling() and _split_backward.value
 
 
 def is_deferring() -> bool:
-    """Return True if the backward that runs now is to defer what it can."""
+    """Return True inside `defer_weight_gradients`."""
     return _deferred.value is not None
 
 
 def defer_gradients(
     weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]
 ) -> None:
-    """Put off the gradients of `weights`, which `compute` returns."""
+    """Defer the gradients of `weights`, which `compute` returns.
+
+    Raises RuntimeError outside of `defer_weight_gradients`.
+    """
     if _deferred.value is None:
         raise RuntimeError("nothing is deferred here")
     _deferred.value.append(DeferredGradients(weights, compute))
@@ -124,7 +131,7 @@ def defer_gradients(
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `hidden [.., i] @ weight.T [i, o] + bias`; its weight gradient can be deferred."""
-    # To a mode of torch functions it is one call of a linear, whatever it is made of.
+    # As torch's functions do, so that a mode of torch functions sees one call of a linear.
     if not torch.compiler.is_dynamo_compiling() and has_torch_function((hidden, weight)):
         return cast(Tensor, handle_torch_function(linear, (hidden, weight), hidden, weight, bias))
     if is_split_backward_enabled() and weight.requires_grad and torch.is_grad_enabled():
@@ -135,8 +142,8 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # The weight is not saved: what checkpointing gives back of a saved tensor has no way to the
-        # parameter.
+        # The weight is held, not saved: what checkpointing gives back of a saved tensor is not the
+        # parameter, to which a deferred gradient is added.
         ctx.save_for_backward(hidden)
         ctx.weight = weight
         return F.linear(hidden, weight, bias)
@@ -162,7 +169,7 @@ def _compute_weight_gradient(out_grad: Tensor, hidden: Tensor) -> Tensor:
 def linear_in_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `hidden [.., i] @ weight.T [i, o]`, computed in a dtype.
 
-    The operands may be in other ones, and are kept for backward as they came.
+    The operands may be in other dtypes, in which they are saved for backward.
     """
     return cast(Tensor, _LinearInDtype.apply(hidden, weight, dtype))
 

@@ -1,17 +1,17 @@
-"""Whose kernels a tensor is computed with.
+"""Facts about a device, which may be one that a plan simulates: tensors with sizes but no values.
 
-Those of its device, or on a simulated device those of the device that it stands for. The module of
-a simulated device (`torch.get_device_module`) says so in its attributes.
+Code asks these functions where kernels or memory differ. A simulated device stands for a CPU or a
+GPU; its module (`torch.get_device_module`) has attributes that say which.
 """
 
 import torch
 
 
 def get_kernel_type(device: torch.device) -> str:
-    """Return `cpu`, `cuda`, or another device's type."""
+    """Return the device type whose kernels compute tensors of the device: `cpu`, `cuda`, ..."""
     if device.type in ("cpu", "cuda", "meta"):
         return device.type
-    # A simulated device tells it in its module's attribute `kernels`.
+    # The module of a simulated device has this attribute.
     return str(getattr(torch.get_device_module(device), "kernels", device.type))
 
 
@@ -27,13 +27,10 @@ def get_compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def holds_values(device: torch.device) -> bool:
-    """Return True if tensors on the device have values, which those of a simulated one have not."""
+    """Return True if tensors on the device have values; those of a simulated device have none."""
     return bool(getattr(torch.get_device_module(device), "holds_values", True))
 
 
 def has_host(device: torch.device) -> bool:
-    """Return True if there is host memory besides the device's.
-
-    Not on a CPU, nor on a device that stands for one.
-    """
+    """Return True if host memory is another memory than the device's: on all devices but a CPU."""
     return get_kernel_type(device) != "cpu"

@@ -1,21 +1,22 @@
 """The divergence between a student's and a teacher's next tokens, computed in chunks of tokens.
 
-Neither has logits of all tokens. P are the teacher's probabilities, Q the student's, both
-softmax(logits / T), over the ids that both vocabularies have: those of one model may be padded.
-With M = beta P + (1 - beta) Q the divergences of a token are
+A recipe passes a `Distillation` to the student as its head loss. Neither model has logits of all
+tokens. P are the teacher's probabilities, Q the student's, both softmax(logits / T), over the ids
+that both vocabularies have: the output head of one model may have padding rows. With
+M = beta P + (1 - beta) Q the divergences of a token are
 
-    forward_kl       KL(P || Q) = sum P log(P / Q): the student covers what the teacher finds likely
-    reverse_kl       KL(Q || P) = sum Q log(Q / P): it keeps to what the teacher finds likely
+    forward_kl       KL(P || Q) = sum P log(P / Q): the student covers the teacher's likely tokens
+    reverse_kl       KL(Q || P) = sum Q log(Q / P): it keeps to the teacher's likely tokens
     jensen_shannon   beta KL(P || M) + (1 - beta) KL(Q || M), as in GKD (arXiv 2306.13649)
 
 times T^2, which keeps gradients as large as they are at T = 1 (arXiv 1503.02531). The gradients by
-the student's logits are closed formulas, made with the divergence while a chunk's logits are there
+the student's logits are closed formulas, computed with the divergence while a chunk's logits exist
 (`recipe_lib.ops.chunked_heads`): with u = logits / T they are Q - P, Q (log(Q / P) - KL(Q || P))
 and (1 - beta) Q (log(Q / M) - KL(Q || M)).
 
-A chunk of m tokens takes 4 tensors `[m, v]` in fp32, with jensen_shannon 5, where the student caps
-its logits one more. What is kept for backward is a gradient of the hidden states and one of the
-weight, which backward returns anyway.
+A chunk of m tokens takes 4 tensors `[m, v]` in fp32, with jensen_shannon 5, and one more if the
+student soft-caps its logits. Kept for backward are a gradient of the hidden states and one of the
+weight, which backward returns.
 """
 
 import math
@@ -44,7 +45,7 @@ from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 
 @dataclass(frozen=True)
 class Divergence:
-    """The comparison of a student with a teacher; the formulas are those of the module's text."""
+    """The comparison of a student with a teacher, see the formulas at the head of this module."""
 
     kind: str = "forward_kl"  # or `reverse_kl`, `jensen_shannon`
     temperature: float = 1.0  # T, which both models' logits are divided by
@@ -53,14 +54,14 @@ class Divergence:
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """A teacher's hidden states of a micro-batch, and the head that makes logits of them."""
+    """A teacher's hidden states of a micro-batch, and the head that projects them to logits."""
 
-    # [b, s, d_t], or [n, d_t] where ranks share tokens: as the teacher's head takes them
+    # [b, s, d_t], on tensor-parallel ranks [n, d_t]: as the teacher's head takes them
     hidden: Tensor
-    # called as `head(hidden, labels=..., head_loss=...)`; it has its weight on the device while
-    # head_loss runs
+    # The output head, called as `head(hidden, labels=..., head_loss=...)`. Its weight is gathered,
+    # and on the device, while head_loss runs.
     head: Callable[..., Tensor]
-    # those of the micro-batch, int64 [b, s]
+    # The micro-batch's labels, int64 [b, s].
     labels: Tensor
 
 
@@ -68,12 +69,12 @@ class TeacherStates:
 class Distillation:
     """A head loss: the sum over label tokens of a weighted mean of divergence and cross-entropy."""
 
-    target: TeacherStates
+    target: TeacherStates  # of this micro-batch
     divergence: Divergence
     weight: float  # of the divergence; the cross-entropy has 1 - weight
-    chunks: int = 1  # pieces that the tokens are cut into
-    # fp64 [2], to which both parts are added, without gradients; of ranks that share sequences
-    # those of a rank's tokens
+    chunks: int = 1  # number of pieces that the tokens are cut into
+    # fp64 [2], for the log: the sums of divergence and cross-entropy are added to it, without
+    # gradients. With context parallelism they are those of this rank's tokens.
     sums: Tensor | None = None
 
     def __call__(
@@ -87,7 +88,7 @@ class Distillation:
         bias: Tensor | None = None,
         adapter: OutputAdapter | None = None,
     ) -> Tensor:
-        """Return the sum as a scalar in fp32 (fp64 for fp64), differentiable once.
+        """Return the sum, fp32 `[]` (fp64 for fp64), differentiable once.
 
         The arguments are those of `CrossEntropy`.
         """
@@ -97,20 +98,20 @@ class Distillation:
             sums = torch.zeros(2, dtype=widen_dtype(hidden.dtype), device=hidden.device)
 
             def compare_in_chunks(
-                hidden: Tensor, weight: Tensor, labels_of_teacher: Tensor, **of_head: Any
+                hidden: Tensor, weight: Tensor, teacher_labels: Tensor, **head_options: Any
             ) -> Tensor:
                 _run_chunks(
                     self,
                     head,
-                    TeacherHead(self.divergence, hidden=hidden, weight=weight, **of_head),
+                    TeacherHead(self.divergence, hidden=hidden, weight=weight, **head_options),
                     labels=labels,
                     softcap=softcap,
                     sums=sums,
                 )
-                return hidden.new_zeros(())  # ranks that share sequences add it up
+                return hidden.new_zeros(())  # a tensor, as context-parallel ranks add it up
 
-            # FSDP gathers the teacher's weight once for all chunks: of one chunk alone it would be
-            # whole too, so that gathering it chunk by chunk would send more and hold as much.
+            # All chunks run inside one call of the teacher's head, so that FSDP gathers its weight
+            # once: a gather for each chunk would send more and hold as much.
             with torch.no_grad():
                 self.target.head(
                     self.target.hidden, labels=self.target.labels, head_loss=compare_in_chunks
@@ -135,17 +136,19 @@ def _run_chunks(
     group = student.group
     temperature = loss.divergence.temperature
 
-    def compare_chunk(part: slice, targets: Tensor) -> Tensor | None:
-        ignored = targets == IGNORED
+    def compare_chunk(part: slice, chunk_labels: Tensor) -> Tensor | None:
+        ignored = chunk_labels == IGNORED
         logits = student.compute_logits(part)
+        # Under the same name, so that the narrow logits are freed.
         logits = logits.to(sums.dtype)
         logits, tangents = cap_logits(logits, softcap, student.trains)
         # A copy: it is overwritten, and the divergence needs the logits too.
         cross_entropy, grad = compute_chunk_loss(
-            logits.clone(), targets, with_grad=student.trains, group=group
+            logits.clone(), chunk_labels, with_grad=student.trains, group=group
         )
         sums[1] += cross_entropy
         width = logits.shape[1]
+        # The first id of this rank's part of the vocabulary.
         first = 0 if group is None else group.rank * (group.columns or width)
         common = logits[:, : max(0, min(width, target.vocabulary - first))]
         if temperature != 1:
@@ -168,7 +171,7 @@ def _run_chunks(
 
 
 class TeacherHead:
-    """The head of a teacher, which the student is compared with a chunk at a time."""
+    """A teacher's head, which gives the probabilities that a student's are compared with."""
 
     def __init__(
         self,
@@ -180,24 +183,27 @@ class TeacherHead:
         group: Group | None = None,
         bias: Tensor | None = None,
     ) -> None:
-        """hidden: states `[..., d_t]`, of a group this rank's. weight: `[v_t, d_t]`, likewise."""
+        """hidden: `[..., d_t]`. weight: `[v_t, d_t]`. With a group: those of this rank.
+
+        softcap, group, bias: of the teacher's head, see `CrossEntropy`.
+        """
         self.divergence = divergence
         self.hidden = hidden.flatten(0, -2)
         self.weight = weight
         self.softcap = softcap
         self.group = group
         self.bias = bias
-        # ids that the teacher has a probability for
+        # Number of ids that the teacher has a probability for.
         self.vocabulary = weight.shape[0] * (1 if group is None else group.size)
 
     def compare(
         self, part: slice, log_probs: Tensor, *, first: int, width: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the divergence of each token `[m]`, and its gradient by logits / T `[m, c]`.
+        """Return the divergence of each token `[m]`, and its gradient `[m, c]`.
 
-        part: of a rank's tokens. log_probs: of the student `[m, c]`, of the ids from `first` on,
-        which are this rank's and both have; overwritten. width: of all ids that the student has on
-        a rank. The gradient is by the student's logits.
+        part: slice of this rank's tokens. log_probs: the student's `[m, c]`, overwritten: of the c
+        ids from `first` on, which are this rank's and in both vocabularies. width: the number of
+        ids that the student has on a rank. The gradient is by the student's logits / T.
         """
         logits = self.compute_logits(part, first=first, count=log_probs.shape[1], width=width)
         return compute_divergence(
@@ -208,10 +214,14 @@ class TeacherHead:
         )
 
     def compute_logits(self, part: slice, *, first: int, count: int, width: int) -> Tensor:
-        """Return the logits of `count` ids from `first` on, divided by the temperature."""
+        """Return the teacher's logits of `count` ids from `first` on, divided by T, `[m, count]`.
+
+        part, width: see `compare`.
+        """
         logits = F.linear(gather_tokens(self.hidden[part], self.group), self.weight, self.bias)
         if self.group is not None and self.weight.shape[0] != width:
-            # The vocabularies are cut at other places, as one is padded: ranks exchange a chunk's.
+            # Ranks have other ids of the teacher than of the student, as one vocabulary is padded:
+            # they gather the chunk's logits.
             logits = wait(start_gather(logits.t(), self.group))[first : first + count].t()
         logits = logits[:, :count].to(widen_dtype(logits.dtype))
         if self.softcap is not None:
@@ -224,10 +234,10 @@ class TeacherHead:
 def compute_divergence(
     teacher: Tensor, student: Tensor, divergence: Divergence, *, group: Group | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the divergence `[m]` of log-probabilities, and its gradient by logits / T `[m, c]`.
+    """Return the divergence of each token `[m]`, and its gradient `[m, c]`.
 
-    teacher, student: log-probabilities `[m, c]`, which it overwrites. group: the ranks that
-    share the columns. The gradient is by the student's logits.
+    teacher, student: log-probabilities `[m, c]`, both overwritten. group: the ranks that divide the
+    vocabulary; None: c is all of it. The gradient is by the student's logits / T.
     """
     if divergence.kind == "forward_kl":
         teacher_probs = teacher.exp()
@@ -253,8 +263,8 @@ def compute_divergence(
 
 
 def compute_log_sum(logits: Tensor, group: Group | None) -> Tensor:
-    """Return the log of each row's sum of exponentials, over all ranks' columns, `[m, 1]`."""
-    if logits.shape[1] == 0:  # a rank that has padding alone
+    """Return the log-sum-exp of each row, over all ranks' columns, `[m, 1]`."""
+    if logits.shape[1] == 0:  # a rank that has padding rows alone takes part in the collectives
         logits = logits.new_full((logits.shape[0], 1), -math.inf)
     largest = compute_row_max(logits, group)
     return _sum_rows((logits - largest).exp_(), group).unsqueeze(1).log_().add_(largest)

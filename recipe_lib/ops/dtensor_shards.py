@@ -1,4 +1,8 @@
-"""A rank's part of a sharded tensor, and the full tensor of all parts."""
+"""A rank's part of a sharded tensor, and the full tensor gathered from all parts.
+
+Optimizers, checkpoints and weight loading call these with parameters that may be plain tensors, or
+DTensors sharded by FSDP, by tensor parallelism, or by both. "Part" is the local tensor of a rank.
+"""
 
 import math
 from typing import Any
@@ -10,22 +14,22 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-# Dimension, and the runs `(start, stop)` of a file's tensor that follow one another in a parameter.
+# (dimension, the runs `(start, stop)` along it of a file's tensor, in their order in a parameter)
 Runs = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def get_detached_local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, detached; it shares memory with it."""
+    """Return this rank's part of a tensor, detached, in the tensor's own memory."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def get_local(parameter: Tensor | None) -> Any:
-    """Return this rank's part of a parameter; its gradient is this rank's too."""
+    """Return this rank's part of a parameter, through which it gets this rank's gradient."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def wrap_local(value: Tensor, part: Tensor) -> Tensor:
-    """Return a tensor that lies on the ranks as `value` does, with `part` as this rank's part."""
+    """Return a tensor sharded as `value` is, with `part` as this rank's part."""
     if not isinstance(value, DTensor):
         return part
     # `from_local` would move the part to the device of the mesh.
@@ -33,9 +37,9 @@ def wrap_local(value: Tensor, part: Tensor) -> Tensor:
 
 
 def locate_local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's part of a parameter, and where it begins in the full tensor.
+    """Return this rank's part of a parameter, in its own memory, and its offset in the full tensor.
 
-    The part shares memory with the parameter.
+    The offset has the index of the part's first element in each dimension.
     """
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.dim()
@@ -46,10 +50,10 @@ def locate_local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def gather_full(part: Tensor, parameter: Tensor, shape: torch.Size | None = None) -> Tensor:
-    """Return the full tensor of parts that lie on the ranks as the parameter's do. A collective.
+    """Gather the full tensor of parts that are sharded as the parameter is; a collective.
 
-    shape: of the full tensor, which is the parameter's in the dimensions that it is cut along;
-    None: in all of them.
+    part: this rank's. shape: of the full tensor; in the dimensions that it is sharded along it must
+    be the parameter's. None: it is the parameter's.
     """
     if not isinstance(parameter, DTensor):
         return part
@@ -60,15 +64,15 @@ def gather_full(part: Tensor, parameter: Tensor, shape: torch.Size | None = None
         dim for dim, placement in enumerate(placements) if isinstance(placement, _StridedShard)
     ]
     if strided:
-        # What FSDP cut within parts of a tensor-parallel group is put together first: torch's own
-        # way of gathering both at once warns, and is slow.
+        # FSDP has sharded the parts of a tensor-parallel group: it is gathered first, then the
+        # group. torch gathers both at once with a warning, and slowly.
         (strided_dim,) = strided
         mesh_names = mesh.mesh_dim_names or ()
         (tensor_dim,) = [
             dim for dim in range(strided_dim + 1, mesh.ndim) if placements[dim].is_shard(0)
         ]
         tensor_mesh = mesh[mesh_names[tensor_dim]]
-        rows = -(-sizes[0] // tensor_mesh.size())  # the last of a group may have fewer
+        rows = -(-sizes[0] // tensor_mesh.size())  # of each rank; the last ones may have fewer
         own_rows = max(0, min(rows, sizes[0] - rows * tensor_mesh.get_local_rank()))
         part = _gather_parts(
             part,
@@ -84,7 +88,7 @@ def gather_full(part: Tensor, parameter: Tensor, shape: torch.Size | None = None
 def _gather_parts(
     part: Tensor, mesh: DeviceMesh, placements: list[Placement], sizes: list[int]
 ) -> Tensor:
-    # Shape and stride are told: by itself `from_local` would take all parts for equally long.
+    # With shape and stride, without which `from_local` would take all parts to be equally long.
     return DTensor.from_local(
         part,
         mesh,

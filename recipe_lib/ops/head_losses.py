@@ -1,16 +1,16 @@
-"""Head losses: what an output head makes of hidden states and labels, as one callable.
+"""Head losses: functions of hidden states, the output head's weight and labels.
 
-It is called as `head_loss(hidden, weight, labels)`. The head owns the output projection, and hands
-it on: `CrossEntropy`, `TokenLogProbs`, `TokenScores` and `Distillation` go through the tokens in
-chunks, so that logits of all of them never exist; a function of one's own (a contrastive loss)
-takes hidden states `[b, s, d]`, the weight `[v, d]` and labels `[b, s]`, and returns what the model
-is to return.
+A recipe passes one to the model, `model(tokens, labels=labels, head_loss=head_loss)`; the head
+calls it by `run_head_loss`, and the model returns its result. `CrossEntropy`, `TokenLogProbs`,
+`TokenScores` and `Distillation` go through the tokens in chunks, so that logits of all tokens never
+exist. A function of your own (a contrastive loss) takes hidden states `[b, s, d]`, the weight
+`[v, d]` and labels `[b, s]`.
 
-A head that is more than a weight says so by keywords, and only then: `softcap`, `bias` and `finish`
-(what is done to logits), `group` (ranks that share vocabulary and tokens), `adapter`. A function
-that does not take one of them is refused for such a head, rather than computing with a part of it.
-`CrossEntropy(loss=fn)` makes of a loss of logits, `fn(logits [m, v], labels [m]) -> sum`, one that
-runs for every head but a group's.
+A head that has more than a weight passes it by keyword: `softcap`, `bias` and `finish` (an
+operation on logits), `group` (the ranks that divide vocabulary and tokens), `adapter`. A function
+without such a parameter is refused for that head, rather than computing with a part of it.
+`CrossEntropy(loss=fn)` turns a loss of logits, `fn(logits [m, v], labels [m]) -> sum`, into a head
+loss for every head but those of a group.
 """
 
 import inspect
@@ -60,13 +60,13 @@ class HeadLoss(Protocol):
     """A function of hidden `[b, s, d]`, weight `[v, d]` and labels `[b, s]` (-100: none)."""
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, /) -> Tensor:
-        """Return what the model returns: a sum of token losses, log-probabilities, or the like."""
+        """Return the model's result: a sum of token losses, log-probabilities, or the like."""
 
 
 def makes_gradients_in_forward(head_loss: HeadLoss | None) -> bool:
-    """Return True if backward no longer reads the head's weight; not known of a user's function.
+    """Return True if backward no longer reads the head's weight, which is not gathered for it then.
 
-    head_loss None: the default.
+    head_loss None: the default, cross-entropy. A user's function is taken to read it.
     """
     return head_loss is None or isinstance(head_loss, CrossEntropy | Distillation)
 
@@ -83,9 +83,10 @@ def run_head_loss(
     finish: Finish | None = None,
     adapter: OutputAdapter | None = None,
 ) -> Tensor:
-    """Call head_loss (None: cross-entropy in one piece) with what the head has besides its weight.
+    """Call head_loss with the head's weight, and by keyword with what else the head has.
 
-    Raises SetupError for a function that does not take that.
+    head_loss None: cross-entropy, all tokens in one chunk. Arguments: see `CrossEntropy.__call__`.
+    Raises SetupError for a function that does not take one of the keywords.
     """
     head_loss = head_loss or CrossEntropy()
     options: dict[str, Any] = {
@@ -120,10 +121,10 @@ def _check_parameters(head_loss: HeadLoss, needed: dict[str, Any]) -> None:
 # The log-probability of every label, computed in chunks of tokens.
 #
 # A loss over whole answers, as in preference optimization, needs the log-probability of each token
-# before it knows their gradients, so that these cannot be made in the forward pass as those of a
-# sum are. Here the backward pass makes the logits of a chunk a second time: one matmul more, and
-# what is kept in between is the hidden states, one number for each row, and nothing of size `[n,
-# v]`. `TokenScores` needs no gradients.
+# before it knows their gradients, so that these cannot be computed in forward as those of a sum
+# are. Here backward computes the logits of a chunk a second time, which costs one matmul. Saved in
+# between are the hidden states and one number for each token, and nothing of size `[n, v]`.
+# `TokenScores` needs no gradients.
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,8 @@ class TokenLogProbs:
 
         The arguments are those of `CrossEntropy`. With a group labels and result are those of all N
         tokens. A frozen weight gets no gradient and costs no memory for one; differentiable once.
-        What an adapter computes with gets its gradient, whatever it is; it projects again in
-        backward, with the same random numbers.
+        With an adapter all tensors that it reads get their gradients; its projection is computed
+        again in backward, with the same random numbers (dropout).
         """
         if adapter is not None:
             return _compute_checkpointed_log_probs(
@@ -188,16 +189,23 @@ class TokenScores:
         """
 
         def score(head: Head) -> Tensor:
-            wide = widen_dtype(hidden.dtype)
+            wide_dtype = widen_dtype(hidden.dtype)
+            # By rank, as a chunk has a slice of each rank's tokens.
             scores = torch.empty(
-                (head.ranks, labels.numel() // head.ranks, 2), dtype=wide, device=hidden.device
+                (head.ranks, labels.numel() // head.ranks, 2),
+                dtype=wide_dtype,
+                device=hidden.device,
             )
 
-            def score_chunk(part: slice, targets: Tensor) -> None:
-                logits = finish_and_cap(head.compute_logits(part).to(wide), softcap, finish)
-                label_logits, largest, log_sums = gather_label_logits(logits, targets, group)
-                log_probs = torch.stack([label_logits, largest], dim=1).sub_(log_sums.unsqueeze(1))
-                log_probs.masked_fill_((targets == IGNORED).unsqueeze(1), 0)
+            def score_chunk(part: slice, chunk_labels: Tensor) -> None:
+                logits = finish_and_cap(head.compute_logits(part).to(wide_dtype), softcap, finish)
+                label_logits, max_logits, log_sums = gather_label_logits(
+                    logits, chunk_labels, group
+                )
+                log_probs = torch.stack([label_logits, max_logits], dim=1).sub_(
+                    log_sums.unsqueeze(1)
+                )
+                log_probs.masked_fill_((chunk_labels == IGNORED).unsqueeze(1), 0)
                 scores[:, part] = log_probs.unflatten(0, (head.ranks, -1))
 
             walk_chunks(head, labels=labels, chunks=self.chunks, per_chunk=score_chunk)
@@ -209,21 +217,23 @@ class TokenScores:
 def _compute_checkpointed_log_probs(
     adapter: OutputAdapter, hidden: Tensor, labels: Tensor, *, chunks: int, softcap: float | None
 ) -> Tensor:
-    """Return the log-probabilities of a head with an adapter, whose gradients autograd makes."""
+    """Return the log-probabilities of a head with an adapter, differentiable by plain autograd."""
     rows = hidden.flatten(0, -2)
-    targets = labels.flatten()
+    flat_labels = labels.flatten()
     sizes = [part.stop - part.start for part in split_rows(rows.shape[0], chunks)]
-    # Checkpointed: without it, autograd would keep the logits of every chunk.
+    # Checkpointed, as autograd would keep the logits of every chunk.
     log_probs = [
         checkpoint(
             _compute_adapted_log_probs,
             adapter,
             chunk_rows,
-            chunk_targets,
+            chunk_labels,
             softcap,
             use_reentrant=False,
         )
-        for chunk_rows, chunk_targets in zip(rows.split(sizes), targets.split(sizes), strict=True)
+        for chunk_rows, chunk_labels in zip(
+            rows.split(sizes), flat_labels.split(sizes), strict=True
+        )
     ]
     # A copy: a module of FSDP should return no view.
     return torch.cat(log_probs).reshape(labels.shape).clone()
@@ -242,9 +252,9 @@ def _compute_adapted_log_probs(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """The node of `TokenLogProbs`, which makes the logits in both passes.
+    """The node of `TokenLogProbs`, which computes the logits in forward and again in backward.
 
-    It keeps the hidden states and the log of each row's sum of exponentials.
+    It saves the hidden states and the log-sum-exp of each token's logits.
     """
 
     @staticmethod
@@ -263,19 +273,22 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs = torch.empty(labels.shape, dtype=widen_dtype(hidden.dtype), device=hidden.device)
         log_sums = log_probs.new_empty(head.ranks, labels.numel() // head.ranks)
 
-        def compute_chunk(part: slice, targets: Tensor) -> None:
+        def compute_chunk(part: slice, chunk_labels: Tensor) -> None:
             logits = head.compute_logits(part)
             if finish is None and head.fuses_loss:
                 cap = make_softcap_tensor(logits, softcap)
-                chunk_log_probs, sums = label_log_probs(logits, targets, cap)
+                chunk_log_probs, chunk_log_sums = label_log_probs(logits, chunk_labels, cap)
             else:
                 # Under the same name, so that the narrow logits are freed.
                 logits = logits.to(log_probs.dtype)
                 logits = finish_and_cap(logits, softcap, finish)
-                label_logits, _, sums = gather_label_logits(logits, targets, group)
-                chunk_log_probs = label_logits.sub_(sums).masked_fill_(targets == IGNORED, 0)
+                label_logits, _, chunk_log_sums = gather_label_logits(logits, chunk_labels, group)
+                chunk_log_probs = label_logits.sub_(chunk_log_sums).masked_fill_(
+                    chunk_labels == IGNORED, 0
+                )
+            # By rank, as a chunk has a slice of each rank's tokens.
             log_probs.view(log_sums.shape)[:, part] = chunk_log_probs.view(head.ranks, -1)
-            log_sums[:, part] = sums.view(head.ranks, -1)
+            log_sums[:, part] = chunk_log_sums.view(head.ranks, -1)
 
         walk_chunks(head, labels=labels, chunks=chunks, per_chunk=compute_chunk)
         ctx.save_for_backward(hidden, weight, bias, labels, log_sums)
@@ -290,20 +303,22 @@ class _TokenLogProbs(torch.autograd.Function):
         head = ChunkedHead((hidden, weight, bias), ctx.needs_input_grad[5:], group=group)
         slopes = log_prob_grads.reshape(log_sums.shape)
 
-        def differentiate_chunk(part: slice, targets: Tensor) -> Tensor:
+        def differentiate_chunk(part: slice, chunk_labels: Tensor) -> Tensor:
             logits = head.compute_logits(part)
-            row_log_sums = log_sums[:, part].flatten()
-            row_slopes = slopes[:, part].flatten()
+            chunk_log_sums = log_sums[:, part].flatten()
+            chunk_slopes = slopes[:, part].flatten()
             if finish is None and head.fuses_loss:
                 cap = make_softcap_tensor(logits, softcap)
-                return label_log_prob_gradients(logits, targets, row_log_sums, row_slopes, cap)
+                return label_log_prob_gradients(
+                    logits, chunk_labels, chunk_log_sums, chunk_slopes, cap
+                )
             # Under the same name, so that the narrow logits are freed.
             logits = logits.to(log_sums.dtype)
             return _compute_logit_gradients(
                 logits,
-                targets,
-                log_sums=row_log_sums,
-                slopes=row_slopes,
+                chunk_labels,
+                log_sums=chunk_log_sums,
+                slopes=chunk_slopes,
                 softcap=softcap,
                 group=group,
                 finish=finish,
@@ -317,21 +332,22 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def finish_and_cap(logits: Tensor, softcap: float | None, finish: Finish | None) -> Tensor:
-    """Return logits, which it overwrites, finished and capped.
+    """Return logits after `finish` and the soft cap; the logits given are overwritten.
 
-    They are in storage that may be overwritten too.
+    The result may be overwritten too.
     """
     if finish is not None:
-        logits = finish(logits).clone()  # it might be a view of something else
+        logits = finish(logits).clone()  # `finish` might return a view of something else
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def gather_label_logits(
     logits: Tensor, labels: Tensor, group: Group | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the labels' logits, the largest ones, and the logs of the sums of exponentials.
+    """Return of each token the label's logit, the largest logit and the log-sum-exp, `[m]` each.
 
-    Each is `[m]`. It overwrites logits.
+    logits: `[m, v]`, with a group `[m, v / t]`; they are overwritten. With a group the results are
+    those over the whole vocabulary. labels: `[m]`; where one is -100, its logit is any other's.
     """
     columns, elsewhere = find_label_columns(
         labels, ignored=labels == IGNORED, width=logits.shape[1], group=group
@@ -340,7 +356,7 @@ def gather_label_logits(
     largest = compute_row_max(logits, group)
     sums = logits.sub_(largest).exp_().sum(dim=1)
     if elsewhere is not None and group is not None:
-        # One collective for both: each rank has a part of the sum, and 0 for others' labels.
+        # One collective for both: a rank has its part of each sum, and 0 for other ranks' labels.
         sums, label_logits = all_reduce(
             torch.stack([sums, label_logits.masked_fill_(elsewhere, 0)]), "sum", group
         )
@@ -358,14 +374,15 @@ def _compute_logit_gradients(
     group: Group | None,
     finish: Finish | None,
 ) -> Tensor:
-    """Return the gradients of logits `[m, v]`, which it overwrites.
+    """Return the gradients of logits `[m, v]`, which are overwritten.
 
-    labels, log_sums and slopes: `[m]`.
+    labels: `[m]`. log_sums: their log-sum-exps, of finished and capped logits, `[m]`. slopes: the
+    gradients of the log-probabilities, `[m]`.
     """
     leaf = logits
     if finish is not None:
         leaf, finished = finish_logits(logits, finish, True)
-        # A copy: it is overwritten, and the graph of `finish` may need its own result.
+        # A copy, as it is overwritten, and the backward of `finish` may read its own result.
         logits = finished.detach().clone()
     logits, tangents = cap_logits(logits, softcap, True)
     # d log p(label) / d logits is one-hot minus softmax.

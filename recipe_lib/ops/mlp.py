@@ -1,9 +1,11 @@
-"""The middle of a gated MLP, and tokens through the experts that were chosen for them.
+"""The product between the linears of a gated MLP, and the operators of a mixture of experts.
 
-`gated_activation` is `activation(gate) * up` (arXiv 2002.05202), `scored_product` the same of an
-expert. `group_tokens` sorts tokens by expert, `grouped_linear` is one matmul over the weights of
-all experts, and `sum_choices` sums what the experts of a token return. n tokens with k choices each
-are m = n k rows, sorted by expert. No token is dropped, so sizes are the same whatever is chosen.
+`models.decoder.MLP` calls `gated_activation`, `activation(gate) * up` (arXiv 2002.05202).
+`models.mixture` calls the others: `group_tokens` sorts tokens by expert, `grouped_linear` is one
+matmul over the weights of all experts, `scored_product` is an expert's `gated_activation`, and
+`sum_choices` sums the results of a token's experts. n tokens with k choices each are m = n k rows,
+sorted by expert. No token is dropped, so sizes are the same whatever is chosen. E experts, d model
+width, f MLP width.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from recipe_lib.ops.attention import RealTokens
 from recipe_lib.ops.fused_kernels import call_with_gradient, make_operator, register_fused
 
 _Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
-# An activation, and its backward `(gradient, input)`, by the kernels that autograd takes.
+# Name -> (activation, its backward `fn(gradient, input)`), the kernels that autograd uses.
 ACTIVATIONS: dict[str, _Activation] = {
     "silu": (F.silu, torch.ops.aten.silu_backward.default),
     "gelu": (F.gelu, torch.ops.aten.gelu_backward.default),
@@ -33,9 +35,9 @@ ACTIVATIONS: dict[str, _Activation] = {
 
 
 def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Return `activation(gate) * up` of two tensors of one shape, which are all it keeps.
+    """Return `activation(gate) * up`, contiguous; nothing but these two is saved for backward.
 
-    activation: `silu`, `gelu` or `gelu_tanh`.
+    gate, up: of one shape. activation: `silu`, `gelu` or `gelu_tanh`.
     """
     if torch.compiler.is_compiling():
         return compute_gated_product(gate, up, activation)
@@ -57,7 +59,7 @@ def _make_contiguous_like(gate: Tensor, *others: Any) -> Tensor:
     "gated_product(Tensor gate, Tensor up, str activation) -> Tensor", _make_contiguous_like
 )
 def compute_gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Return `gated_activation`, without a gradient; contiguous."""
+    """Return the result of `gated_activation`, which has its own backward; contiguous."""
     return (ACTIVATIONS[activation][0](gate) * up).contiguous()
 
 
@@ -68,18 +70,18 @@ def compute_gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def compute_gated_product_gradients(
     gradient: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up, by that of their product; contiguous."""
+    """Return the gradients of gate and up, contiguous, given that of their product."""
     activate, activate_backward = ACTIVATIONS[activation]
     up_grad = gradient * activate(gate)
     return activate_backward(gradient * up, gate).contiguous(), up_grad.contiguous()
 
 
-# The middle of an expert: a gated product of its inner channels, times the score with which its
-# token chose it.
+# The product between the linears of an expert: that of a gated MLP, times the score with which the
+# token chose the expert.
 #
-# The score is multiplied in before the down projection: f channels, where after it there would be
-# d, and backward finds the score's gradient without the expert's output. Kept for backward are the
-# inner channels `[m, 2f]` and the scores.
+# The score is multiplied in before the down projection: to f channels, where after it there would
+# be d, and backward computes the score's gradient without the expert's output. Saved for backward
+# are the inner channels `[m, 2f]` and the scores.
 
 
 CLAMPED = "clamped_swiglu"
@@ -87,19 +89,22 @@ CLAMPED = "clamped_swiglu"
 
 @dataclass(frozen=True)
 class Gate:
-    """The gate by which an expert's inner channels `[m, 2f]` become `[m, f]`."""
+    """How an expert's inner channels `[m, 2f]`, gate and up, become `[m, f]`."""
 
-    # of the gate, one of `ACTIVATIONS`, or `clamped_swiglu` (gpt-oss): `(up + 1) * gate *
-    # sigmoid(alpha * gate)`, with gate at most, and up within, `limit`
+    # A key of `ACTIVATIONS`, or `clamped_swiglu` (gpt-oss): `(up + 1) * gate * sigmoid(alpha *
+    # gate)`, with gate clamped to at most `limit`, and up to [-limit, limit].
     activation: str
-    # gate and up take turns among the channels; else the gate is the first half
+    # True: gate and up alternate among the channels; False: the gate is the first half.
     interleaved: bool = False
-    alpha: float = 1.0
-    limit: float = float("inf")
+    alpha: float = 1.0  # of clamped_swiglu
+    limit: float = float("inf")  # of clamped_swiglu
 
 
 def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
-    """Return the gated product of `inner` `[m, 2f]` times each row's score `[m]`: `[m, f]`."""
+    """Return the gated product of inner channels `[m, 2f]` times each row's score, `[m, f]`.
+
+    scores: `[m]`. gate: how inner channels are combined.
+    """
     settings = (gate.activation, gate.interleaved, gate.alpha, gate.limit)
     if torch.compiler.is_compiling():
         return compute_scored_product(inner, scores, *settings)
@@ -123,7 +128,7 @@ def _split_gate_up(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 def _activate(
     gate: Tensor, up: Tensor, activation: str, *, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the activated gate, and the factor that it is multiplied by."""
+    """Return the activated gate, and the factor that it is multiplied by, made of `up`."""
     if activation != CLAMPED:
         return ACTIVATIONS[activation][0](gate), up
     gate = gate.clamp(max=limit)
@@ -138,7 +143,7 @@ def _activate(
 def compute_scored_product(
     inner: Tensor, scores: Tensor, activation: str, interleaved: bool, alpha: float, limit: float
 ) -> Tensor:
-    """Return `scored_product`, without a gradient, in the type of `inner`."""
+    """Return the result of `scored_product`, which has its own backward, in the dtype of inner."""
     gate, up = _split_gate_up(inner, interleaved)
     activated, factor = _activate(gate, up, activation, alpha=alpha, limit=limit)
     return (activated * factor * scores.unsqueeze(1)).to(inner.dtype)
@@ -158,7 +163,7 @@ def compute_scored_product_gradients(
     alpha: float,
     limit: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the inner channels and of the scores, by that of the product."""
+    """Return the gradients of the inner channels and of the scores, given that of the product."""
     gate, up = _split_gate_up(inner, interleaved)
     activated, factor = _activate(gate, up, activation, alpha=alpha, limit=limit)
     score_grad = (gradient * activated * factor).sum(dim=1, dtype=scores.dtype)
@@ -182,29 +187,31 @@ def compute_scored_product_gradients(
 # Tokens through the experts that were chosen for them.
 
 
-_ALIGNED = 16  # bytes that rows of a grouped matmul's operands begin at multiples of
+# torch's grouped matmul takes operands whose rows begin at multiples of so many bytes.
+_ALIGNED = 16
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The owners of the m rows, which are in the order of experts."""
+    """The expert and token of each of the m rows, which are sorted by expert."""
 
     experts: Tensor  # int64 [m], the expert of each row
     tokens: Tensor  # int64 [m], the token of each row
-    places: Tensor  # int64 [m], the row of the first token's first choice, of its second, ...
-    ends: Tensor  # int32 [E], the row after each expert's last
-    choices: int  # k, the experts of a token
+    # int64 [m], the row of each choice: the first token's choices, then the second's, ...
+    places: Tensor
+    ends: Tensor  # int32 [E], the index after each expert's last row
+    choices: int  # k, the number of experts of a token
 
 
 def group_tokens(chosen: Tensor, num_experts: int) -> Groups:
-    """Return the rows of tokens whose experts are `chosen` `[n, k]`."""
+    """Return the rows of tokens, given the indices of their experts, `chosen` int64 `[n, k]`."""
     # Stable: within an expert rows stay in the order of tokens.
     experts, order = chosen.flatten().sort(stable=True)
     places = torch.empty_like(order).scatter_(
         0, order, torch.arange(order.shape[0], device=order.device)
     )
-    expert_numbers = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
-    ends = torch.searchsorted(experts, expert_numbers, right=True, out_int32=True)
+    expert_indices = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
+    ends = torch.searchsorted(experts, expert_indices, right=True, out_int32=True)
     choices = chosen.shape[1]
     return Groups(
         experts=experts, tokens=order // choices, places=places, ends=ends, choices=choices
@@ -212,9 +219,9 @@ def group_tokens(chosen: Tensor, num_experts: int) -> Groups:
 
 
 def count_rows(groups: Groups, real: RealTokens | None) -> Tensor:
-    """Return how many rows each expert has, int64 `[E]`.
+    """Return the number of rows of each expert, int64 `[E]`.
 
-    real: the tokens whose rows are counted; None: all.
+    real: the tokens whose rows are counted, those that are no padding; None: all.
     """
     if real is None:
         return groups.ends.diff(prepend=groups.ends.new_zeros(1)).long()
@@ -225,7 +232,7 @@ def count_rows(groups: Groups, real: RealTokens | None) -> Tensor:
 
 
 def order_by_expert(values: Tensor, groups: Groups) -> Tensor:
-    """Return values `[n, k]` of each token's choices in the order of rows, `[m]`."""
+    """Return values of each token's choices, `[n, k]`, in the order of rows, `[m]`."""
     return call_with_gradient(
         lambda values, places: torch.empty_like(values).scatter_(0, places, values),
         values.flatten(),
@@ -244,13 +251,14 @@ def sum_token_rows(
 ) -> Tensor:
     """Return the sum `[n, d]` of the rows `[m, d]` of each token's choices.
 
-    tokens: not read; it is what the gradient of this function takes.
+    places, choices, tokens: of `Groups`. tokens is not read: it is for the backward of
+    `sum_choices`, which is given arguments of this function.
     """
     return rows.index_select(0, places).unflatten(0, (-1, choices)).sum(dim=1)
 
 
 def sum_choices(rows: Tensor, groups: Groups) -> Tensor:
-    """Return rows `[m, d]` summed over the choices of each token, `[n, d]`; keeps none of them."""
+    """Return rows `[m, d]` summed over the choices of each token, `[n, d]`; no row is saved."""
     order = (groups.places, groups.choices, groups.tokens)
     # A row's gradient is its token's: the last of these arguments is all that backward takes.
     return call_with_gradient(sum_token_rows, rows, *order, differentiate=_permute_back, kept=(3,))
@@ -259,10 +267,11 @@ def sum_choices(rows: Tensor, groups: Groups) -> Tensor:
 def grouped_linear(
     rows: Tensor, weight: Tensor, groups: Groups, *, of_tokens: bool = False
 ) -> Tensor:
-    """Return each expert's rows `[m, i]` times its own matrix of `[E, o, i]`: `[m, o]`.
+    """Return each row times the matrix of its expert, `[m, o]`, computed in the weight's dtype.
 
-    of_tokens: `rows` are the tokens `[n, i]`, from which the rows are gathered. A frozen weight
-    keeps no rows; a trained one keeps `rows` as they are given. Computed in the weights' type.
+    rows: `[m, i]`; with of_tokens the tokens `[n, i]`, from which the rows are gathered. weight:
+    the matrices, `[E, o, i]`. `rows` are saved as they are given if the weight is trained, else
+    not at all.
     """
     choices = groups.choices if of_tokens else 0
     order = (groups.tokens, groups.places, groups.ends)
@@ -270,7 +279,7 @@ def grouped_linear(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The node of `grouped_linear`; choices 0: rows are given as they are, not gathered."""
+    """The node of `grouped_linear`; choices 0: the rows are given, else the tokens are."""
 
     @staticmethod
     def forward(
@@ -286,7 +295,8 @@ class _GroupedLinear(torch.autograd.Function):
         # The rows as they are given: gathered they are k times as many, and backward gathers again.
         ctx.save_for_backward(rows if trained else None, weight, tokens, places, ends)
         ctx.settings = (choices, rows.dtype)
-        # What checkpointing gives back of a saved tensor has no way to the parameter.
+        # Held besides: what checkpointing gives back of a saved tensor is not the parameter, to
+        # which a deferred gradient is added.
         ctx.parameter = weight if trained and deferred.is_split_backward_enabled() else None
         return grouped_matmul(
             take_rows(rows, tokens, choices).to(weight.dtype), weight.transpose(1, 2), ends
@@ -306,12 +316,12 @@ class _GroupedLinear(torch.autograd.Function):
             rows_grad = rows_grad.to(dtype)
         if not ctx.needs_input_grad[1]:
             return rows_grad, None, None, None, None, None
-        # Where it is deferred, its graph would keep the stage's input until then.
+        # Detached: where the gradient is deferred, their graph would keep the stage's input.
         rows = rows.detach()
 
         def compute_weight_gradient() -> list[Tensor]:
-            taken = take_rows(rows, tokens, choices).to(out_grad.dtype)
-            return [grouped_weight_gradient(out_grad, taken, ends)]
+            gathered_rows = take_rows(rows, tokens, choices).to(out_grad.dtype)
+            return [grouped_weight_gradient(out_grad, gathered_rows, ends)]
 
         if ctx.parameter is not None and deferred.is_deferring():
             deferred.defer_gradients([ctx.parameter], compute_weight_gradient)
@@ -321,24 +331,24 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def take_rows(rows: Tensor, tokens: Tensor, choices: int) -> Tensor:
-    """Return the rows of tokens that choose so many experts; 0: rows are given as they are.
+    """Return the rows `[m, i]` of tokens `[n, i]`; with choices 0 `rows`, which are rows already.
 
-    Without a gradient.
+    tokens: of `Groups`.
     """
     return rows.index_select(0, tokens) if choices else rows
 
 
 def grouped_matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return rows `[m, i]` of each expert times its matrix of `[E, i, o]`: `[m, o]`.
+    """Return rows `[m, i]` times the matrix of their expert, of `[E, i, o]`: `[m, o]`.
 
-    Without a gradient.
+    ends: of `Groups`. It is for the inside of an autograd node.
     """
     if rows.dtype != torch.bfloat16:
         return _matmul_loop(rows, weight, ends)
     out_features = weight.shape[2]
     multiple = _ALIGNED // rows.element_size()
     if rows.shape[1] % multiple or out_features % multiple:
-        # torch's kernel takes aligned rows alone.
+        # torch's kernel takes aligned rows alone, see `_ALIGNED`.
         padding = -rows.shape[1] % multiple
         rows = F.pad(rows, (0, padding))
         weight = F.pad(weight, (0, -out_features % multiple, 0, padding))
@@ -347,9 +357,9 @@ def grouped_matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient `[E, o, i]` of experts' matrices, 0 for an expert without rows.
+    """Return the gradient `[E, o, i]` of the experts' matrices, 0 for an expert without rows.
 
-    gradient: of each expert's rows `[m, o]`. rows: what its matrix was multiplied by, `[m, i]`.
+    gradient: that of the products, `[m, o]`. rows: the matrices were multiplied with, `[m, i]`.
     """
     if rows.dtype != torch.bfloat16:
         return _gradient_loop(gradient, rows, ends)
@@ -363,9 +373,9 @@ def grouped_weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Ten
     return F.grouped_mm(gradient.t(), rows, offs=ends)
 
 
-# For types that torch's grouped matmul does not have on every device (fp64 on none, fp32 not on
-# all): a loop over the experts. It is an operator, as a simulated device has no values to loop by.
-# On a GPU the host waits for the numbers of rows.
+# A loop over the experts, for dtypes that torch's grouped matmul does not have on every device
+# (fp64 on none, fp32 not on all). It is an operator, as a simulated device has no values in `ends`
+# to loop by. On a GPU the host waits for `ends`.
 
 
 def _multiply_one_by_one(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Root-mean-square norm (arXiv 1910.07467), in its two spellings."""
+"""Root-mean-square norm (arXiv 1910.07467), multiplied by its weight or by 1 + weight."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,8 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def offset_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return `hidden [..., d] / rms(hidden) * (1 + weight [d])` in its dtype (Gemma)."""
-    # All of it in fp32: for the small weights that Gemma has, 1 + weight is not representable in
-    # bf16.
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    return F.rms_norm(hidden.to(wide), weight.shape, 1 + weight.to(wide), eps).to(hidden.dtype)
+    # All of it in fp32: with weights as small as Gemma's, 1 + weight is not representable in bf16.
+    wide_dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return F.rms_norm(hidden.to(wide_dtype), weight.shape, 1 + weight.to(wide_dtype), eps).to(
+        hidden.dtype
+    )

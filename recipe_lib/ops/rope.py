@@ -1,8 +1,9 @@
 """Rotary position embedding (arXiv 2104.09864).
 
-Channels i and i + e/2 of a head turn by position x frequency i. `FREQUENCIES` has the kinds of
-frequencies that models stretch their context by; `compute_rotation` makes cosines and sines of
-them, once for all layers, and `apply_rotation` turns the heads.
+The first `width` channels of a head are rotated: the pair of channels i and i + width / 2 by the
+angle position x frequency i. The decoder takes a function of `FREQUENCIES`, of which there is one
+for each way to stretch a model's context, and calls `compute_rotation`, once for all layers; each
+layer's attention calls `apply_rotation` with its cosines and sines.
 """
 
 import math
@@ -13,13 +14,13 @@ from torch import Tensor
 
 from recipe_lib.ops.fused_kernels import call_with_gradient, register_fused, should_fuse
 
-# Frequencies are made anew in each forward, on the device and in fp32, from plain numbers: a buffer
-# would not survive materializing a model from the meta device, and the few vectors of length e/2
-# cost nothing.
+# Frequencies are computed anew in each forward, on the device and in fp32, from plain numbers: a
+# buffer would not survive materializing a model from the meta device, and these few vectors cost
+# nothing. `positions` tells the device, and the highest position where that matters.
 
 
 def compute_default_frequencies(width: int, base: float, positions: Tensor) -> Tensor:
-    """Return radians per position of each pair of channels, fp32 `[width / 2]`."""
+    """Return the frequency of each pair of channels in radians a position, fp32 `[width / 2]`."""
     steps = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device)
     return 1.0 / (base ** (steps / width))
 
@@ -27,7 +28,7 @@ def compute_default_frequencies(width: int, base: float, positions: Tensor) -> T
 def compute_linear_frequencies(
     width: int, base: float, positions: Tensor, *, factor: float
 ) -> Tensor:
-    """Return frequencies of squeezed positions: each is divided by `factor` (arXiv 2306.15595)."""
+    """Return the default frequencies divided by `factor` (position interpolation, 2306.15595)."""
     return compute_default_frequencies(width, base, positions) / factor
 
 
@@ -41,16 +42,17 @@ def compute_llama3_frequencies(
     high_freq_factor: float,
     original_positions: float,
 ) -> Tensor:
-    """Return those of Llama 3.1: slow pairs are divided by `factor`, fast ones kept.
+    """Return the frequencies of Llama 3.1: low ones divided by `factor`, high ones as by default.
 
-    Those between are blended.
+    Frequencies are low with less than `low_freq_factor` turns in `original_positions`, and high
+    with more than `high_freq_factor`; those between are blended.
     """
     frequencies = compute_default_frequencies(width, base, positions)
     wavelengths = 2 * math.pi / frequencies
-    share = (original_positions / wavelengths - low_freq_factor) / (
+    kept_share = (original_positions / wavelengths - low_freq_factor) / (
         high_freq_factor - low_freq_factor
     )
-    blended = (1 - share) * frequencies / factor + share * frequencies
+    blended = (1 - kept_share) * frequencies / factor + kept_share * frequencies
     slow = torch.where(
         wavelengths > original_positions / low_freq_factor, frequencies / factor, blended
     )
@@ -68,15 +70,15 @@ def compute_yarn_frequencies(
     original_positions: float,
     whole_channels: bool,
 ) -> Tensor:
-    """Return those of YaRN (arXiv 2309.00071).
+    """Return the frequencies of YaRN (arXiv 2309.00071).
 
-    Pairs that turn less than `beta_slow` times in the original context are divided by `factor`,
-    those over `beta_fast` kept, with a ramp over the pairs between (its ends rounded if
-    `whole_channels`).
+    Those with less than `beta_slow` turns in `original_positions` are divided by `factor`, those
+    with more than `beta_fast` are as by default, with a ramp over the pairs between.
+    whole_channels: the ends of the ramp are rounded to whole pairs.
     """
 
     def find_pair(turns: float) -> float:
-        """Return the pair of channels, perhaps between two, that turns so often."""
+        """Return the index of the pair, as a fraction, that has so many turns."""
         return width * math.log(original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low = find_pair(beta_fast)
@@ -103,12 +105,11 @@ def compute_longrope_frequencies(
     long_factor: tuple[float, ...],
     original_positions: float,
 ) -> Tensor:
-    """Return those of LongRoPE (arXiv 2402.13753): one divisor per pair of channels.
+    """Return the frequencies of LongRoPE (arXiv 2402.13753): each pair has a divisor of its own.
 
-    It is that of `long_factor` once any position is beyond the original ones.
+    The divisors are `long_factor` if any position is beyond the original ones, else `short_factor`.
     """
-    # Chosen on the device, from the positions: no synchronization, nothing that depends on data in
-    # Python.
+    # Chosen on the device: a choice in Python would wait for the positions.
     is_long = positions.max() >= original_positions
     factors = torch.tensor(
         (short_factor, long_factor), dtype=torch.float32, device=positions.device
@@ -117,6 +118,7 @@ def compute_longrope_frequencies(
     return 1.0 / (torch.where(is_long, factors[1], factors[0]) * base ** (steps / width))
 
 
+# `RopeSpec.kind` -> `fn(width, base, positions, **RopeSpec.numbers)`.
 FREQUENCIES: dict[str, Callable[..., Tensor]] = {
     "default": compute_default_frequencies,
     "linear": compute_linear_frequencies,
@@ -131,16 +133,17 @@ def compute_rotation(
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of positions `[b, s]`, each fp32 `[b, s, 1, width / 2]`.
 
-    factor: what both are multiplied by (yarn, longrope).
+    factor: multiplies both (yarn, longrope).
     """
     angles = positions[..., None, None].float() * frequencies
     return angles.cos() * factor, angles.sin() * factor
 
 
 def apply_rotation(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Return `heads [b, s, h, e]` with their first `width` channels turned, in their own dtype.
+    """Return `heads [b, s, h, e]` with their first `width` channels rotated, in their own dtype.
 
-    It is computed in fp32. Cosines and sines get no gradient.
+    cosines, sines: fp32 `[b, s, 1, width / 2]`, from `compute_rotation`, which get no gradient. The
+    rotation is computed in fp32.
     """
     if should_fuse(heads.device):
         return call_with_gradient(
@@ -167,9 +170,9 @@ def apply_rotation(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     lambda heads, *_: torch.empty_like(heads, memory_format=torch.contiguous_format),
 )
 def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
-    """Return `apply_rotation`, or with `back` its inverse."""
-    # As one expression of each channel and its partner: of channels that are put together from two
-    # tensors a compiler would make those in memory, in fp32.
+    """Return the result of `apply_rotation`; with `back` rotate by the negative angle."""
+    # One expression for all channels, each with its partner (`flip`): a concatenation of two halves
+    # would make a compiler write both to memory, in fp32.
     half = cosines.shape[-1]
     turned, rest = heads.split((2 * half, heads.shape[-1] - 2 * half), dim=-1)
     pairs = turned.unflatten(-1, (2, half))

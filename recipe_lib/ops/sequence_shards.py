@@ -1,10 +1,10 @@
-"""Sequences that ranks share: what attention exchanges for it (arXiv 2309.14509).
+"""Context parallelism: the exchanges around attention where ranks divide sequences (2309.14509).
 
-b rows, c ranks; n of the s = n c tokens of each row are this rank's, in their order. Between layers
-a rank has its n tokens. Attention wants all of them, but no head wants another: one all-to-all
-(`exchange_for_heads`) gives each rank the s tokens of 1/c of the heads, one more
-(`exchange_for_tokens`) gives it all heads of its n tokens again. Backward is the same the other way
-round. Nothing is kept.
+b rows, c ranks; this rank has n of the s = n c tokens of each row, in their order. A head's
+attention needs all tokens, but no other head. So before attention one all-to-all
+(`exchange_for_heads`) gives each rank the s tokens of 1/c of the heads, and after it another
+(`exchange_for_tokens`) gives it all heads of its n tokens again. The backward of each is the other.
+Nothing is saved for it.
 """
 
 from typing import Any
@@ -17,16 +17,16 @@ from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 
 
 def shard_tokens(values: Tensor, group: Group) -> Tensor:
-    """Return this rank's `[b, n, ...]` of `[b, s, ...]`.
+    """Return this rank's tokens `[b, n, ...]` of `[b, s, ...]`, a view.
 
-    Raises ValueError for rows that cannot be divided evenly.
+    Raises ValueError if c does not divide s.
     """
     if values.shape[1] % group.size:
         raise ValueError(
             f"rows of {values.shape[1]} tokens cannot be shared evenly among {group.size} ranks"
         )
-    count = values.shape[1] // group.size
-    return values.narrow(1, group.rank * count, count)
+    num_tokens = values.shape[1] // group.size
+    return values.narrow(1, group.rank * num_tokens, num_tokens)
 
 
 def exchange_for_heads(
@@ -34,13 +34,13 @@ def exchange_for_heads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Exchange all heads of this rank's tokens for all tokens of this rank's heads.
 
-    q: `[b, h, n, e]` to `[b, h / c, s, e]`; k and v: `[b, k, n, e]` likewise; sinks: `[h]` to
-    `[h / c]`.
+    q: `[b, h, n, e]` to `[b, h / c, s, e]`; k and v: `[b, k, n, e]` to `[b, k / c, s, e]`, one kv
+    head if there are more ranks than kv heads; sinks: `[h]` to `[h / c]`.
     """
-    heads = k.shape[1]
-    if heads % group.size:
-        # Where ranks are more than kv heads, several have the same one.
-        k, v = (tensor.repeat_interleave(group.size // heads, dim=1) for tensor in (k, v))
+    num_kv_heads = k.shape[1]
+    if num_kv_heads % group.size:
+        # There are more ranks than kv heads: several ranks have the same one.
+        k, v = (tensor.repeat_interleave(group.size // num_kv_heads, dim=1) for tensor in (k, v))
     q, k, v = call_with_gradient(_send_heads, q, k, v, group, differentiate=_send_tokens, kept=(3,))
     return q, k, v, None if sinks is None else sinks.chunk(group.size)[group.rank]
 
@@ -54,9 +54,9 @@ def exchange_for_tokens(attended: Tensor, *, group: Group) -> Tensor:
 
 
 def sum_over_ranks(part: Tensor, group: Group) -> Tensor:
-    """Return the sum of all ranks' `[]`, which all have then."""
-    # Backward is that of one sum, to which each rank gave its part: the gradient as it is, whatever
-    # number of ranks goes backward from it.
+    """Return the sum of all ranks' scalars `[]`, on each rank."""
+    # Not the derivative, which would add up the gradients of all ranks: they go backward from the
+    # same loss, of which each rank's part gets the gradient once.
     return call_with_gradient(
         lambda part, group: all_reduce(part, "sum", group),
         part,
@@ -81,7 +81,7 @@ def gather_tokens(part: Tensor, group: Group) -> Tensor:
 
 
 def _send_blocks(blocks: Tensor, group: Group) -> Tensor:
-    """Send block i of `[c, ...]` to rank i; return what the ranks sent here, in their order."""
+    """Send block i of `[c, ...]` to rank i; return the blocks `[c, ...]` received, by rank."""
     splits = [1] * group.size
     return wait(torch.ops._c10d_functional.all_to_all_single(blocks, splits, splits, group.name))
 

@@ -1,9 +1,9 @@
 """Optimizer states in pinned host memory, on the device only while their parameter is stepped.
 
-`OffloadedStates(optimizer, device)` takes over `optimizer.step`. Of AdamW's memory the states are
-twice the parameters; here those of three parameters are on the device at most. (ZeRO-Offload, arXiv
-2101.06840, sends gradients to the host instead, and steps there.) What has run on a GPU:
-docs/measurements/on_a_gpu.md.
+With `memory.optimizer_offload`, `OffloadedStates(optimizer, device)` replaces `optimizer.step` by
+one that steps one parameter after another. AdamW's states take twice the memory of the parameters;
+here those of three parameters at most are on the device. (ZeRO-Offload, arXiv 2101.06840, sends
+gradients to the host instead, and steps there.)
 """
 
 from collections.abc import Callable
@@ -26,18 +26,19 @@ def step_parameter(
     step: Callable[[], Any] | None = None,
     stand_in: nn.Parameter | None = None,
 ) -> None:
-    """Step one of the optimizer's parameters.
+    """Step one parameter of an optimizer, and leave the others as they are.
 
-    step: the optimizer's own, where `optimizer.step` has been replaced. stand_in: what is stepped
-    in the parameter's place, by the hyperparameters of its group.
+    step: the optimizer's original one, where `optimizer.step` has been replaced; None: it has not.
+    stand_in: a parameter that is stepped instead, by the hyperparameters of this one's group; None:
+    the parameter itself.
     """
-    # The optimizer has no call for one parameter: the others are taken out of the groups.
+    # torch's optimizers step all parameters of their groups: the others are taken out meanwhile.
     groups = optimizer.param_groups
     group_parameters = [group["params"] for group in groups]
     stepped = parameter if stand_in is None else stand_in
     try:
         for group, parameters in zip(groups, group_parameters, strict=True):
-            # `in` would compare values.
+            # By identity: `in` would compare the tensors' values.
             group["params"] = [stepped] if any(member is parameter for member in parameters) else []
         (step or optimizer.step)()
     finally:
@@ -46,10 +47,11 @@ def step_parameter(
 
 
 class OffloadedStates:
-    """The states of an optimizer, which come before a parameter's step and go back after it.
+    """The states of an optimizer, copied to the device for a parameter's step, and back after it.
 
-    They come during the step of the parameter before. What has been sent back is freed when the
-    step after the next begins: one parameter's states leave, one's are stepped, one's arrive.
+    They are prefetched during the step of the parameter before. What has been sent back is freed
+    when the step after the next begins: at a time the states of one parameter leave, those of one
+    are stepped, and those of one arrive.
     """
 
     def __init__(
@@ -58,29 +60,33 @@ class OffloadedStates:
         device: torch.device,
         get_stand_in: Callable[[nn.Parameter], nn.Parameter] | None = None,
     ) -> None:
-        """device: the one that computes; states that are elsewhere are on the host.
+        """Replace `optimizer.step` by the step of this object.
 
-        get_stand_in: gives what is stepped in a parameter's place, itself or one on the device for
-        one that is on the host.
+        device: the one that computes. get_stand_in: returns the parameter on the device that is
+        stepped in place of one on the host, or the parameter itself; None: always itself.
         """
         self._optimizer = optimizer
-        self._step = optimizer.step
+        self._step = optimizer.step  # the original one
         self._get_stand_in = get_stand_in or (lambda parameter: parameter)
         self._copies = HostCopies(device)
-        # States for the steps that come next
+        # The states on the device, by name in `optimizer.state`, of the next one or two parameters.
         self._on_device: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._prefetch = Prefetch(self._copies, self._allocate, self._on_device.pop)
-        # Whose step came after whose, in the step before: so nothing is prefetched in the first.
+        # Parameter -> the one that was stepped after it. Learned in the first step of the
+        # optimizer, which therefore prefetches nothing.
         self._next: dict[nn.Parameter, nn.Parameter] = {}
-        self._last: nn.Parameter | None = None
+        self._last: nn.Parameter | None = None  # the one stepped last, in this step
         optimizer.step = self.step  # type: ignore[method-assign]
 
     def allocate_state(self, value: Tensor) -> Tensor:
-        """Return a state's memory where it waits, without values, as for one from a checkpoint."""
+        """Return memory for a state like `value`, without values: on the host if it is offloaded.
+
+        A checkpoint's states are loaded into it.
+        """
         return self._allocate_on_host(value) if _is_large(value) else value
 
     def step(self, closure: None = None) -> None:
-        """Step every parameter that has a gradient, and leave nothing on the device."""
+        """Step every parameter that has a gradient, and leave no offloaded state on the device."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -96,7 +102,7 @@ class OffloadedStates:
         on_device = self._fetch(parameter)
         hosts = states.get(parameter, {})
         counts = {key: value for key, value in hosts.items() if key not in on_device}
-        # A fused kernel wants the step count on the device, where one from a checkpoint is not.
+        # A fused kernel needs the step count on the device; one from a checkpoint is on the host.
         if self._optimizer.defaults.get("fused"):
             counts = {
                 key: value.to(self._copies.device) if isinstance(value, Tensor) else value
@@ -144,7 +150,7 @@ class OffloadedStates:
         return self._on_device.pop(parameter, {})
 
     def _allocate(self, parameter: nn.Parameter) -> list[Pair]:
-        """Give the states of a parameter memory on the device; return what is copied there."""
+        """Allocate a parameter's states on the device; return (device, host) pairs to be copied."""
         hosts = {
             key: get_detached_local(value)
             for key, value in self._optimizer.state.get(parameter, {}).items()

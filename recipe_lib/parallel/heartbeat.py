@@ -197,24 +197,24 @@ class Heartbeat:
         # This machine: its number in torchrun, or else its name.
         self._node = os.environ.get("GROUP_RANK") or socket.gethostname()
         self._folder = os.environ.get(errors.FOLDER_VARIABLE)  # shared with the launcher, if any
-        self._main = get_current_thread()
-        self._once = threading.Lock()  # held by the thread that ends the process
+        self._main_thread = get_current_thread()
+        self._end_lock = threading.Lock()  # held by the thread that ends the process
         self._phase = "starting"
         self._patience = LONG_TIMEOUTS  # for the phase, in timeouts
         self._exchanges = Counter[str]()  # number by pair of a pipeline's ranks
         # By process group, the number of its counted collectives that were such exchanges.
         self._not_collective = Counter[str]()
-        # Phase, action and counts when `_notice` last looked; and the main thread's stack then.
-        self._entered: tuple[str, str, dict[str, int]] = ("", "", {})
+        # Phase, action and counts at the last look; and the main thread's stack then.
+        self._last_entered: tuple[str, str, dict[str, int]] = ("", "", {})
         self._stack: list[StackLine] = []
-        self._lost = False  # the store does not answer any more
-        # When the stack last changed, when `_entered` did, and when the store last answered, by
-        # time.monotonic().
-        self._moved = self._advanced = self._answered = time.monotonic()
+        self._is_store_lost = False  # the store does not answer any more
+        # When the stack last changed, when `_last_entered` did, and when the store last answered,
+        # by time.monotonic().
+        self._moved_at = self._advanced_at = self._answered_at = time.monotonic()
         self._wake = threading.Event()  # lets `_talk` run at once
         self._closed = threading.Event()  # ends both threads
         self._has_parted = False  # all ranks have left, or none can be heard of any more
-        self._left = False  # this rank has left the block without an error
+        self._has_left = False  # this rank has left the block without an error
         self._failure: Failure | None = None  # the run's first one, of whatever rank
         self._own_failure: Failure | None = None  # what this rank has reported
         # By rank, its last beat, and when that changed, by time.monotonic().
@@ -236,18 +236,18 @@ class Heartbeat:
     ) -> None:
         if self._store is None:
             return
-        self._left = error is None or isinstance(error, StoppedAndSaved)
+        self._has_left = error is None or isinstance(error, StoppedAndSaved)
         # From here on the others do not watch this rank: nobody would miss it if it were stopped.
-        if self._left:
+        if self._has_left:
             self.enter("waiting for the others to end")
             self.is_ending = False
             self._wake.set()
             self._wait(lambda: self._has_parted, float("inf"))
             if self._failure is not None:  # of a rank that was still running
                 time.sleep(REPORT_SECONDS)
-                self._end(self._failure)
+                self._end_run(self._failure)
         elif isinstance(error, Exception):
-            self._fail(error)
+            self._handle_exception(error)
         self._closed.set()
         self._wake.set()
         for thread in self._threads:
@@ -262,8 +262,8 @@ class Heartbeat:
     def phase(self, name: str) -> Iterator[Phase]:
         """Note that the main thread is in a phase of this name, and show it on the terminal."""
         self.enter(name)
-        with show_phase(name) as going:
-            yield going
+        with show_phase(name) as shown_phase:
+            yield shown_phase
 
     @contextmanager
     def name_action_in_errors(self) -> Iterator[None]:
@@ -287,8 +287,8 @@ class Heartbeat:
             self.action = ""
 
     @contextmanager
-    def exchange(self, other: int) -> Iterator[None]:
-        """Count what begins inside as one exchange with the rank `other`, and as no collective.
+    def exchange(self, peer: int) -> Iterator[None]:
+        """Count what begins inside as one exchange with the rank `peer`, and as no collective.
 
         A backend counts sends and receives as collectives of the group, but only two ranks have
         them, so the others would seem to be behind.
@@ -296,7 +296,7 @@ class Heartbeat:
         before = Counter(count_collectives())
         yield
         self._not_collective.update(Counter(count_collectives()) - before)
-        self._exchanges[f"{min(self._rank, other)} with {max(self._rank, other)}"] += 1
+        self._exchanges[f"{min(self._rank, peer)} with {max(self._rank, peer)}"] += 1
 
     @contextmanager
     def limit_connecting(self, *, is_made: bool) -> Iterator[None]:
@@ -308,7 +308,7 @@ class Heartbeat:
         """
         seconds = self._timeout * (STEP_TIMEOUTS if is_made else LONG_TIMEOUTS)
         self.enter("connecting to the store")
-        timer = threading.Timer(seconds, lambda: self._end(self._blame_store(seconds)))
+        timer = threading.Timer(seconds, lambda: self._end_run(self._make_store_failure(seconds)))
         timer.daemon = True
         timer.start()
         try:
@@ -317,7 +317,8 @@ class Heartbeat:
             timer.cancel()
 
     # The thread that looks at the main thread and judges the others. It makes no call that might
-    # not return, such as one to the store or the device.
+    # not return, such as one to the store or the device. It runs until the block has ended, or ends
+    # the process.
 
     def _look(self) -> None:
         last_look = time.monotonic()
@@ -325,45 +326,45 @@ class Heartbeat:
             now = time.monotonic()
             if now - last_look > BEAT_SECONDS + OWN_STALL_SECONDS:
                 # This process was stopped itself: what it knows of the others is old.
-                self._moved = self._advanced = self._answered = now
+                self._moved_at = self._advanced_at = self._answered_at = now
                 self._seen.clear()
             last_look = now
             if self._failure is not None:
-                self._leave(self._failure)
+                self._end_after_report(self._failure)
                 return
-            self._notice(now)
-            is_due = self._own_failure is None and now - self._moved >= self._timeout
+            self._observe_main_thread(now)
+            is_due = self._own_failure is None and now - self._moved_at >= self._timeout
             verdict = self._find_verdict(now) if is_due else None
             if verdict is not None:
-                failure = self._post(verdict)
+                failure = self._report_failure(verdict)
                 self._wait(lambda: self._has_parted, FAILURE_GRACE_SECONDS)
-                self._end(failure)
+                self._end_run(failure)
 
-    def _notice(self, now: float) -> None:
+    def _observe_main_thread(self, now: float) -> None:
         """Look where the main thread is, and note whether it has moved since the last look."""
         counts = {
             name: entered - self._not_collective[name]
             for name, entered in count_collectives().items()
         }
         entered = (self._phase, self.action, {**counts, **self._exchanges})
-        if entered != self._entered:
-            self._entered = entered
-            self._advanced = self._moved = now
-        stack = read_stack(self._main)
+        if entered != self._last_entered:
+            self._last_entered = entered
+            self._advanced_at = self._moved_at = now
+        stack = read_stack(self._main_thread)
         if stack != self._stack:
             self._stack = stack
-            self._moved = now
+            self._moved_at = now
 
     def _make_beat(self) -> Beat:
         now = time.monotonic()
         return Beat(
             at=", ".join(filter(None, (self._phase, self.action, describe_place(self._stack)))),
             patience=LONG_TIMEOUTS if is_compiling(self._stack) else self._patience,
-            still=now - self._moved,
-            quiet=now - self._advanced,
-            entered=self._entered[2],
+            still=now - self._moved_at,
+            quiet=now - self._advanced_at,
+            entered=self._last_entered[2],
             node=self._node,
-            left=self._left or self._failure is not None,
+            left=self._has_left or self._failure is not None,
         )
 
     def _find_verdict(self, now: float) -> Failure | None:
@@ -374,16 +375,16 @@ class Heartbeat:
         """
         known = self._read_others(now)
         timeout = self._timeout
-        if now - self._answered >= timeout:
+        if now - self._answered_at >= timeout:
             # Whatever the phase: the store answers without a thread of Python.
-            return self._blame_store(now - self._answered)
+            return self._make_store_failure(now - self._answered_at)
         is_any_unheard = any(beat.unheard >= timeout for beat in known.values())
         stopped = find_stopped_ranks() if is_any_unheard else set()
         silent = find_silent(known, timeout, stopped)
         if silent:
             state = "stopped" if stopped.issuperset(silent) else "stopped or unreachable"
             seconds = max(known[rank].unheard for rank in silent)
-            return self._blame(f"{name_ranks(silent)} {state} for {seconds:.0f} s")
+            return self._make_failure(f"{name_ranks(silent)} {state} for {seconds:.0f} s")
         behind = find_behind(known)
         if (
             behind
@@ -395,21 +396,21 @@ class Heartbeat:
                 f" {known[rank].at}"
                 for rank in behind[:4]
             ]
-            return self._blame("; ".join(lines))
+            return self._make_failure("; ".join(lines))
         if known and are_all_stuck(known, timeout):
             seconds = min(beat.still for beat in known.values())
-            return self._blame(f"no rank has moved for {seconds:.0f} s")
+            return self._make_failure(f"no rank has moved for {seconds:.0f} s")
         return None
 
-    def _blame(self, text: str) -> Failure:
+    def _make_failure(self, text: str) -> Failure:
         """Return a failure of this text, with where this rank waits and what to set."""
         key = f"parallel.heartbeat_timeout_seconds={self._timeout:g}"
         wait = self._describe_own_wait()
         return Failure(self._rank, [f"{text}; {wait}; set {key} higher if the run is only slow"])
 
-    def _blame_store(self, seconds: float) -> Failure:
+    def _make_store_failure(self, seconds: float) -> Failure:
         address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        return self._blame(
+        return self._make_failure(
             f"the store of the run at {address} (rank 0 or its launcher) is stopped or unreachable"
             f" for {seconds:.0f} s"
         )
@@ -418,19 +419,20 @@ class Heartbeat:
         beat = self._make_beat()
         return f"rank {self._rank} waits for {beat.still:.0f} s in {beat.at}"
 
-    # The thread that talks with the store. No other one does while it runs.
+    # The thread that talks with the store, which others do in `_is_first_to_say` alone. It runs
+    # until the block has ended, or the store is gone.
 
     def _talk(self) -> None:
         while True:
             try:
                 self._exchange_beats()
             except RuntimeError:  # the store is gone, with the process that held it
-                self._lost = self._has_parted = True
+                self._is_store_lost = self._has_parted = True
                 return
             if self._closed.is_set():
                 return
-            self._answered = time.monotonic()
-            is_ending = self._left or self._own_failure is not None or self._failure is not None
+            self._answered_at = time.monotonic()
+            is_ending = self._has_left or self._own_failure is not None or self._failure is not None
             self._wake.wait(BEAT_SECONDS / 10 if is_ending else BEAT_SECONDS)
             self._wake.clear()
 
@@ -444,8 +446,8 @@ class Heartbeat:
         store.set(f"beat/{self._rank}", json.dumps(asdict(self._make_beat())))
         if self._own_failure is not None:  # it becomes the run's, unless another one was first
             store.compare_set("failed", "", json.dumps(asdict(self._own_failure)))
-        still_seconds = time.monotonic() - self._moved
-        is_ending = self.is_ending or self._left or self._own_failure is not None
+        still_seconds = time.monotonic() - self._moved_at
+        is_ending = self.is_ending or self._has_left or self._own_failure is not None
         if is_ending or still_seconds >= min(2 * BEAT_SECONDS, self._timeout / 4):
             for rank in range(self._size):
                 key = f"beat/{rank}"
@@ -476,7 +478,7 @@ class Heartbeat:
 
     # The end of a run.
 
-    def _fail(self, error: Exception) -> None:
+    def _handle_exception(self, error: Exception) -> None:
         """Report this rank's exception to the others; called by the main thread.
 
         If another rank is the cause, the process ends here. Otherwise return, so that the exception
@@ -489,13 +491,15 @@ class Heartbeat:
         is_lost = isinstance(error, PeerFailedError) or is_connection_lost
         if is_lost:  # the rank that is the cause reports it, or is not heard of any more
             self._wait(
-                lambda: self._failure is not None or self._lost or bool(self._find_gone()),
+                lambda: self._failure is not None or self._is_store_lost or bool(self._find_gone()),
                 PEER_LOST_SECONDS + 4 * BEAT_SECONDS,
             )
-        cause = self._post(self._describe_lost(error) if is_lost else self._describe_error(error))
+        cause = self._report_failure(
+            self._describe_lost(error) if is_lost else self._describe_error(error)
+        )
         if is_lost or (cause.rank != self._rank and not isinstance(error, UserError)):
             time.sleep(REPORT_SECONDS)
-            self._end(cause)
+            self._end_run(cause)
         if isinstance(error, UserError):
             # Leave out lines that another rank of this machine writes too.
             if cause.rank != self._rank and self._node in cause.nodes:
@@ -511,13 +515,23 @@ class Heartbeat:
     def _describe_error(self, error: Exception) -> Failure:
         """Return the failure that this rank's exception is, with the lines for other machines."""
         if isinstance(error, UserError):
-            return Failure(self._rank, list(error.faults), nodes=[self._node], code=error.exit_code)
+            return Failure(
+                rank=self._rank,
+                lines=list(error.faults),
+                nodes=[self._node],
+                code=error.exit_code,
+            )
         line = (
             f"rank {self._rank} failed in {self._phase}: {type(error).__name__}:"
             f" {errors.get_first_line(error)}"
         )
         code = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else PEER_FAILED
-        return Failure(self._rank, [line], nodes=[self._node] if self._folder else [], code=code)
+        return Failure(
+            rank=self._rank,
+            lines=[line],
+            nodes=[self._node] if self._folder else [],  # a launcher reports its own machine's
+            code=code,
+        )
 
     def _describe_lost(self, error: Exception) -> Failure:
         """Return the failure that another rank, or the store, is gone without a report."""
@@ -525,7 +539,7 @@ class Heartbeat:
         text = f"rank {self._rank} has lost a connection"
         if gone:
             text = f"{name_ranks(sorted(gone))} gone, killed or crashed"
-        elif self._lost:
+        elif self._is_store_lost:
             text = "the process that holds the rendezvous store (rank 0 or its launcher) is gone"
         # A launcher reports the ranks of its own machine that are gone.
         nodes = {beat.node for beat in gone.values()} if self._folder else set()
@@ -537,14 +551,14 @@ class Heartbeat:
         known = self._read_others(time.monotonic())
         return {rank: beat for rank, beat in known.items() if beat.unheard >= PEER_LOST_SECONDS}
 
-    def _post(self, failure: Failure) -> Failure:
+    def _report_failure(self, failure: Failure) -> Failure:
         """Report a failure; return the run's first one, which may be another rank's."""
         self._own_failure = failure
         self._wake.set()
-        self._wait(lambda: self._failure is not None or self._lost, FAILURE_GRACE_SECONDS)
+        self._wait(lambda: self._failure is not None or self._is_store_lost, FAILURE_GRACE_SECONDS)
         return self._failure or failure
 
-    def _leave(self, failure: Failure) -> None:
+    def _end_after_report(self, failure: Failure) -> None:
         """End this process for another rank's failure, once that rank has had time to report it."""
         if self._own_failure is None:
             time.sleep(REPORT_SECONDS)
@@ -554,11 +568,11 @@ class Heartbeat:
                 lambda: not self.is_ending or self._own_failure is not None, SHUTDOWN_SECONDS
             )
         if self._own_failure is None:
-            self._end(failure)
+            self._end_run(failure)
 
-    def _end(self, failure: Failure) -> None:
+    def _end_run(self, failure: Failure) -> None:
         # Never released: of two threads the first one ends the process.
-        self._once.acquire()
+        self._end_lock.acquire()
         # End without the line if another thread, which is stuck, holds the lock of a stream.
         timer = threading.Timer(LINE_SECONDS, lambda: os._exit(failure.code))
         timer.daemon = True
@@ -578,9 +592,9 @@ class Heartbeat:
                 return not isinstance(error, FileExistsError)
         elif (
             self._store is not None
-            and not self._lost
+            and not self._is_store_lost
             # A store that is silent would hold up the end.
-            and time.monotonic() - self._answered < 4 * BEAT_SECONDS
+            and time.monotonic() - self._answered_at < 4 * BEAT_SECONDS
         ):
             return self._store.add(f"said/{self._node}", 1) == 1
         return True

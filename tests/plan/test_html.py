@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from recipe_lib.plan.measured.receipts import quote_line
+from recipe_lib.plan.measured.receipts import format_receipt
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, Plan
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Storage, Trace
 from recipe_lib.plan.views.report import (
@@ -69,7 +69,7 @@ class Page(HTMLParser):
 
 
 def test_a_receipt_is_quoted_on_the_page():
-    quote = quote_line(build_receipt(config=EVIL))
+    quote = format_receipt(build_receipt(config=EVIL))
     assert f"receipt{quote}" in re.sub(
         r"\n\s*", "", Page(render_html(hand_made(receipt=quote))).text
     )

@@ -8,7 +8,7 @@ from recipe_lib.config import load_config
 from recipe_lib.config.schema import LoraFinetuneConfig
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.measured.receipts import ReceiptRun, describe_run, find_nearest, quote_line
+from recipe_lib.plan.measured.receipts import ReceiptRun, describe_run, find_nearest, format_receipt
 from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 from recipe_lib.plan.views.report import render
@@ -63,15 +63,15 @@ def test_the_quote():
         " measured "
     )
     assert (
-        quote_line(build_receipt())
+        format_receipt(build_receipt())
         == f"{run}15.43 GiB (-1.4%); 1.7 K tokens/s planned, 1.9 K measured"
     )
-    assert quote_line(build_receipt(rates=(1700.0, None))) == f"{run}15.43 GiB (-1.4%)"
+    assert format_receipt(build_receipt(rates=(1700.0, None))) == f"{run}15.43 GiB (-1.4%)"
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_the_report_quotes_it_above_the_verdict(full: bool):
-    quote = quote_line(build_receipt())
+    quote = format_receipt(build_receipt())
     above = render(hand_made(receipt=quote), width=120, full=full).rstrip().split("\n\n")[-2]
     assert " ".join(above.split()).endswith(f" receipt: {quote}")
     assert "receipt" not in render(hand_made(), width=120, full=full)

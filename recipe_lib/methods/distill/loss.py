@@ -171,8 +171,10 @@ def compute_teacher_states(teacher: Decoder, batch: Batch) -> TeacherStates:
 
 def describe_teacher(keys: DistillConfig, teacher: nn.Module, parallel: Parallel) -> str:
     """Return a line for the log: the loss, and the memory that the teacher takes on a rank."""
-    loss = f"distillation: {keys.weight:g} x {keys.divergence} at temperature {keys.temperature:g}"
-    loss += f" + {1 - keys.weight:g} x cross-entropy"
+    loss = (
+        f"distillation: {keys.weight:g} x {keys.divergence} at temperature {keys.temperature:g}"
+        f" + {1 - keys.weight:g} x cross-entropy"
+    )
     layers = parallel.levers.layers
     streamed_bytes = 0 if layers is None else layers.num_bytes()
     memory = format_bytes(count_local_bytes(teacher.parameters()) - streamed_bytes)
@@ -217,6 +219,6 @@ def validate_distillation(
         sums=sums,
     )
     means = compute_distillation_means(
-        sums, num_label_tokens=num_label_tokens, keys=keys, world=world
+        sums=sums, num_label_tokens=num_label_tokens, keys=keys, world=world
     )
     return name_validation(means) | {"validation_tokens": num_label_tokens}

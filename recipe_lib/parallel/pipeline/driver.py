@@ -57,7 +57,7 @@ from recipe_lib.parallel.world import World
 # until the other rank has taken it.
 
 
-class OnItsWay:
+class PendingTensor:
     """A tensor that is being received or sent, kept alive until `wait` was called."""
 
     def __init__(self, tensor: Tensor, work: Any) -> None:
@@ -111,7 +111,7 @@ class Transport:
             if world.pipeline.rank == low:
                 self.send(torch.zeros(1, device=self._device), high, tag=0).wait()
             elif world.pipeline.rank == high:
-                self.receive((1,), torch.float32, low, tag=0).wait()
+                self.receive(shape=(1,), dtype=torch.float32, place=low, tag=0).wait()
 
     def receive(
         self,
@@ -120,7 +120,7 @@ class Transport:
         place: int,
         tag: int,
         device: torch.device | None = None,
-    ) -> OnItsWay:
+    ) -> PendingTensor:
         """Start to receive a tensor from the rank at a place in the pipeline.
 
         tag: for gloo, the same as that of the send. device: None for the one this rank computes on.
@@ -128,14 +128,14 @@ class Transport:
         tensor = torch.empty(shape, dtype=dtype, device=device or self._device)
         peer = self._ranks[place]
         with self._heartbeat.exchange(peer):
-            return OnItsWay(tensor, dist.irecv(tensor, peer, group=self._group, tag=tag))
+            return PendingTensor(tensor, dist.irecv(tensor, peer, group=self._group, tag=tag))
 
-    def send(self, tensor: Tensor, place: int, tag: int) -> OnItsWay:
+    def send(self, tensor: Tensor, place: int, tag: int) -> PendingTensor:
         """Start to send a tensor to the rank at a place in the pipeline."""
         tensor = tensor.contiguous()
         peer = self._ranks[place]
         with self._heartbeat.exchange(peer):
-            return OnItsWay(tensor, dist.isend(tensor, peer, group=self._group, tag=tag))
+            return PendingTensor(tensor, dist.isend(tensor, peer, group=self._group, tag=tag))
 
 
 def _sum_with(peer: int, parameter: Tensor, transport: Transport) -> None:
@@ -150,7 +150,11 @@ def _sum_with(peer: int, parameter: Tensor, transport: Transport) -> None:
     # In one order on both, as NCCL has no tags: first the gradient of the rank at place 0.
     sent = transport.send(gradient, peer, tag=0) if peer != 0 else None
     arriving = transport.receive(
-        tuple(gradient.shape), gradient.dtype, peer, tag=0, device=gradient.device
+        shape=tuple(gradient.shape),
+        dtype=gradient.dtype,
+        place=peer,
+        tag=0,
+        device=gradient.device,
     )
     received = arriving.wait()
     (sent or transport.send(gradient, peer, tag=0)).wait()  # before `add_` overwrites it
@@ -416,9 +420,9 @@ class _Step:
         self._transport = pipeline._use_transport()
         self._heartbeat = pipeline._world.heartbeat
         self._reduction = pipeline._reduction or DeferredReduction(pipeline._model, None)
-        self._arriving: dict[Action, OnItsWay] = {}  # inputs of actions to come, by receive
+        self._arriving: dict[Action, PendingTensor] = {}  # inputs of actions to come, by receive
         self._leaving: dict[Action, Tensor] = {}  # made, but not sent yet, by send
-        self._sent: dict[Action, OnItsWay] = {}  # may not be taken yet, by send
+        self._sent: dict[Action, PendingTensor] = {}  # may not be taken yet, by send
         # By (stage, index of a micro-batch).
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._deferred: dict[tuple[int, int], list[DeferredGradients]] = {}
@@ -436,8 +440,8 @@ class _Step:
         with self._heartbeat.name_action_in_errors():
             for index, action in enumerate(actions):
                 for send in taken.get(index, ()):
-                    self._let_go(send)
-                self._begin(action)
+                    self._finish_send(send)
+                self._note_action(action)
                 note(action)
                 self._reduction.is_last = index in reducing
                 yield from self._run_action(action)
@@ -445,7 +449,7 @@ class _Step:
                     self._accumulation.add()
             self._reduction.end()
             for send in list(self._sent):
-                self._let_go(send)
+                self._finish_send(send)
         note(None)
 
     def _run_action(self, action: Action) -> Iterator[tuple[int, Batch]]:
@@ -463,11 +467,13 @@ class _Step:
             case kinds.SEND_ACTIVATION | kinds.SEND_GRADIENT:
                 self._send(action)
 
-    def _begin(self, action: Action) -> None:
+    def _note_action(self, action: Action) -> None:
         """Tell the heartbeat which action this rank is at, for errors and reports of hangs."""
         words = f"the {kinds.WORDS[action.kind]} of micro-batch {action.micro_batch}"
         self._heartbeat.action = f"{words} in stage {action.stage}"
 
+    # Run the forward of a stage, and hand its output to the next stage. In the last stage the
+    # caller runs the head on it: in training when backward begins, in evaluation at once.
     def _run_forward(self, action: Action) -> Iterator[tuple[int, Batch]]:
         stage = action.stage
         index = action.micro_batch
@@ -553,11 +559,11 @@ class _Step:
 
     def _receive(self, action: Action) -> None:
         if action.kind == kinds.RECEIVE_GRADIENT and not self._has_input_gradient(action.stage + 1):
-            return
+            return  # nothing before the next stage is trained, so it sends no gradient
         shape, dtype = self._get_shape(action.micro_batch)
         place = find_stage_rank(self._pipeline._parallel, get_partner(action).stage)
         self._arriving[action] = self._transport.receive(
-            shape, dtype, place, self._make_tag(action)
+            shape=shape, dtype=dtype, place=place, tag=self._make_tag(action)
         )
 
     def _take(self, action: Action) -> Tensor:
@@ -572,7 +578,7 @@ class _Step:
         assert exchange is not None
         send, receive = exchange
         if receive.stage in self._pipeline.layers:
-            self._arriving[receive] = OnItsWay(tensor, None)
+            self._arriving[receive] = PendingTensor(tensor, None)
         else:
             self._leaving[send] = tensor
 
@@ -583,11 +589,11 @@ class _Step:
             place = find_stage_rank(self._pipeline._parallel, receive.stage)
             self._sent[action] = self._transport.send(tensor, place, self._make_tag(receive))
 
-    def _let_go(self, send: Action) -> None:
+    def _finish_send(self, send: Action) -> None:
         """Free a tensor that was sent, when the other rank has taken it."""
         sent = self._sent.pop(send, None)  # None: a gradient that is not sent, see `_trains`
         if sent is not None:
-            self._begin(send)
+            self._note_action(send)
             sent.wait()
 
     def _has_input_gradient(self, stage: int) -> bool:

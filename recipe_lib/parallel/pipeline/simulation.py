@@ -112,16 +112,16 @@ class _Simulation:
         self._seconds = seconds
         self._transfer = transfer
         self._stages = count_stages(parallel)
-        self._at = dict.fromkeys(orders, 0)  # by rank, the index of its next action
+        self._next = dict.fromkeys(orders, 0)  # by rank, the index of its next action
         self._clock: dict[int, float] = dict.fromkeys(orders, 0)  # by rank, when it is free
         # The sends and receives between ranks.
-        self._across = {
+        self._exchange_actions = {
             action for order in orders.values() for action in order if action.kind not in COMPUTE
         }
         # By (rank, other rank): the sends and receives that the rank has come to and the other has
         # not, and when.
         self._waiting: dict[tuple[int, int], deque[tuple[Action, float]]] = defaultdict(deque)
-        self._free: dict[tuple[int, int], float] = {}  # by pair, when its last exchange ended
+        self._free_at: dict[tuple[int, int], float] = {}  # by pair, when its last exchange ended
         self._arrived: dict[Action, float] = {}  # by receive
         self._spans: list[TimedAction] = []
         self._transfers: list[Transfer] = []
@@ -132,13 +132,13 @@ class _Simulation:
         while moved:
             moved = False
             for rank, order in self._orders.items():
-                while self._at[rank] < len(order) and self._do(rank, order[self._at[rank]]):
-                    self._at[rank] += 1
+                while self._next[rank] < len(order) and self._run(rank, order[self._next[rank]]):
+                    self._next[rank] += 1
                     moved = True
         stuck = [
-            f"rank {rank}: {order[self._at[rank]]}"
+            f"rank {rank}: {order[self._next[rank]]}"
             for rank, order in self._orders.items()
-            if self._at[rank] < len(order)
+            if self._next[rank] < len(order)
         ]
         stuck += [str(entry[0]) for entries in self._waiting.values() for entry in entries]
         if stuck:
@@ -147,7 +147,7 @@ class _Simulation:
         self._transfers.sort(key=lambda sent: (sent.start, sent.sender, sent.receiver))
         return Timeline(len(self._orders), self._spans, self._transfers)
 
-    def _do(self, rank: int, action: Action) -> bool:
+    def _run(self, rank: int, action: Action) -> bool:
         """Run an action of a rank; return False, and change nothing, if its input is not there."""
         if action.kind not in COMPUTE:
             self._exchange(rank, action)
@@ -159,10 +159,10 @@ class _Simulation:
                 return False
             start = max(start, self._arrived[received])
         self._clock[rank] = end = start + self._seconds(action)
-        self._spans.append(TimedAction(rank, action=action, start=start, end=end))
+        self._spans.append(TimedAction(rank=rank, action=action, start=start, end=end))
         exchange = get_exchange(action, self._stages)
         # Between two stages of a rank, or in lists without transfers, it is there at once.
-        if exchange is not None and exchange[1] not in self._across:
+        if exchange is not None and exchange[1] not in self._exchange_actions:
             self._arrived[exchange[1]] = end
         return True
 
@@ -186,11 +186,11 @@ class _Simulation:
         pair = (min(rank, peer), max(rank, peer))
         is_sender = action.kind in (SEND_ACTIVATION, SEND_GRADIENT)
         send, receive = (action, partner) if is_sender else (partner, action)
-        start = max(since, self._clock[rank], self._free.get(pair, 0))
-        self._free[pair] = self._arrived[receive] = end = start + self._transfer(send)
+        start = max(since, self._clock[rank], self._free_at.get(pair, 0))
+        self._free_at[pair] = self._arrived[receive] = end = start + self._transfer(send)
         sender, receiver = (rank, peer) if is_sender else (peer, rank)
         self._transfers.append(
-            Transfer(sender, receiver=receiver, action=send, start=start, end=end)
+            Transfer(sender=sender, receiver=receiver, action=send, start=start, end=end)
         )
 
 
@@ -228,8 +228,7 @@ def _insert_transfers(
     parallel: ParallelConfig,
     exchanges: Mapping[tuple[int, int], list[tuple[Action, Action]]],
 ) -> list[Action]:
-    """Return a rank's order with its sends after the actions that make the tensors, and its
-    receives one action ahead of their use.
+    """Return a rank's order with sends after what makes the tensors, and receives an action ahead.
 
     exchanges: by pair of ranks, their sends and receives in the one order that both keep.
     """
@@ -360,7 +359,7 @@ def compute_live_bytes(
                     handed.add(receive)
         moments.append(
             Live(
-                action,
+                action=action,
                 kept=kept,
                 deferred=deferred,
                 received=len(received) * boundary,

@@ -27,8 +27,8 @@ SEGMENT_ROUNDING = 2 * MIB  # kRoundLarge: segments of such requests are rounded
 # about 1000, as measured in forums.developer.nvidia.com/t/68937. No document of NVIDIA's has the
 # number.
 LAUNCH_QUEUE = 1024
-# Above 2**32 like a device's addresses, so that programs that show snapshots (`write_snapshot` in
-# replay.py, pytorch.org/memory_viz) read every address as one type of number.
+# Above 2**32 like a device's addresses, so that programs that show snapshots of memory (those of
+# `write_snapshot` in replay.py) read every address as one type of number.
 _FIRST_ADDRESS = 0x7000_0000_0000 // LARGE_SEGMENT * LARGE_SEGMENT
 # Bytes of addresses of an expandable segment: more than any device has memory, so that it never
 # runs out of addresses.
@@ -40,7 +40,8 @@ def round_size(size: int) -> int:
     return -(-size // ROUNDING) * ROUNDING
 
 
-# eq=False: hashed by identity, for sets of blocks here and dicts in replay.py, whose fields change.
+# eq=False: blocks are in a set here and keys of dicts in replay.py while their fields change, so
+# that they are hashed by identity.
 # repr=False: a block refers to its neighbors, so that a generated one would print all of them.
 @dataclass(slots=True, eq=False, repr=False)
 class Block:
@@ -104,7 +105,7 @@ def compute_segment_size(size: int) -> int:
 
 
 def compute_growable_size(block: Block) -> int:
-    """Return a block's bytes with the addresses after it that have no memory yet."""
+    """Return the bytes of a block and of the addresses after it that have no memory yet."""
     following = block.next
     return block.size + (following.size if following and not following.mapped else 0)
 
@@ -201,7 +202,7 @@ class CachingAllocator:
         # Bytes now, as `MemoryPeaks` has them, and their peaks since the last `reset_peaks`.
         self.requested = self.allocated = self.active = self.reserved = 0
         self.peaks = MemoryPeaks()
-        self.num_alloc_retries = 0
+        self.num_alloc_retries = 0  # times that unused segments were given back for a request
         # Entries (action, address, bytes, stream), with the actions of
         # `torch.cuda.memory._snapshot()["device_traces"]`. The deque keeps none; set a list for it.
         self.log: MutableSequence[tuple[str, int, int, int]] = deque(maxlen=0)
@@ -223,8 +224,8 @@ class CachingAllocator:
         key = (size <= SMALL_SIZE, stream)
         pool = self._pools.get(key) or self._pools.setdefault(key, Pool(*key))
         block = self._reuse(pool, size) or self._reserve_block(pool, size, num_bytes)
-        # What is left over becomes a block of its own; a large block of a fixed segment keeps up to
-        # 1 MiB of it.
+        # What is left over becomes a block of its own, as in `should_split`: so a large block of a
+        # segment that cannot grow keeps up to 1 MiB of it.
         least_split = ROUNDING if pool.small or self.settings.expandable else SMALL_SIZE + 1
         if block.size - size >= least_split:
             pool.insert(split_block(block, size))
@@ -376,13 +377,15 @@ class CachingAllocator:
         if address is None:
             address = self._next_address
             self._next_address += segment_size
-        self._record_reserved("segment_alloc", address, change=segment_size, stream=pool.stream)
+        self._record_reserved(
+            action="segment_alloc", address=address, change=segment_size, stream=pool.stream
+        )
         return Block(address, segment_size, pool)
 
     def _would_exceed(self, num_bytes: int) -> bool:
         return self.settings.cap is not None and self.reserved + num_bytes > self.settings.cap
 
-    def _record_reserved(self, action: str, address: int, *, change: int, stream: int) -> None:
+    def _record_reserved(self, *, action: str, address: int, change: int, stream: int) -> None:
         # change: bytes that were taken from the device; negative if they were given back.
         self.reserved += change
         self.peaks.reserved = max(self.peaks.reserved, self.reserved)
@@ -401,7 +404,10 @@ class CachingAllocator:
         """Give a free block that is a whole segment back to the device (`release_block`)."""
         block.pool.remove(block)
         self._record_reserved(
-            "segment_free", block.address, change=-block.size, stream=block.pool.stream
+            action="segment_free",
+            address=block.address,
+            change=-block.size,
+            stream=block.pool.stream,
         )
 
     def _expand(self, pool: Pool, size: int) -> Block | None:
@@ -452,7 +458,9 @@ class CachingAllocator:
         size = -(-size // pool.page) * pool.page
         if not self.settings.by_fraction and self._would_exceed(size):
             return False
-        self._record_reserved("segment_map", block.address, change=size, stream=pool.stream)
+        self._record_reserved(
+            action="segment_map", address=block.address, change=size, stream=pool.stream
+        )
         pool.remove(block)
         if size < block.size:
             pool.insert(split_block(block, size))
@@ -480,4 +488,6 @@ class CachingAllocator:
         join_neighbors(block)
         if block.previous or block.next:
             pool.insert(block)  # else the segment is empty, and goes with its addresses
-        self._record_reserved("segment_unmap", begin, change=begin - end, stream=pool.stream)
+        self._record_reserved(
+            action="segment_unmap", address=begin, change=begin - end, stream=pool.stream
+        )

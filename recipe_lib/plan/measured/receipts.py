@@ -3,8 +3,8 @@
 `tune run` adds one (`make_receipt`, `append_receipt`) to a file of this machine,
 `$XDG_STATE_HOME/tune-recipes/receipts.jsonl`
 (https://specifications.freedesktop.org/basedir-spec/). `tune plan` shows the one of the run that is
-most like its own (`read_receipts`, `find_nearest`, `quote_line`). Nothing sends the file anywhere.
-Imports no torch, so that a plan starts fast.
+most like its own (`read_receipts`, `find_nearest`, `format_receipt`). Nothing sends the file
+anywhere. Imports no torch, so that a plan starts fast.
 """
 
 import errno
@@ -81,7 +81,7 @@ class Receipt:
         }
 
 
-def is_off() -> bool:
+def are_receipts_off() -> bool:
     """Return True if the environment turns receipts off (VARIABLE)."""
     return os.environ.get(VARIABLE, "").lower() in ("off", "0", "no")
 
@@ -229,8 +229,8 @@ def find_nearest(receipts: list[Receipt], planned: ReceiptRun) -> Receipt | None
     return min(comparable, key=count_differences, default=None)
 
 
-def quote_line(receipt: Receipt) -> str:
-    """Format a receipt as a line for the end of a plan, such as
+def format_receipt(receipt: Receipt) -> str:
+    """Format a receipt as a line for a plan.
 
     `2026-11-20, rtx4090, lora_finetune_distributed llama3/8B_lora: planned 15.21 GiB reserved,
     measured 15.43 GiB (-1.4%); ...`, with the speed where it is known.
