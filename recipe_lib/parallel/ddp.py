@@ -29,7 +29,7 @@ _NUM_BUCKETS = 2  # at a time: one is filled while the other is summed
 
 @dataclass(frozen=True)
 class Replicas:
-    """How the gradients of a model that every data rank has whole are summed."""
+    """The settings for summing the gradients of a model that every data rank has whole."""
 
     ranks: int  # the number of ranks that have the same parameters
     dtype: torch.dtype | None  # of the sums, `parallel.reduce_dtype`; None: that of each gradient

@@ -43,7 +43,7 @@ from recipe_lib.units import format_bytes, format_count
 
 @dataclass(frozen=True)
 class Parallel:
-    """How one model is divided on this rank, as `parallelize` has decided and applied it.
+    """The division of one model on this rank, as `parallelize` has decided and applied it.
 
     Functions that train, evaluate or save the model take it as an argument.
     """
