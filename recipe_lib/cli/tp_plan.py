@@ -20,7 +20,6 @@ from recipe_lib.config.local_files import format_install_line, has_package, is_h
 from recipe_lib.config.paths import list_presets
 from recipe_lib.config.suggest import find_nearest, show
 from recipe_lib.errors import DONE, ConfigError, SetupError, raise_faults
-from recipe_lib.external.inspection import build_transformers_config
 from recipe_lib.logs import silence_torchao
 
 NOT_CERTIFIED = 3  # exit code
@@ -93,6 +92,7 @@ def run(words: list[str]) -> int:
             certify_plans,
             print_report,
         )
+        from recipe_lib.external.inspection import build_transformers_config
 
         # How weights are stored is no part of the model.
         shape = {key: value for key, value in config_entries.items() if key not in STORED}

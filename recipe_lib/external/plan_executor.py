@@ -259,14 +259,14 @@ class _Execution(TorchFunctionMode):
         path = frame.path
         running.is_partly_off |= is_off
         if frame.reached != self.expected[path] and not is_off:
-            raise self._make_other_way_error(
+            raise self._make_other_calls_error(
                 path, f"{frame.reached} of {self.expected[path]} exchanges were reached"
             )
         running.ran.add(make_pattern(path))
         # A kernel that computes in place of a module would leave out the module's exchanges.
         missing = self.must_run.get(path, set()) - running.ran
         if missing and not running.is_partly_off:
-            raise self._make_other_way_error(min(missing), f"it was not run within {path}")
+            raise self._make_other_calls_error(min(missing), f"it was not run within {path}")
 
     @contextmanager
     def alone(self, rank: Tensor, length: int) -> Iterator[None]:
@@ -355,7 +355,7 @@ class _Execution(TorchFunctionMode):
             self.kept.note(function, args, kwargs, result)
         else:
             if name != boundaries[0].function:
-                raise self._make_other_way_error(
+                raise self._make_other_calls_error(
                     frame.path, f"call {frame.calls} is {name}, expected {boundaries[0].function}"
                 )
             frame.reached += 1
@@ -364,8 +364,7 @@ class _Execution(TorchFunctionMode):
             frame.calls += 1
         return result
 
-    def _make_other_way_error(self, path: str, reason: str) -> SetupError:
-        """Make the error of a forward whose calls are not those that the plan was made of."""
+    def _make_other_calls_error(self, path: str, reason: str) -> SetupError:
         compiled = "compile=false or " if self.running.alone is not None else ""
         return SetupError(
             f"{path or 'the model'}: its forward went another way than the one that its"

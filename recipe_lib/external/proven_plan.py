@@ -197,8 +197,7 @@ class _RankGroup:
         self.barrier = threading.Barrier(size, timeout=_PATIENCE)
         self._slots: list[Any] = [None] * size
 
-    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, in their order."""
+    def all_gather(self, rank: int, tensor: Tensor) -> list[Tensor]:
         self._slots[rank] = tensor.detach()
         self.barrier.wait()
         tensors = list(self._slots)
@@ -209,10 +208,10 @@ class _RankGroup:
         """Return the `Ranks` of one rank: its collectives, over this group."""
 
         def total(tensor: Tensor) -> Tensor:
-            return torch.stack(self.exchange(rank, tensor)).sum(0)
+            return torch.stack(self.all_gather(rank, tensor)).sum(0)
 
         def gather(tensor: Tensor) -> Tensor:
-            return torch.cat(self.exchange(rank, tensor))
+            return torch.cat(self.all_gather(rank, tensor))
 
         def scatter(tensor: Tensor) -> Tensor:
             return total(tensor).chunk(self.size)[rank].clone()
@@ -242,7 +241,7 @@ def _compute_rank_results(
             if logits.shape[-1] == stop - start:
                 take_part = partial(torch.narrow, dim=-1, start=start, length=stop - start)
                 return exchange(
-                    logits, lambda part: torch.cat(group.exchange(rank, part), -1), take_part
+                    logits, lambda part: torch.cat(group.all_gather(rank, part), -1), take_part
                 )
         return logits
 

@@ -196,15 +196,14 @@ def place_parameters(
                 placed[id(parameter)] = (
                     place_parameter(parameter, stored[path], mesh)
                     if stored and path in stored
-                    else _take_parameter_part(parameter, plans[path], mesh)
+                    else _shard_parameter(parameter, plans[path], mesh)
                 )
             setattr(module, name, placed[id(parameter)])
 
 
-def _take_parameter_part(
+def _shard_parameter(
     parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh
 ) -> nn.Parameter:
-    """Return a parameter as a DTensor of this rank's part of it."""
     full = parameter.detach()
     part = take_parameter_part(full, plan, rank=mesh.get_local_rank(), size=mesh.size())
     placement = Shard(plan.dim) if plan.dim >= 0 else Replicate()

@@ -29,7 +29,7 @@ _NUM_BUCKETS = 2  # at a time: one is filled while the other is summed
 
 @dataclass(frozen=True)
 class Replicas:
-    """How the gradients of a model that every data rank has whole are summed."""
+    """The settings for summing the gradients of a model that every data rank has whole."""
 
     ranks: int  # the number of ranks that have the same parameters
     dtype: torch.dtype | None  # of the sums, `parallel.reduce_dtype`; None: that of each gradient
@@ -104,16 +104,16 @@ def _fill_buckets(
         if not parameter.requires_grad or parameter.grad is None:
             continue
         gradient = get_local(parameter.grad)
-        kind = (gradient.dtype, gradient.device)
+        bucket_key = (gradient.dtype, gradient.device)
         sum_dtype = dtype or gradient.dtype
         for piece in gradient.view(-1).split(BUCKET_ELEMENTS):
             if piece.numel() == BUCKET_ELEMENTS:
                 yield [piece], sum_dtype
                 continue
-            bucket = filling.setdefault(kind, [])
+            bucket = filling.setdefault(bucket_key, [])
             if sum(filled.numel() for filled in bucket) + piece.numel() > BUCKET_ELEMENTS:
                 yield bucket, sum_dtype
-                bucket = filling[kind] = []
+                bucket = filling[bucket_key] = []
             bucket.append(piece)
     for (gradient_dtype, _), bucket in filling.items():
         yield bucket, dtype or gradient_dtype

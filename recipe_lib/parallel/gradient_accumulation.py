@@ -153,8 +153,10 @@ class GradientAccumulation:
             if parameter in self.sums:
                 self.sums[parameter].add_(gradient)
             else:
-                wide = torch.promote_types(gradient.dtype, torch.float32)
-                self.sums[parameter] = gradient.to(wide, copy=True) if self._in_fp32 else gradient
+                sum_dtype = torch.promote_types(gradient.dtype, torch.float32)
+                self.sums[parameter] = (
+                    gradient.to(sum_dtype, copy=True) if self._in_fp32 else gradient
+                )
 
     @torch.no_grad()
     def finish(self) -> None:

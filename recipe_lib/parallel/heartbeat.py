@@ -262,8 +262,8 @@ class Heartbeat:
     def phase(self, name: str) -> Iterator[Phase]:
         """Note that the main thread is in a phase of this name, and show it on the terminal."""
         self.enter(name)
-        with show_phase(name) as going:
-            yield going
+        with show_phase(name) as shown_phase:
+            yield shown_phase
 
     @contextmanager
     def name_action_in_errors(self) -> Iterator[None]:
@@ -287,8 +287,8 @@ class Heartbeat:
             self.action = ""
 
     @contextmanager
-    def exchange(self, other: int) -> Iterator[None]:
-        """Count what begins inside as one exchange with the rank `other`, and as no collective.
+    def exchange(self, peer: int) -> Iterator[None]:
+        """Count what begins inside as one exchange with the rank `peer`, and as no collective.
 
         A backend counts sends and receives as collectives of the group, but only two ranks have
         them, so the others would seem to be behind.
@@ -296,7 +296,7 @@ class Heartbeat:
         before = Counter(count_collectives())
         yield
         self._not_collective.update(Counter(count_collectives()) - before)
-        self._exchanges[f"{min(self._rank, other)} with {max(self._rank, other)}"] += 1
+        self._exchanges[f"{min(self._rank, peer)} with {max(self._rank, peer)}"] += 1
 
     @contextmanager
     def limit_connecting(self, *, is_made: bool) -> Iterator[None]:
@@ -317,7 +317,8 @@ class Heartbeat:
             timer.cancel()
 
     # The thread that looks at the main thread and judges the others. It makes no call that might
-    # not return, such as one to the store or the device.
+    # not return, such as one to the store or the device. It runs until the block has ended, or ends
+    # the process.
 
     def _look(self) -> None:
         last_look = time.monotonic()
@@ -418,7 +419,8 @@ class Heartbeat:
         beat = self._make_beat()
         return f"rank {self._rank} waits for {beat.still:.0f} s in {beat.at}"
 
-    # The thread that talks with the store. No other one does while it runs.
+    # The thread that talks with the store, which others do in `_is_first_to_say` alone. It runs
+    # until the block has ended, or the store is gone.
 
     def _talk(self) -> None:
         while True:

@@ -43,7 +43,7 @@ from recipe_lib.units import format_bytes, format_count
 
 @dataclass(frozen=True)
 class Parallel:
-    """How one model is divided on this rank, as `parallelize` has decided and applied it.
+    """The division of one model on this rank, as `parallelize` has decided and applied it.
 
     Functions that train, evaluate or save the model take it as an argument.
     """
@@ -279,15 +279,15 @@ def _sum_partial_gradients(model: nn.Module, parallel: Parallel, world: World) -
             local = cast(DTensor, parameter.grad).to_local()
             buckets.setdefault((local.dtype, local.device), []).append(local)
     for (dtype, _), gradients in buckets.items():
-        wide = torch.cat(
+        packed = torch.cat(
             [
                 gradient.reshape(-1).to(torch.promote_types(dtype, torch.float32))
                 for gradient in gradients
             ]
         )
-        torch.distributed.all_reduce(wide, group=world.mesh.get_group("tensor"))
+        torch.distributed.all_reduce(packed, group=world.mesh.get_group("tensor"))
         for gradient, total in zip(
-            gradients, wide.split([gradient.numel() for gradient in gradients]), strict=True
+            gradients, packed.split([gradient.numel() for gradient in gradients]), strict=True
         ):
             gradient.copy_(total.view_as(gradient))
 

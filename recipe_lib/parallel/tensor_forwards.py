@@ -235,9 +235,11 @@ def _run_column_parallel(
         return plain
     # The adapters' A work on the n tokens, and their outputs `[n, r]` are gathered in one call.
     narrow = torch.cat([_apply_lora_down(linear, shard) for linear in adapted], dim=-1)
-    parts = iter(gather(narrow, group).split([linear.settings.rank for linear in adapted], dim=-1))
+    narrow_parts = iter(
+        gather(narrow, group).split([linear.settings.rank for linear in adapted], dim=-1)
+    )
     return [
-        _add_lora_up(linear, plain=out, narrow=next(parts), rows=rows)
+        _add_lora_up(linear, plain=out, narrow=next(narrow_parts), rows=rows)
         if _is_adapted(linear)
         else out
         for linear, out, rows in zip(linears, plain, take_rows, strict=True)

@@ -371,10 +371,10 @@ def test_wrong_numbers_and_ranks_that_stand_still(
 
     original = calibrate.measure_collective
 
-    def late(operation: str, size: int, rank: int, *rest: Any) -> dict[str, Any]:
+    def late(operation: str, size: int, rank: int, **settings: Any) -> dict[str, Any]:
         if rank == 1 and operation == "all_gather":
             time.sleep(60)
-        return original(operation, size, rank, *rest)
+        return original(operation, size, rank, **settings)
 
     monkeypatch.setattr(calibrate, "measure_collective", late)
     monkeypatch.setattr(doctor, "STEP_SECONDS", 4.0)

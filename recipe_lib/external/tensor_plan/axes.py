@@ -1,10 +1,14 @@
-"""Dimensions as trees: what a view splits, what a slice cuts, and which dimensions are one axis.
+"""Represent dimensions of tensors as trees, to find which dimensions of a model are one axis.
 
-A dimension is a node. A leaf is not known to have parts; a product is a dimension that a view took
-apart (heads x head width, the outermost first); a concatenation is one that a slice cut (queries,
-keys, values). Nodes that an operator brings together are united, so that a leaf in the end stands
-for one axis of the model, wherever it occurs. An axis that an operator cannot compute part by part
-is blocked, with the reason.
+The rules of operators (`operator_rules`) call `regroup`, `cut`, `unify` and `block` on the
+dimensions of the tensors that an operator reads and makes; `infer` and `propagation` ask for the
+axes.
+
+A dimension is a node. A leaf has no known parts; a product is a dimension that a view took apart
+(heads x head width, the outermost first); a concatenation is one that a slice cut (queries, keys,
+values). An elementwise operator unites the nodes of its inputs, as a union-find structure does: in
+the end a leaf stands for one axis, wherever in the model it occurs. An axis that an operator cannot
+compute part by part is blocked, with the reason.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,28 +23,24 @@ class AxisNode:
     def __init__(
         self, size: int, kind: str = "leaf", children: Sequence["AxisNode"] = (), blocked: str = ""
     ):
-        """size: elements. kind: `leaf`, `product` or `parts`. blocked: why this axis
-        stays whole, or empty.
-        """
+        """Make a node of `size` elements; kind: `leaf`, `product` or `parts` (a concatenation)."""
         self.size = size
         self.kind = kind
-        self.children = list(children)
-        self.blocked = blocked
-        self.parent: AxisNode | None = None
+        self.children = list(children)  # factors, the outermost first, or parts in order
+        self.blocked = blocked  # of a leaf: why this axis stays whole; empty: it need not
+        self.parent: AxisNode | None = None  # a node united with this one; None: it is the root
 
 
 def find(node: AxisNode) -> AxisNode:
-    """Return the node that all united with this one share."""
+    """Return the root: the node that stands for all that are united with this one."""
     while node.parent is not None:
-        node.parent = node.parent.parent or node.parent  # later look-ups are short
+        node.parent = node.parent.parent or node.parent  # path halving, for short look-ups
         node = node.parent
     return node
 
 
 def list_leaves(node: AxisNode) -> list[AxisNode]:
-    """Return the leaves under a node that hold more than one element, in order, as often as they
-    occur.
-    """
+    """Return the leaves of more than one element under a node, in order, with repetitions."""
     root = find(node)
     if root.kind == "leaf":
         return [root] if root.size > 1 else []
@@ -48,13 +48,16 @@ def list_leaves(node: AxisNode) -> list[AxisNode]:
 
 
 def block(node: AxisNode, reason: str) -> None:
-    """Keep every axis under the node whole, for this reason; the first reason is kept."""
+    """Block every axis under the node; the first reason that an axis gets stays."""
     for leaf in list_leaves(node):
         leaf.blocked = leaf.blocked or reason
 
 
 def list_factors(node: AxisNode) -> list[AxisNode]:
-    """Return the node as a product: its factors of more than one element, the outermost first."""
+    """Return the factors of more than one element of a node, the outermost first.
+
+    A node that is no product is its only factor.
+    """
     root = find(node)
     if root.size == 1:
         return []
@@ -64,7 +67,7 @@ def list_factors(node: AxisNode) -> list[AxisNode]:
 
 
 def list_parts(node: AxisNode) -> list[AxisNode]:
-    """Return the node as a concatenation: its parts in order."""
+    """Return the parts of a concatenation in order; another node is its only part."""
     root = find(node)
     if root.kind != "parts":
         return [root]
@@ -72,7 +75,7 @@ def list_parts(node: AxisNode) -> list[AxisNode]:
 
 
 def make_product(nodes: Iterable[AxisNode]) -> AxisNode:
-    """Make one dimension of several, the outermost first."""
+    """Return the dimension that a view makes of several ones, the outermost first."""
     factors = [factor for node in nodes for factor in list_factors(node)]
     if len(factors) == 1:
         return factors[0]
@@ -81,7 +84,7 @@ def make_product(nodes: Iterable[AxisNode]) -> AxisNode:
 
 
 def make_concatenation(nodes: Iterable[AxisNode]) -> AxisNode:
-    """Make one dimension of several, one after the other."""
+    """Return the dimension that a concatenation makes of several ones, in order."""
     joined = [part for node in nodes for part in list_parts(node) if part.size]
     if len(joined) == 1:
         return joined[0]
@@ -89,31 +92,37 @@ def make_concatenation(nodes: Iterable[AxisNode]) -> AxisNode:
 
 
 def regroup(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> list[AxisNode]:
-    """Return the same elements under other sizes, as a view has it; block what does not line up."""
+    """Return the dimensions of a view of other sizes; block those that do not line up.
+
+    reason: why an axis that does not line up is blocked.
+    """
     queue = [factor for node in nodes for factor in list_factors(node)]
     regrouped: list[AxisNode] = []
     for size in sizes:
-        taken: list[AxisNode] = []
-        need = size
-        while need > 1 and queue:
+        factors: list[AxisNode] = []
+        missing_size = size  # by which the factors have still to grow; 0: it cannot be
+        while missing_size > 1 and queue:
             first = queue[0]
-            if need % first.size == 0:
-                taken.append(queue.pop(0))
-                need //= first.size
-            elif first.size % need or not _refine(first, need, reason):
-                need = 0
+            if missing_size % first.size == 0:
+                factors.append(queue.pop(0))
+                missing_size //= first.size
+            elif first.size % missing_size or not _refine(first, missing_size, reason):
+                missing_size = 0
             else:
                 queue[:1] = list_factors(first)
-                if queue[0].size > need:  # its own factors do not line up
-                    need = 0
-        if need != 1:
+                if queue[0].size > missing_size:  # its own factors do not line up
+                    missing_size = 0
+        if missing_size != 1:
             return _make_opaque(nodes, sizes, reason)
-        regrouped.append(make_product(taken))
+        regrouped.append(make_product(factors))
     return regrouped
 
 
 def cut(node: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
-    """Cut the node into consecutive lengths, which add up to its size."""
+    """Cut a node into consecutive parts of these lengths, which add up to its size.
+
+    reason: why axes are blocked where the lengths do not line up with its factors.
+    """
     root = find(node)
     lengths = [length for length in lengths if length]
     if len(lengths) == 1:
@@ -134,27 +143,31 @@ def cut(node: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
 
 def _cut_parts(root: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
     queue = list_parts(root)
-    pieces: list[AxisNode] = []  # what the concatenation consists of from now on
+    pieces: list[AxisNode] = []  # the parts of the concatenation from now on
     cuts = []
     for length in lengths:
-        taken: list[AxisNode] = []
-        need = length
-        while need:
+        cut_pieces: list[AxisNode] = []
+        missing_length = length
+        while missing_length:
             first = queue.pop(0)
-            if first.size > need:
-                head, tail = cut(first, [need, first.size - need], reason)
+            if first.size > missing_length:
+                head, tail = cut(first, [missing_length, first.size - missing_length], reason)
                 queue.insert(0, tail)
                 first = head
-            taken.append(first)
-            need -= first.size
-        pieces += taken
-        cuts.append(make_concatenation(taken))
+            cut_pieces.append(first)
+            missing_length -= first.size
+        pieces += cut_pieces
+        cuts.append(make_concatenation(cut_pieces))
     root.children = pieces
     return cuts
 
 
 def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
-    """Make both nodes one from now on: an operator brings their elements together one by one."""
+    """Unite two nodes whose elements an operator combines one by one.
+
+    Nodes of one element stay as they are. reason: why axes are blocked where the trees of the two
+    do not line up.
+    """
     left, right = map(find, (left, right))
     if left is right or left.size == 1:
         return
@@ -169,6 +182,7 @@ def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
         if _align(left, right, reason) and find(left) is not find(right):
             left.parent = right
     else:
+        # A product and a concatenation: each part is taken apart by the product's innermost factor.
         product, parts = (left, right) if left.kind == "product" else (right, left)
         if _refine(parts, parts.size // list_factors(product)[-1].size, reason):
             unify(product, parts, reason)
@@ -176,26 +190,27 @@ def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
             block(product, reason)
 
 
-def _link(leaf: AxisNode, other: AxisNode) -> None:
-    leaf.parent = other
+def _link(leaf: AxisNode, root: AxisNode) -> None:
+    leaf.parent = root
     if leaf.blocked:
-        block(other, leaf.blocked)
+        block(root, leaf.blocked)
 
 
 def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
-    """Unite two products factor by factor, or two concatenations part by part. False, and blocked,
-    if that fails.
+    """Unite two products factor by factor, or two concatenations part by part.
+
+    Return False if that fails; both are blocked then.
     """
     is_product = left.kind == "product"
-    ours, theirs = map(list_factors if is_product else list_parts, (left, right))
-    while ours and theirs:
-        larger, smaller = (ours, theirs) if ours[0].size >= theirs[0].size else (theirs, ours)
+    lefts, rights = map(list_factors if is_product else list_parts, (left, right))
+    while lefts and rights:
+        larger, smaller = (lefts, rights) if lefts[0].size >= rights[0].size else (rights, lefts)
         length = smaller[0].size
         if larger[0].size == length:
-            unify(ours.pop(0), theirs.pop(0), reason)
-            if is_product:  # uniting may have taken others apart
-                ours = [factor for node in ours for factor in list_factors(node)]
-                theirs = [factor for node in theirs for factor in list_factors(node)]
+            unify(lefts.pop(0), rights.pop(0), reason)
+            if is_product:  # uniting may have taken the next ones apart
+                lefts = [factor for node in lefts for factor in list_factors(node)]
+                rights = [factor for node in rights for factor in list_factors(node)]
         elif not is_product:
             larger[:1] = cut(larger[0], [length, larger[0].size - length], reason)
         elif larger[0].size % length == 0 and _refine(larger[0], length, reason):
@@ -208,8 +223,10 @@ def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
 
 
 def _refine(node: AxisNode, outer: int, reason: str) -> bool:
-    """Take a leaf or a concatenation apart into `outer` x the rest. False, and blocked, where that
-    cannot be.
+    """Take a leaf or a concatenation apart into a product of `outer` and the rest, in place.
+
+    Return False if its parts do not line up with that; they are blocked then. A product is left
+    as it is.
     """
     root = find(node)
     inner = root.size // outer
@@ -226,15 +243,16 @@ def _refine(node: AxisNode, outer: int, reason: str) -> bool:
     if any(piece.size % inner for piece in pieces):
         block(root, reason)
         return False
+    # Each piece as (outer, inner); the inner ones are one axis.
     split = [regroup([piece], [piece.size // inner, inner], reason) for piece in pieces]
-    for _, low in split[1:]:
-        unify(split[0][1], low, reason)
-    if all(high.size == 1 for high, _ in split):
-        # gate and up as (2, width): which of the two it is cannot be cut
-        high = AxisNode(outer, blocked=reason)
+    for _, inner_node in split[1:]:
+        unify(split[0][1], inner_node, reason)
+    if all(outer_node.size == 1 for outer_node, _ in split):
+        # Gate and up as (2, width): the axis of 2 tells one from the other, and cannot be cut.
+        outer_node = AxisNode(outer, blocked=reason)
     else:
-        high = make_concatenation(high for high, _ in split)
-    root.children = [high, split[0][1]]
+        outer_node = make_concatenation(outer_node for outer_node, _ in split)
+    root.children = [outer_node, split[0][1]]
     root.kind = "product"
     return True
 
@@ -257,11 +275,10 @@ def have_axis(nodes: Iterable[AxisNode], axis: AxisNode) -> bool:
 
 
 def find_segments(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | None:
-    """Return the segments of a dimension as (length, whole): cut evenly along the axis, or without
-    it, and so whole on each rank.
+    """Return the segments of a dimension that has an axis, in order, as (length, is whole).
 
-    None where the dimension, or a part of it, carries the axis twice or not as one of the factors
-    of a product.
+    A segment is cut evenly along the axis; or it does not have the axis, and is whole on each rank.
+    None where the dimension, or a part of it, has the axis twice, or not as a factor of a product.
     """
     root, axis = map(find, (node, axis))
     if root is axis:
@@ -276,19 +293,20 @@ def find_segments(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | No
         return [segment for piece in pieces for segment in piece or ()]
     if root.kind == "product":
         factors = list_factors(root)
-        with_axis = [number for number, factor in enumerate(factors) if has_axis(factor, axis)]
-        if len(with_axis) != 1:
+        indices = [index for index, factor in enumerate(factors) if has_axis(factor, axis)]
+        if len(indices) != 1:
             return None
-        inner = prod(factor.size for factor in factors[with_axis[0] + 1 :])
-        outer = prod(factor.size for factor in factors[: with_axis[0]])
-        segments = find_segments(factors[with_axis[0]], axis) or []
+        inner = prod(factor.size for factor in factors[indices[0] + 1 :])
+        outer = prod(factor.size for factor in factors[: indices[0]])
+        segments = find_segments(factors[indices[0]], axis) or []
         return [(length * inner, whole) for length, whole in segments] * outer or None
     return None
 
 
 def compute_local_size(node: AxisNode, shares: dict[AxisNode, int]) -> int:
-    """Return the elements of a dimension on one rank, where each axis of `shares` (leaf: ranks) is
-    cut.
+    """Return the number of elements of a dimension on one rank.
+
+    shares: leaf of an axis that is cut -> the number of ranks that share it.
     """
     root = find(node)
     if root.kind == "leaf":

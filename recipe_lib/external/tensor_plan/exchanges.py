@@ -1,5 +1,9 @@
-"""Make calls with boundaries as one rank does: the same for ranks that train (`plan_executor`) and
-for the threads of a proof (`proven_plan`), which give `Ranks` other functions.
+"""Make the exchanges of a tensor-parallel plan at one call of a rank's forward.
+
+A boundary is one exchange of the plan, at an argument or a result of a call (`Boundary`). When
+`plan_executor` comes to a call with boundaries, it makes it by `Exchanges.call`. Training and the
+proof of a plan (`proven_plan`) share this code; `Ranks` has the collectives of processes for one,
+of threads for the other.
 """
 
 import contextlib
@@ -25,19 +29,20 @@ from recipe_lib.models.language_model import Entry, replace_entries
 from recipe_lib.ops.fused_kernels import call_with_gradient
 
 Change = Callable[[Tensor], Tensor]
-Rank: TypeAlias = int | Tensor
+Rank: TypeAlias = int | Tensor  # a tensor `[]` in code that is compiled
+# (kind of exchange, `Boundary.activation`, id of the tensor) -> (the tensor, its result)
 Entered = dict[tuple[str, int, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """One of the ranks that share a model, and what they do together."""
+    """One of the ranks that share a model, and their collectives."""
 
-    rank: int
-    size: int
-    total: Change  # a tensor to its sum over ranks
-    gather: Change  # `[n, ...]` of each to `[N, ...]` on all
-    scatter: Change  # the sum of all ranks' `[N, ...]`, to each its `[n, ...]`
+    rank: int  # index of this rank
+    size: int  # number of ranks
+    total: Change  # all-reduce: a tensor -> its sum over ranks
+    gather: Change  # all-gather: `[n, ...]` of each of t ranks -> `[t * n, ...]` on all
+    scatter: Change  # reduce-scatter: `[t * n, ...]` -> this rank's `[n, ...]` of the sum
 
 
 @dataclass(frozen=True)
@@ -46,15 +51,16 @@ class Exchanges:
 
     plan: ShardingPlan
     ranks: Ranks
-    # In code that is compiled a tensor `[]`, so that the code is the same on all ranks.
+    # Returns this rank's index. In code that is compiled it is a tensor `[]`, so that all ranks
+    # compile the same graph.
     rank: Callable[[], Rank]
-    # What has entered, been gathered or been cut so far, by how, activation and id: a tensor does
-    # so once for all calls that share it. It is kept there, so that its id is not given to another
-    # one.
+    # Returns the exchanges so far whose results later calls share. A tensor is kept with its
+    # result, so that no other one gets its id.
     entered: Callable[[], Entered]
-    # Tokens in each row of the forward that runs; 0: no tokens are shared out.
+    # Returns the tokens in each row of the forward that runs; 0: ranks do not share tokens.
     length: Callable[[], int]
-    # Gets every call that is made here, and whether what it gives costs little to make again.
+    # Gets (function, args, kwargs, result) of every call that is made here, and optionally True if
+    # it costs little to run again (`KeptTensors.note`).
     note: Callable[..., None]
 
     def call(
@@ -64,57 +70,63 @@ class Exchanges:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Do a call that has boundaries. Returns what the model is to get."""
+        """Call a torch function with its boundaries' exchanges; return what the model gets."""
         inputs: dict[str, list[Boundary]] = {}
         outputs: dict[str, list[Boundary]] = {}
         for boundary in boundaries:
             by_place = outputs if boundary.place.startswith("output") else inputs
             by_place.setdefault(boundary.place, []).append(boundary)
         args, kwargs = self._pass_all(args, kwargs, inputs)
-        leaving = next((each for each in boundaries if each.kind in ("leave", "lookup")), None)
+        leaving = next(
+            (boundary for boundary in boundaries if boundary.kind in ("leave", "lookup")), None
+        )
         if leaving is None:
             result = function(*args, **kwargs)
             self.note(function, args, kwargs, result)
         else:
-            # A sum of which each rank wants its tokens is one reduce-scatter.
-            cut = next((each for each in outputs["output"] if each.kind == "slice"), None)
-            cut = cut if self.length() else None
-            outputs["output"] = [each for each in outputs["output"] if each.kind == "enter"]
+            # A sum of which each rank gets its own tokens is one reduce-scatter.
+            token_slice = next(
+                (boundary for boundary in outputs["output"] if boundary.kind == "slice"), None
+            )
+            token_slice = token_slice if self.length() else None
+            outputs["output"] = [
+                boundary for boundary in outputs["output"] if boundary.kind == "enter"
+            ]
             run = self._look_up if leaving.kind == "lookup" else self._leave
-            result = run(leaving, cut, function=function, args=args, kwargs=kwargs)
+            result = run(leaving, token_slice, function=function, args=args, kwargs=kwargs)
         return self._pass_all((), {"output": result}, outputs)[1]["output"]
 
     def _pass_all(
         self, args: Any, kwargs: Any, by_place: dict[str, list[Boundary]]
     ) -> tuple[Any, Any]:
-        """Pass arguments, or what a call gives, through the boundaries of their places."""
+        """Pass arguments, or a call's results, through the boundaries of their places."""
         for place, boundaries in by_place.items():
             tensor = self._pass(dict(list_places(args, kwargs))[place], boundaries)
             args, kwargs = replace_argument(args, kwargs=kwargs, place=place, value=tensor)
         return args, kwargs
 
     def _pass(self, tensor: Tensor, boundaries: list[Boundary]) -> Tensor:
-        """Pass a tensor through the boundaries of one place."""
+        """Pass a tensor through the boundaries of one place; see `Boundary` for their kinds."""
         by_kind = {boundary.kind: boundary for boundary in boundaries}
         if "assemble" in by_kind:
             return self.assemble(tensor, by_kind["assemble"])
-        tokens = by_kind.get("slice") or by_kind.get("gather") if self.length() else None
-        if tokens is not None and tokens.kind == "slice":
-            gather, slice_ = self._make_token_exchange(tokens, summed=False)
+        token_boundary = by_kind.get("slice") or by_kind.get("gather") if self.length() else None
+        if token_boundary is not None and token_boundary.kind == "slice":
+            gather, slice_ = self._make_token_exchange(token_boundary, summed=False)
             return self._pass_once(
                 "slice",
-                boundary=tokens,
+                boundary=token_boundary,
                 tensor=tensor,
                 make=partial(self._exchange_linear, tensor, slice_, gather),
             )
         entering = by_kind.get("enter") or by_kind.get("cut")
         needs_sum = entering is not None and tensor.requires_grad
-        if tokens is not None:
+        if token_boundary is not None:
             kind = "gather and enter" if needs_sum else "gather"
-            gather, slice_ = self._make_token_exchange(tokens, needs_sum)
+            gather, slice_ = self._make_token_exchange(token_boundary, needs_sum)
             tensor = self._pass_once(
                 kind,
-                boundary=tokens,
+                boundary=token_boundary,
                 tensor=tensor,
                 make=partial(self._exchange_linear, tensor, gather, slice_),
             )
@@ -134,10 +146,10 @@ class Exchanges:
         return part
 
     def assemble(self, tensor: Tensor, parts: Boundary | ParameterPlan) -> Tensor:
-        """Gather the `whole` segments of a rank's part of a parameter.
+        """Gather the `whole` segments of a parameter, of which a rank has its part.
 
-        Each rank uses those segments for its heads alone, so that its gradient of them is a part of
-        a sum.
+        Each rank uses them for its own heads alone, so their gradients are summed over ranks, and
+        scattered.
         """
         return self._exchange_linear(
             tensor,
@@ -146,8 +158,9 @@ class Exchanges:
         )
 
     def _make_token_exchange(self, where: Boundary, summed: bool) -> tuple[Change, Change]:
-        """Return what makes all ranks' tokens of a rank's, and the other way round. summed: of the
-        sum over ranks.
+        """Return (gather, slice) of a boundary: a rank's tokens to all tokens, and back.
+
+        summed: the slice is of the sum over ranks, a reduce-scatter.
         """
         gather = partial(_gather_tokens, where=where, length=self.length(), ranks=self.ranks)
         return gather, partial(
@@ -184,8 +197,9 @@ class Exchanges:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Sum what a function gives over ranks, or give a rank's tokens of that; add its bias
-        once.
+        """Call a function, and sum its result over ranks; its bias is added once, to the sum.
+
+        cut: a slice of tokens; then the result is this rank's tokens of the sum.
         """
         bias = dict(list_places(args, kwargs))[boundary.bias] if boundary.bias else None
         if bias is not None:
@@ -215,7 +229,10 @@ class Exchanges:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Look up rows of this rank's own tokens, zeros for others, and sum them over ranks."""
+        """Call an embedding of which this rank has a range of rows, and sum over ranks.
+
+        Tokens outside the range give zeros here. cut: as in `_leave`.
+        """
         rank = self.rank()
         if not isinstance(rank, int):
             raise SetupError(
@@ -235,6 +252,7 @@ class Exchanges:
         args, kwargs = replace_argument(
             args, kwargs=kwargs, place=place, value=torch.where(is_own, tokens - start, 0)
         )
+        # F.embedding's padding_idx, by position or by name, is an index of the rank's rows too.
         for place in ("2", "padding_idx"):
             padding = arguments.get(place)
             if padding is not None:
@@ -244,19 +262,20 @@ class Exchanges:
 
 
 def exchange(tensor: Tensor, forward: Change, backward: Change) -> Tensor:
-    """Return what `forward` makes of a tensor; its gradient is what `backward` makes of that of the
-    result. Keeps nothing.
+    """Return forward(tensor), with backward(gradient) as its backward; nothing is saved for it.
 
-    forward must be linear in the tensor, and give new memory or a view.
+    forward: linear in the tensor; returns new memory or a view. backward: maps the gradient of the
+    result to that of the tensor.
     """
     return call_with_gradient(forward, tensor, differentiate=backward, kept=())
 
 
 def enter(tensor: Tensor, total: Change) -> Tensor:
-    """Let what all ranks have go into what each has a part of: its gradient is summed over
-    ranks.
+    """Return a tensor as it is, with its gradient summed over ranks (`Ranks.total`).
+
+    For a tensor that all ranks have, and that each one computes a part of the result with.
     """
-    return exchange(tensor, lambda whole: whole.view_as(whole), total)
+    return exchange(tensor, lambda value: value.view_as(value), total)
 
 
 def _list_lengths(
@@ -270,25 +289,29 @@ def _list_lengths(
 
 def _assemble_parameter(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
     pieces = list(tensor.split(_list_lengths(parts, ranks.size), parts.dim))
-    own_whole = torch.cat([pieces[at] for at in parts.whole], parts.dim)
-    gathered = ranks.gather(own_whole.unsqueeze(0).contiguous())
-    lengths = [parts.segments[at] // ranks.size for at in parts.whole]
-    for at, piece in zip(parts.whole, gathered.split(lengths, parts.dim + 1), strict=True):
-        pieces[at] = piece.movedim(0, parts.dim).flatten(parts.dim, parts.dim + 1)
+    # This rank's parts of the segments that become whole, in one gather along a new dimension 0.
+    own_parts = torch.cat([pieces[index] for index in parts.whole], parts.dim)
+    gathered = ranks.gather(own_parts.unsqueeze(0).contiguous())
+    lengths = [parts.segments[index] // ranks.size for index in parts.whole]
+    for index, piece in zip(parts.whole, gathered.split(lengths, parts.dim + 1), strict=True):
+        pieces[index] = piece.movedim(0, parts.dim).flatten(parts.dim, parts.dim + 1)
     return torch.cat(pieces, parts.dim)
 
 
 def _scatter_gradient(gradient: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
-    """Return the gradient of a rank's part: of segments that all ranks compute with, the sum of
-    theirs.
+    """Return the gradient of a rank's part of a parameter, from that of the assembled one.
+
+    That of the gathered segments is summed over ranks.
     """
     dim = parts.dim
     pieces = list(gradient.split(_list_lengths(parts, ranks.size, parts.whole), dim))
-    by_rank = [pieces[at].unflatten(dim, (ranks.size, -1)).movedim(dim, 0) for at in parts.whole]
+    by_rank = [
+        pieces[index].unflatten(dim, (ranks.size, -1)).movedim(dim, 0) for index in parts.whole
+    ]
     summed = ranks.scatter(torch.cat(by_rank, dim + 1).contiguous())[0]
-    own_pieces = summed.split([parts.segments[at] // ranks.size for at in parts.whole], dim)
-    for at, piece in zip(parts.whole, own_pieces, strict=True):
-        pieces[at] = piece
+    own_pieces = summed.split([parts.segments[index] // ranks.size for index in parts.whole], dim)
+    for index, piece in zip(parts.whole, own_pieces, strict=True):
+        pieces[index] = piece
     return torch.cat(pieces, dim)
 
 
@@ -297,14 +320,15 @@ def _gather_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Ranks) -
     gathered = (
         ranks.gather(moved.contiguous()).movedim(0, token_dim).flatten(where.dim, where.dim + 1)
     )
-    return gathered.contiguous()  # a view of a contiguous one is no copy
+    return gathered.contiguous()  # no copy where it is a view of a contiguous tensor
 
 
 def _take_own_tokens(
     tensor: Tensor, where: Boundary, length: int, rank: Rank, ranks: Ranks, summed: bool
 ) -> Tensor:
-    """Return a rank's tokens of a tensor that has whole rows of `length`. summed: of the sum over
-    ranks.
+    """Return a rank's tokens of a tensor with whole rows of `length` tokens along `where.dim`.
+
+    summed: of the tensor's sum over ranks, by a reduce-scatter.
     """
     moved, token_dim = _move_tokens_to_front(tensor, where, length)
     part = length // ranks.size
@@ -318,8 +342,9 @@ def _take_own_tokens(
 
 
 def _move_tokens_to_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tensor, int]:
-    """Return `[tokens, ...]` with the tokens of a row apart from the rest of their dimension, and
-    where they were.
+    """Return the tensor as `[length, ...]`, and the dimension where its tokens were.
+
+    `where.dim` is split into the `length` tokens of a row and what a view has put there with them.
     """
     wide = tensor.unflatten(where.dim, (length, -1) if where.tokens_first else (-1, length))
     token_dim = where.dim if where.tokens_first else where.dim + 1
@@ -327,11 +352,11 @@ def _move_tokens_to_front(tensor: Tensor, where: Boundary, length: int) -> tuple
 
 
 def get_trained_length(ids: Any, plan: ShardingPlan, size: int) -> int:
-    """Return the tokens in each row of the token ids `[b, s]` that a forward gets; 0: every rank
-    has all tokens.
+    """Return the length s of rows of token ids `[b, s]` whose tokens `size` ranks share.
 
-    So it is where no gradients are wanted: a forward that generates goes other ways, and keeps
-    nothing anyway. Raises ValueError for rows of which the ranks cannot have equal parts.
+    0: every rank has all tokens, as the plan says, or as no gradients are wanted: a forward that
+    generates makes other calls, and saves nothing anyway. Raises ValueError for an s that the ranks
+    do not divide.
     """
     if not plan.shared_tokens or not torch.is_grad_enabled():
         return 0
@@ -352,15 +377,15 @@ def take_own_part(
     size: int,
     whole: tuple[int, ...] = (),
 ) -> Tensor:
-    """Return a rank's part of a tensor: of each segment along dim, which repeat as often as there
-    is room, or all of it.
+    """Return a rank's part of a tensor: of each segment along dim its `1 / size`, in order.
 
-    whole: numbers of the segments to take all of.
+    segments: lengths along dim, which repeat until dim ends. whole: indices, over all repetitions,
+    of segments to take all of.
     """
     repeated = segments * (tensor.shape[dim] // sum(segments))
     if not isinstance(rank, int):
         return tensor.index_select(
-            dim, _make_row_numbers(repeated, rank=rank, size=size, whole=whole)
+            dim, _make_row_indices(repeated, rank=rank, size=size, whole=whole)
         )
     return torch.cat(
         [
@@ -372,27 +397,33 @@ def take_own_part(
 
 
 def take_parameter_part(tensor: Tensor, plan: ParameterPlan, rank: int, size: int) -> Tensor:
-    """Return a rank's part of a parameter, or of a tensor like it; all of one that is not cut."""
+    """Return a rank's part of a tensor of a parameter's shape; all of it if the plan cuts none."""
     if plan.dim < 0:
         return tensor
     return take_own_part(tensor, plan.dim, plan.segments, rank=rank, size=size)
 
 
-def _make_row_numbers(
+def _make_row_indices(
     segments: tuple[int, ...], rank: Tensor, size: int, whole: tuple[int, ...]
 ) -> Tensor:
-    """Return which rows a rank has; equally many on all ranks."""
-    of_ranks = [compute_bounds(segments, rank=each, size=size, whole=whole) for each in range(size)]
-    if len({tuple(stop - start for start, stop in bounds) for bounds in of_ranks}) > 1:
+    """Return the indices of a rank's rows, where the rank is a tensor `[]`.
+
+    Raises SetupError if ranks have different numbers of rows: the code is compiled for all of them.
+    """
+    rank_bounds = [
+        compute_bounds(segments, rank=index, size=size, whole=whole) for index in range(size)
+    ]
+    if len({tuple(stop - start for start, stop in bounds) for bounds in rank_bounds}) > 1:
         raise SetupError(
             f"compile: a layer divides {sum(segments)} numbers among {size} ranks unevenly, which"
             " is not compiled; set compile=false"
         )
-    first, second = of_ranks[:2]
+    # Rank r's bounds are rank 0's plus r times the step from rank 0's to rank 1's.
+    first, second = rank_bounds[:2]
     return torch.cat(
         [
-            torch.arange(start, stop, device=rank.device) + rank * (later - start)
-            for (start, stop), (later, _) in zip(first, second, strict=True)
+            torch.arange(start, stop, device=rank.device) + rank * (next_start - start)
+            for (start, stop), (next_start, _) in zip(first, second, strict=True)
         ]
     )
 
@@ -400,12 +431,12 @@ def _make_row_numbers(
 def divide_attributes(
     model: nn.Module, plan: ShardingPlan, size: int
 ) -> contextlib.AbstractContextManager[None]:
-    """Divide, while it is entered, the plan's integer attributes by size."""
+    """Return a context in which the model's attributes of `plan.rewrites` are divided by `size`."""
     entries: list[Entry] = []
     for rewrite in plan.rewrites:
         owner: Any = model.get_submodule(rewrite.module)
         *path, name = rewrite.attribute.split(".")
-        for step in path:
-            owner = getattr(owner, step)
+        for attribute in path:
+            owner = getattr(owner, attribute)
         entries.append((owner.__dict__, name, Division(size, rewrite.kept).divide(rewrite.value)))
     return replace_entries(entries)

@@ -1,8 +1,10 @@
-"""Infer a tensor parallel plan of a model from what one forward does; names decide nothing.
+"""Infer a tensor-parallel plan of a model from the operators of one forward; names decide nothing.
 
 `infer_plan` traces a forward, follows every axis that parameters have, keeps those that ranks can
-share, and makes a `ShardingPlan` of them. It is called for a model as it is (apply_plan), for one
-with adapters (proven_plan), and for a config alone (transformers_models).
+share, and makes a `ShardingPlan` of them. An axis is a dimension, or a factor of one, that occurs
+in several tensors, such as the heads of an attention; which dimensions are one axis follows from
+the operators (`axes`). Callers: `apply_plan` for a user's model, `proven_plan` for one with
+adapters, `transformers_models` for a config alone.
 """
 
 import contextlib
@@ -59,26 +61,28 @@ def infer_plan(
     tokens: bool = True,
     others: Iterable[dict[str, Any]] = (),
 ) -> ShardingPlan:
-    """Return the tensor parallel plan of a model, which is not changed.
+    """Return the tensor-parallel plan of a model, which is not changed.
 
     model: any language model, on the meta device or another one. inputs: keyword arguments of its
-    forward, on the same device, token ids first (`build_example_inputs` makes those of
-    transformers). size: takes only axes that this many ranks can share; 0 takes all. tokens: shares
-    out tokens, too, where the forward allows it. others: what the forward may be called with, too,
-    and may make other calls for. Raises SetupError where the forward cannot be traced.
+    forward, on the same device, token ids `[b, s]` first (`build_example_inputs` makes those of
+    transformers). size: number of ranks; only axes that they can share are cut; 0: all axes.
+    tokens: ranks share tokens as well (sequence parallel), in modules where that is possible.
+    others: further keyword arguments of training; modules that make other calls for these do not
+    share tokens. Raises SetupError where the forward cannot be traced.
     """
     forward = trace(model, inputs, find_rule)
+    # Modules whose calls differ between the inputs.
     unsteady: frozenset[str] = frozenset()
     if tokens:
         for other_inputs in others:
-            # Another form of inputs may be one that the class does not take at all.
+            # The class may not take these inputs at all.
             with contextlib.suppress(SetupError):
                 unsteady |= forward.find_differing_modules(trace(model, other_inputs, find_rule))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     candidates, reasons = _follow_axes(forward, shapes, size)
-    # The first of two axes that would cut the same parameters is taken: rather one without
-    # collectives inside of norms, then one without segments to gather, then the one with more
-    # elements.
+    # Where two axes would cut the same parameters, the first is taken: rather one without
+    # collectives inside norms, then one without segments to gather, then the one with more elements
+    # in its parameters.
     candidates.sort(
         key=lambda candidate: (
             candidate.is_reduced,
@@ -91,12 +95,12 @@ def infer_plan(
         divisions, refused = find_rewrites(forward, chosen)
         if not refused:
             break
-        # An axis that is gone may make room for one that cuts the same parameters: once more.
+        # Without a refused axis another one may cut the same parameters: choose again.
         reasons.update({candidate.node: reason for candidate, reason in refused.items()})
         candidates = [candidate for candidate in candidates if candidate not in refused]
     passed_over = [candidate.node for candidate in candidates if candidate not in chosen]
     reasons |= dict.fromkeys(passed_over, "its parameters are cut along a larger axis")
-    order = {name: number for number, name in enumerate(shapes)}
+    order = {name: index for index, name in enumerate(shapes)}
     chosen.sort(key=lambda axis: min(order[name] for name in axis.parameter_dims))
     shared = (
         share_tokens(forward, sharded_axes=chosen, rewrites=divisions, unsteady=unsteady)
@@ -107,26 +111,30 @@ def infer_plan(
 
 
 def _choose_disjoint(candidates: list[ShardedAxis]) -> list[ShardedAxis]:
-    """Return the first of the axes that would cut the same parameters."""
+    """Return the axes that cut no parameter of an earlier one, in their order."""
     chosen: list[ShardedAxis] = []
-    taken: set[str] = set()
+    cut_parameters: set[str] = set()
     for candidate in candidates:
-        if not taken & set(candidate.parameter_dims):
+        if not cut_parameters & set(candidate.parameter_dims):
             chosen.append(candidate)
-            taken |= set(candidate.parameter_dims)
+            cut_parameters |= set(candidate.parameter_dims)
     return chosen
 
 
 def _follow_axes(
     forward: ForwardTrace, shapes: dict[str, tuple[int, ...]], size: int
 ) -> tuple[list[ShardedAxis], dict[AxisNode, str]]:
-    """Follow every axis that could be cut through the trace; for the others return why not."""
+    """Follow every axis of a parameter through the trace.
+
+    shapes: of the parameters, by name. Returns the axes that can be cut, and for others the reason
+    why not. Axes that an operator has blocked are in neither: their nodes have the reason.
+    """
     reasons: dict[AxisNode, str] = {}
     dims_by_axis: dict[AxisNode, dict[str, list[int]]] = {}
     for name in shapes:
-        for number, node in enumerate(forward.parameters[name].dims):
+        for dim, node in enumerate(forward.parameters[name].dims):
             for leaf in dict.fromkeys(list_leaves(node)):
-                dims_by_axis.setdefault(leaf, {}).setdefault(name, []).append(number)
+                dims_by_axis.setdefault(leaf, {}).setdefault(name, []).append(dim)
     unblocked = {axis: dims for axis, dims in dims_by_axis.items() if not axis.blocked}
     records = _group_records(forward, set(unblocked))
     followed = []
@@ -148,33 +156,34 @@ def _follow_axes(
 def _find_parameter_dims(
     forward: ForwardTrace, axis: AxisNode, dims_by_name: dict[str, list[int]], size: int
 ) -> dict[str, int]:
-    """Return the dimension of each parameter that has the axis. Raises Refusal if `size` ranks
-    cannot share it.
+    """Return by name the one dimension of each parameter that has the axis.
+
+    Raises Refusal if `size` ranks cannot share it, or a parameter has it in two dimensions.
     """
     whole_lengths: list[int] = []
-    for name, numbers in dims_by_name.items():
-        if len(numbers) > 1:
+    for name, dims in dims_by_name.items():
+        if len(dims) > 1:
             raise Refusal(f"two dimensions of {name} have the axis")
-        segments = find_segments(forward.parameters[name].dims[numbers[0]], axis)
+        segments = find_segments(forward.parameters[name].dims[dims[0]], axis)
         if segments is None:
             raise Refusal(f"a part of {name} does not have the axis")
         whole_lengths += [length for length, is_whole in segments if is_whole]
-    # A rank holds its part of what all of them need, and gathers the rest: it has to be even.
+    # Segments that all ranks compute with are held in parts and gathered: the parts must be equal.
     if size and any(length % size for length in whole_lengths):
         raise Refusal(
             f"{size} ranks cannot share parts of {', '.join(dims_by_name)} that all of them need"
         )
-    # Logits alone may be cut unevenly: the vocabulary is a table of rows, the last ones fewer.
+    # The axis of the logits alone may be cut unevenly: the last rank has fewer rows of vocabulary.
     is_output = any(axis in map(find, output.dims) for output in forward.outputs)
     if size and axis.size % size and not is_output:
         raise Refusal(f"{size} ranks cannot share its {axis.size} steps")
-    return {name: numbers[0] for name, numbers in dims_by_name.items()}
+    return {name: dims[0] for name, dims in dims_by_name.items()}
 
 
 def _group_records(
     forward: ForwardTrace, axes: set[AxisNode]
 ) -> dict[AxisNode, list[OperatorCall]]:
-    """Return for each axis the operators that get or give a tensor with it, in their order."""
+    """Return by axis the operators that read or make a tensor with it, in their order."""
     axes_of_tensor: dict[int, set[AxisNode]] = {}
     records: dict[AxisNode, list[OperatorCall]] = {}
     for record in forward.records:
@@ -198,7 +207,11 @@ def _build_plan(
     reasons: dict[AxisNode, str],
     shared: SharedTokens,
 ) -> ShardingPlan:
-    """Make the plan of the axes that ranks share. reasons: why the others stay whole."""
+    """Build the plan of the axes that ranks share.
+
+    shapes: of the parameters, by name. chosen: the axes. divisions: the integer attributes that
+    ranks divide. reasons: why other axes stay whole. shared: where ranks share tokens.
+    """
     axes = tuple(
         Axis(
             number,
@@ -209,8 +222,8 @@ def _build_plan(
         )
         for number, sharded in enumerate(chosen)
     )
-    partial, mixed = _find_partial_parameters(forward, chosen, shared.uses)
-    pending = _list_pending(forward, chosen=chosen, token_uses=shared.uses, mixed=mixed)
+    partial_parameters, mixed_parameters = _find_partial_parameters(forward, chosen, shared.uses)
+    pending = _list_pending(forward, chosen=chosen, token_uses=shared.uses, mixed=mixed_parameters)
     late_biases = {name for _, boundary in pending for name in boundary.bias_parameters}
     arguments = chain.from_iterable(call.arguments for call in forward.calls)
     used = set[str]().union(*(tensor.parameters for _, tensor, _ in arguments))
@@ -222,7 +235,7 @@ def _build_plan(
             name,
             shape,
             "replicated",
-            gradient="partial" if name in partial else "full",
+            gradient="partial" if name in partial_parameters else "full",
             reason=unused.get(name) or _explain_replicated(forward.parameters[name], reasons),
             after_reduction=name in late_biases,
         )
@@ -237,12 +250,13 @@ def _build_plan(
         )
         for attribute, division in divisions.items()
     )
-    common = math.gcd(
+    # Sizes that divide this divide everything that ranks cut evenly.
+    common_divisor = math.gcd(
         *(axis.size for axis in axes if not axis.vocabulary),
         *(rewrite.value - rewrite.kept for rewrite in rewrites),
-        *(plan.segments[number] for plan in parameters for number in plan.whole),
+        *(plan.segments[index] for plan in parameters for index in plan.whole),
     )
-    sizes = [size for size in range(2, common + 1) if common % size == 0]
+    sizes = [size for size in range(2, common_divisor + 1) if common_divisor % size == 0]
     boundaries = (
         *_build_boundaries(forward, pending, shared),
         *_build_token_boundaries(forward, shared),
@@ -279,9 +293,12 @@ def _find_legal_sizes(
     sizes: list[int],
     boundaries: tuple[Boundary, ...],
 ) -> tuple[int, ...]:
-    """Return those of the sizes with which the forward goes the same way on a rank."""
-    # Of each module the last one stays.
-    last_calls = {each.module: each.call for each in sorted(boundaries, key=lambda each: each.call)}
+    """Return the sizes with which comparisons of sizes in the forward come out as in the trace."""
+    # Module -> its last call with an exchange: later entries of the dict replace earlier ones.
+    last_calls = {
+        boundary.module: boundary.call
+        for boundary in sorted(boundaries, key=lambda boundary: boundary.call)
+    }
     return tuple(
         size
         for size in sizes
@@ -292,21 +309,21 @@ def _find_legal_sizes(
 def _plan_sharded_parameters(
     forward: ForwardTrace, shapes: dict[str, tuple[int, ...]], chosen: list[ShardedAxis]
 ) -> dict[str, ParameterPlan]:
-    """Return by name how each parameter that has one of the axes is cut along it."""
-    multiplied: set[str] = set()
+    """Return by name the plans of the parameters that have one of the axes."""
+    product_parameters: set[str] = set()
     for record in forward.records:
         for _, left, right in record.contractions:
-            multiplied |= left.parameters | right.parameters
+            product_parameters |= left.parameters | right.parameters
     plans = {}
     for number, sharded in enumerate(chosen):
         for name, dim in sharded.parameter_dims.items():
             segments = find_segments(forward.parameters[name].dims[dim], sharded.node) or []
-            role = "column" if name in multiplied else "sharded"
+            role = "column" if name in product_parameters else "sharded"
             if sharded.vocabulary:
                 role = "vocabulary"
             elif name in sharded.row_parameters:
                 role = "row"
-            evenly_cut = sum(length for length, is_whole in segments if not is_whole)
+            cut_length = sum(length for length, is_whole in segments if not is_whole)
             plans[name] = ParameterPlan(
                 name,
                 shapes[name],
@@ -314,8 +331,8 @@ def _plan_sharded_parameters(
                 dim=dim,
                 axis=number,
                 segments=tuple(length for length, _ in segments),
-                whole=tuple(at for at, (_, is_whole) in enumerate(segments) if is_whole),
-                unit=evenly_cut // sharded.node.size,
+                whole=tuple(index for index, (_, is_whole) in enumerate(segments) if is_whole),
+                unit=cut_length // sharded.node.size,
                 gradient="sharded",
             )
     return plans
@@ -324,22 +341,22 @@ def _plan_sharded_parameters(
 def _find_partial_parameters(
     forward: ForwardTrace, chosen: list[ShardedAxis], token_uses: set[Place]
 ) -> tuple[set[str], set[str]]:
-    """Return the whole parameters whose gradients are sums over ranks: at all of their uses, and
-    (second) at some of them only.
+    """Find replicated parameters of whose gradient a rank computes a part of the sum.
 
-    token_uses: where they meet a rank's tokens alone.
+    Returns the names of those of which that is so at all uses, and of those with other uses too.
+    token_uses: the arguments that meet a rank's tokens alone.
     """
     boundaries = [boundary for sharded in chosen for boundary in sharded.replicated_uses]
     partial_uses = {(boundary.call, boundary.place) for boundary in boundaries} | token_uses
     partial = {name for boundary in boundaries for name in boundary.parameters}
     full: set[str] = set()
-    for number, call in enumerate(forward.calls):
+    for index, call in enumerate(forward.calls):
         makes_activation = any(output.activation for output in call.outputs)
         for place, tensor, needs_gradient in call.arguments:
-            if (number, place) in token_uses:
+            if (index, place) in token_uses:
                 partial |= tensor.parameters
-            is_parameter = needs_gradient and makes_activation and not tensor.activation
-            if is_parameter and (number, place) not in partial_uses:
+            is_parameter_use = needs_gradient and makes_activation and not tensor.activation
+            if is_parameter_use and (index, place) not in partial_uses:
                 full |= tensor.parameters
     return partial - full, partial & full
 
@@ -347,9 +364,9 @@ def _find_partial_parameters(
 def _list_pending(
     forward: ForwardTrace, chosen: list[ShardedAxis], token_uses: set[Place], mixed: set[str]
 ) -> list[tuple[int, PendingBoundary]]:
-    """Return the boundaries of the axes, each with the number of its axis, -1 for none.
+    """Return (number of the axis, boundary) of all exchanges but those of tokens; -1: no axis.
 
-    token_uses, mixed: see `_find_partial_parameters`.
+    token_uses, mixed: an argument and the second result of `_find_partial_parameters`.
     """
     pending: list[tuple[int, PendingBoundary]] = []
     for number, sharded in enumerate(chosen):
@@ -360,7 +377,7 @@ def _list_pending(
             for boundary in sharded.replicated_uses
             if boundary.parameters & mixed
         ]
-    # Where a parameter whose gradient is the whole one elsewhere meets a rank's tokens it enters.
+    # A parameter with a full gradient at other uses: at these its partial gradient is summed.
     for number, argument in sorted(token_uses):
         for place, tensor, _ in forward.calls[number].arguments:
             if place == argument and tensor.parameters & mixed:
@@ -380,13 +397,16 @@ def _list_pending(
 
 
 def _build_token_boundaries(forward: ForwardTrace, shared: SharedTokens) -> tuple[Boundary, ...]:
-    """Return where tokens are gathered and sliced, in the order of the forward."""
+    """Build the boundaries at which tokens are gathered or sliced, in the order of the forward."""
     activations: dict[TracedTensor, int] = {}
-    boundaries: dict[tuple[str, str, int, str], Boundary] = {}  # of modules that run twice, once
+    # By kind and place, so that a module that runs twice has them once.
+    boundaries: dict[tuple[str, str, int, str], Boundary] = {}
     exchanges = [("slice", item) for item in shared.slices.items()]
     exchanges += [("gather", item) for item in shared.gathers.items()]
-    for kind, ((number, place), (tensor, layout)) in sorted(exchanges, key=lambda it: it[1][0]):
-        call = forward.calls[number]
+    for kind, ((index, place), (tensor, layout)) in sorted(
+        exchanges, key=lambda exchange: exchange[1][0]
+    ):
+        call = forward.calls[index]
         boundaries.setdefault(
             (kind, *call.key, place),
             Boundary(
@@ -409,62 +429,69 @@ def _build_token_boundaries(forward: ForwardTrace, shared: SharedTokens) -> tupl
 def _build_boundaries(
     forward: ForwardTrace, pending: list[tuple[int, PendingBoundary]], shared: SharedTokens
 ) -> tuple[Boundary, ...]:
-    """Return the boundaries of axes in the order of the forward; a tensor that enters wherever it
-    is used does so where it is made.
+    """Build the boundaries of the axes, in the order of the forward.
 
-    pending: with the number of their axis, -1 for none.
+    A tensor that has to enter wherever it is used enters once, where it is made. pending: from
+    `_list_pending`.
     """
     exchanges = {**shared.gathers, **shared.slices}
-    exchanged = {number for number, _ in exchanges} | {tensor for tensor, _ in exchanges.values()}
+    # Calls and tensors with an exchange of tokens: an `enter` is not moved past one.
+    exchanged = {index for index, _ in exchanges} | {tensor for tensor, _ in exchanges.values()}
     entering: Uses = {}
     for _, boundary in pending:
         if boundary.kind == "enter":
             entering.setdefault(boundary.tensor, set()).add((boundary.call, boundary.place))
     users: Uses = {}
-    for number, call in enumerate(forward.calls):
+    for index, call in enumerate(forward.calls):
         for place, tensor, needs_gradient in call.arguments:
             if needs_gradient:
-                users.setdefault(tensor, set()).add((number, place))
+                users.setdefault(tensor, set()).add((index, place))
+    # (kind, call, place) -> axes, parameters, and the first boundary there.
     merged: dict[tuple[str, int, str], tuple[set[int], set[str], PendingBoundary]] = {}
-    activations = {tensor: number for number, tensor in enumerate(entering)}
+    activations = {tensor: index for index, tensor in enumerate(entering)}
     runs = Counter(call.key for call in forward.calls)
     for axis, boundary in pending:
-        number = boundary.call
+        index = boundary.call
         place = boundary.place
         names = set(boundary.parameters)
         if boundary.kind == "enter":
             tensor = boundary.tensor
-            for _, argument, _ in forward.calls[number].arguments:
+            for _, argument, _ in forward.calls[index].arguments:
                 names |= argument.parameters
-            # Earlier, where all who use the tensor from there on need it to enter: once for all.
+            # Move it to an earlier call, as long as all later uses of the tensor need it to enter.
             while tensor not in forward.outputs:
-                giving = _find_giving_call(forward, tensor=tensor, users=users, entering=entering)
-                if giving is None or runs[forward.calls[giving].key] != 1:
+                giving_index = _find_giving_call(
+                    forward, tensor=tensor, users=users, entering=entering
+                )
+                if giving_index is None or runs[forward.calls[giving_index].key] != 1:
                     break
-                module = forward.calls[number].key.module
-                if number != boundary.call and forward.calls[giving].key.module != module:
+                module = forward.calls[index].key.module
+                if index != boundary.call and forward.calls[giving_index].key.module != module:
                     break
-                number = giving
-                place = name_output(forward.calls[number], tensor)
-                moved = _find_moved(forward.calls[number], users)
-                if moved is None or {number, tensor, moved} & exchanged:
+                index = giving_index
+                place = name_output(forward.calls[index], tensor)
+                moved = _find_moved(forward.calls[index], users)
+                if moved is None or {index, tensor, moved} & exchanged:
                     break
                 tensor = moved
                 entering = entering | {moved: users[moved]}
         axes, parameters, _ = merged.setdefault(
-            (boundary.kind, number, place), (set(), set(), boundary)
+            (boundary.kind, index, place), (set(), set(), boundary)
         )
         axes.update((axis,) if axis >= 0 else ())
         parameters.update(names)
-    boundaries: dict[tuple[str, str, int, str], Boundary] = {}  # of modules that run twice, once
-    for (kind, number, place), (axes, parameters, boundary) in sorted(
+    # By kind and place, so that a module that runs twice has them once.
+    boundaries: dict[tuple[str, str, int, str], Boundary] = {}
+    for (kind, index, place), (axes, parameters, boundary) in sorted(
         merged.items(), key=lambda item: item[0][1]
     ):
-        call = forward.calls[number]
-        # A tensor that is cut is summed over if it needs a gradient.
-        needs_gradient = any(needs for at, _, needs in call.arguments if at == place)
+        call = forward.calls[index]
+        # A cut sums in the backward alone, and so if its tensor needs a gradient.
+        needs_gradient = any(
+            needs for argument_place, _, needs in call.arguments if argument_place == place
+        )
         is_summed = kind != "assemble" and (kind != "cut" or needs_gradient)
-        elements = math.prod(node.size for node in boundary.tensor.dims)
+        num_elements = math.prod(node.size for node in boundary.tensor.dims)
         boundaries[(kind, *call.key, place)] = Boundary(
             kind,
             module=call.key.module,
@@ -481,20 +508,20 @@ def _build_boundaries(
             mean=boundary.mean,
             function=call.function,
             source=call.source,
-            width=elements // forward.tokens if is_summed and forward.tokens else 0,
+            width=num_elements // forward.tokens if is_summed and forward.tokens else 0,
         )
     return tuple(boundaries.values())
 
 
-Uses = dict[TracedTensor, set[Place]]
+Uses = dict[TracedTensor, set[Place]]  # a tensor -> (index of a call, argument) that reads it
 
 
 def _find_moved(call: FunctionCall, users: Uses) -> TracedTensor | None:
-    """Return what a call only moves, if nothing else uses that: a sum over ranks may as well be one
-    of its gradient.
+    """Return the input of a call that only moves elements (views, copies); None for other calls.
 
-    The fewer calls come before it, the fewer ways there are to the same place: with a mask, or
-    without.
+    Then the gradient of the input can be summed over ranks in place of the output's. Early places
+    are better: with or without a mask, fewer calls come before them that could differ. None also
+    where another call uses the input.
     """
     if not call.records or any(record.name not in MOVES for record in call.records):
         return None
@@ -507,31 +534,39 @@ def _find_moved(call: FunctionCall, users: Uses) -> TracedTensor | None:
 def _find_giving_call(
     forward: ForwardTrace, tensor: TracedTensor, users: Uses, entering: Uses
 ) -> int | None:
-    """Return the last call that gives a tensor or hands it on, if all who use it from there on need
-    it to enter.
+    """Return the last call that returns a tensor, if all later uses of it need it to enter.
+
+    Calls that return their input count too. None if a later use must not have it entered, or an
+    earlier one reads it as it is.
     """
     calls = range(max(tensor.call, 0), max(users[tensor])[0] + 1)
-    giving = [number for number in calls if tensor in forward.calls[number].outputs]
-    if not giving or {user for user in users[tensor] if user[0] > giving[-1]} != entering[tensor]:
+    giving_calls = [index for index in calls if tensor in forward.calls[index].outputs]
+    if (
+        not giving_calls
+        or {user for user in users[tensor] if user[0] > giving_calls[-1]} != entering[tensor]
+    ):
         return None
-    if any(number not in giving for number, _ in users[tensor] - entering[tensor]):
-        return None  # used as it is by another call, before it is handed on
-    return giving[-1]
+    if any(index not in giving_calls for index, _ in users[tensor] - entering[tensor]):
+        return None
+    return giving_calls[-1]
 
 
 def _explain_replicated(tensor: TracedTensor, reasons: dict[AxisNode, str]) -> str:
-    """Return what keeps a parameter whole: dimension by dimension, the first reason of each."""
+    """Explain why a parameter stays whole, by the first reason of each of its dimensions."""
     explained = []
-    for number, node in enumerate(tensor.dims):
-        of_leaves = [leaf.blocked or reasons.get(leaf) for leaf in list_leaves(node)]
-        explained += [f"dimension {number}: {reason}" for reason in of_leaves if reason][:1]
+    for dim, node in enumerate(tensor.dims):
+        leaf_reasons = [leaf.blocked or reasons.get(leaf) for leaf in list_leaves(node)]
+        explained += [f"dimension {dim}: {reason}" for reason in leaf_reasons if reason][:1]
     return "; ".join(explained) or "no dimension of more than one element"
 
 
 def _list_refusals(
     forward: ForwardTrace, reasons: dict[AxisNode, str], matrices: list[str]
 ) -> Iterable[str]:
-    """Yield lines for a user; only axes of matrices that stay whole are worth one."""
+    """Yield lines for a user on what stays whole; of axes only those of replicated matrices.
+
+    matrices: names of replicated parameters of two and more dimensions.
+    """
     for name, place in forward.unknown.items():
         yield f"no rule for the operator {name} (first in {place}): what it touches stays whole"
     for note in dict.fromkeys(forward.assumed):

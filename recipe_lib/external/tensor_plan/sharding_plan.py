@@ -1,8 +1,10 @@
-"""A tensor parallel plan as data: which parameter is cut along which axis, and where ranks
-exchange.
+"""A tensor-parallel plan as data: how each parameter is cut, and where ranks exchange what.
 
-`infer.infer_plan` makes one, `plan_executor` runs it. And what it comes to, for reports: layers
-that are alike taken together, what ranks send each other, and what each one holds.
+`infer.infer_plan` makes a `ShardingPlan`, `plan_executor` runs it. An axis is a dimension, or a
+factor of one, that several tensors share, such as attention heads; ranks share its steps. The
+second half of the file is for reports: `group_parameters` and `count_boundaries` take layers that
+are alike together, `count_step_bytes` counts what ranks send, `count_held_elements` what each one
+holds.
 """
 
 import dataclasses
@@ -23,27 +25,31 @@ from recipe_lib.errors import ConfigError
 class ParameterPlan:
     """One parameter, as ranks hold it."""
 
+    # As in `named_parameters()`.
     name: str
-    shape: tuple[int, ...]  # of the whole
+    # Of the whole parameter.
+    shape: tuple[int, ...]
     # `column` (column-parallel: the axis comes out of its product), `row` (row-parallel: its
     # product sums over the axis), `vocabulary` (rows of tokens), `sharded` (has the axis without a
     # product: a bias, a value per head) or `replicated`.
     role: str
-    # The dimension that is cut, and the number of the axis; -1 for none.
+    # The dimension that is cut; -1: none is.
     dim: int = -1
+    # `Axis.number` of the axis along which it is cut; -1: none.
     axis: int = -1
-    # Lengths along dim; each of them is cut into equal consecutive parts, one a rank.
+    # Lengths along dim, such as those of queries, keys and values in a fused matrix. Each one is
+    # cut into equal consecutive parts, one a rank.
     segments: tuple[int, ...] = ()
-    # Numbers of the segments of which a rank holds its part but computes with all, gathered for
+    # Indices of the segments of which a rank holds its part but computes with all, gathered for
     # each use.
     whole: tuple[int, ...] = ()
-    # Elements of the whole dim that belong to one step of the axis.
+    # Elements along dim that belong to one step of the axis, such as the width of a head.
     unit: int = 0
     # `sharded`; `full`, the same on each rank; `partial`, to be summed over ranks.
     gradient: str = "full"
     # A bias of a row-parallel product, to be added once, to the sum over ranks.
     after_reduction: bool = False
-    # What keeps a replicated parameter whole.
+    # Why a replicated parameter is not cut; for people.
     reason: str = ""
 
 
@@ -51,106 +57,113 @@ class ParameterPlan:
 class Axis:
     """One axis of the model that is cut."""
 
+    # By which other parts of the plan refer to it.
     number: int
-    # Its steps; tensor sizes that divide it are legal.
+    # Its steps, such as the number of heads. Numbers of ranks that divide it are legal.
     size: int
+    # Names of those that are cut along it.
     parameters: tuple[str, ...]
-    # An axis of tokens, which may be cut unevenly: rank r of t holds rows from r * ceil(size / t)
-    # on.
+    # The axis of the vocabulary, which may be cut unevenly: rank r of t holds rows from
+    # r * ceil(size / t) on.
     vocabulary: bool = False
-    # The last dimension of what the model gives (logits) has it: a rank gives its part alone.
+    # The last dimension of the logits has it: a rank's forward returns its part alone.
     output: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Boundary:
-    """One exchange between ranks: where a rank's forward does more than the whole model's.
+    """One exchange between ranks, at an argument or a result of one call of a torch function.
 
-    kind        forward                                      its gradient
+    kind        forward: the tensor                          backward: its gradient
     `enter`     passes as it is                              is summed over ranks
     `leave`     is summed over ranks                         passes as it is
-    `lookup`    a leave, of rows picked by token: tokens of other ranks give zeros
-    `cut`       of a whole tensor, the rank's part           is summed over ranks
-    `gather`    a rank's tokens become those of all          the rank's part
-    `slice`     of all tokens, the rank's                    is gathered
-    `assemble`  of a parameter, `whole` segments gathered    is summed and scattered there
+    `lookup`    as leave; rows of an embedding, zeros for tokens of other ranks
+    `cut`       is cut to the rank's part                    is summed over ranks
+    `gather`    a rank's tokens become those of all          is cut to the rank's tokens
+    `slice`     all tokens become the rank's                 is gathered
+    `assemble`  a parameter: `whole` segments are gathered   is reduce-scattered there
 
-    A gather that enters has its gradient summed and scattered; what leaves and is sliced is summed
-    and scattered. Fields that a kind does not need have their default.
+    A tensor that is gathered and enters has its gradient reduce-scattered; one that leaves and is
+    sliced is reduce-scattered itself. Fields that a kind does not need have their default.
     """
 
     kind: str
-    # Path of a module, and number of the torch function call in one forward of it.
+    # Path of the module in whose forward the call is.
     module: str
+    # Index of the torch function call in one forward of the module.
     call: int
     # `output` or `output.1` of that call; or the argument, `0`, `1.2` or `weight` (`list_places`).
     place: str
-    # Numbers of the plan's axes, and parameters: those of the product, or those that an activation
-    # enters.
+    # Numbers of the axes that make the exchange necessary.
     axes: tuple[int, ...]
+    # Names of the parameters of the product, or of those that an entering tensor meets.
     parameters: tuple[str, ...] = ()
-    # Enter, gather, slice: those with one number share one tensor, which has to enter once.
+    # Enter, gather, slice: boundaries with the same number are of one tensor, which is exchanged
+    # once for all of them; -1: other kinds.
     activation: int = -1
-    # Leave: the argument that is to be added after the sum, empty for none.
+    # Leave: the argument (as `place`) that is added once, after the sum; empty: none.
     bias: str = ""
-    # Leave: the argument that has the axis.
+    # Leave: the argument (as `place`) that has the axis.
     taken: str = ""
-    # The dimension of that, or of what is cut, gathered, sliced or assembled.
+    # The dimension of `taken`, or of the tensor that is cut, gathered, sliced or assembled.
     dim: int = 0
-    # Leave, cut, assemble: lengths along dim that are cut evenly; they repeat as often as there is
-    # room.
+    # Leave, cut, assemble: lengths along dim that are cut evenly. They repeat until dim ends.
     segments: tuple[int, ...] = ()
-    # Cut, assemble: numbers of segments that stay whole, as a ParameterPlan's.
+    # Cut, assemble: indices of segments that stay whole, as `ParameterPlan.whole`.
     whole: tuple[int, ...] = ()
-    # The torch function, and the file and line that calls it; for people.
+    # Name of the torch function, by which the executor notices another forward.
     function: str = ""
+    # File and line of the call; for people.
     source: str = ""
-    # Numbers a token of what ranks exchange there, for a report: leave and lookup in the forward,
-    # enter and cut in the backward; 0 where they sum nothing, or where the trace took no token ids.
+    # Elements a token that ranks exchange, for reports: leave and lookup in the forward, enter and
+    # cut in the backward. 0 where nothing is summed, or where the trace had no token ids.
     width: int = 0
-    # Gather, slice: with other things in dim, the tokens of a row are the outermost there, instead
-    # of the innermost.
+    # Gather, slice: where a view has put the tokens of a row into one dimension with others, they
+    # are outermost there; False: innermost.
     tokens_first: bool = False
-    # Leave: it is the mean over a rank's part; the sum over ranks is divided by their number.
+    # Leave: the call is a mean over a rank's part; the sum over ranks is divided by their number.
     mean: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Rewrite:
-    """An integer attribute that is divided by the tensor size: the forward makes shapes of it."""
+    """An integer attribute that the forward makes shapes of, and that ranks divide.
 
-    module: str  # its path
-    attribute: str  # `config.num_heads` for one of an object that the module holds
-    value: int
-    axes: tuple[int, ...]
-    # How much of it each rank has; the rest is divided.
-    kept: int = 0
+    A rank runs with kept + (value - kept) / size.
+    """
+
+    module: str  # path of the module that has it
+    attribute: str  # its name; `config.num_heads` for one of an object that the module holds
+    value: int  # in the whole model
+    axes: tuple[int, ...]  # numbers of the axes whose steps it counts
+    kept: int = 0  # the part of it that every rank has whole
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardingPlan:
-    """A plan for a whole model; `to_dict` is what `tune tp-plan` writes, so that fields keep their
-    names.
+    """A plan for a whole model.
+
+    `tune tp-plan` writes `to_dict`: the names of fields are part of a file format.
     """
 
     axes: tuple[Axis, ...]
+    # Of the model, in its order; replicated ones too.
     parameters: tuple[ParameterPlan, ...]
+    # In the order of the forward.
     boundaries: tuple[Boundary, ...]
     rewrites: tuple[Rewrite, ...]
     # Why axes that look possible stay whole, a line each.
     refused: tuple[str, ...]
-    # Tensor sizes above 1 that can run it.
+    # Numbers of ranks above 1 that can run it.
     legal_sizes: tuple[int, ...]
-    # Of the elements of activations that no axis cuts, the share of those of which a rank has its
-    # own tokens alone. 0: every rank has all tokens; a plan with more takes rows that ranks divide.
+    # Share, 0 to 1, of activations (by elements, those that no axis cuts) of which a rank has its
+    # own tokens alone. 0: every rank has all tokens; else ranks must divide the length of rows.
     shared_tokens: float = 0.0
-    # Of layers and of modules outside of them, those that give a rank's tokens alone.
+    # Paths of layers, and of modules outside them, whose output has a rank's own tokens alone.
     local_outputs: tuple[str, ...] = ()
 
     def parameter(self, name: str) -> ParameterPlan:
-        """Return the plan of one parameter. Raises ConfigError for a name that the plan does not
-        have.
-        """
+        """Return the plan of one parameter. Raises ConfigError for an unknown name."""
         for parameter in self.parameters:
             if parameter.name == name:
                 return parameter
@@ -159,17 +172,16 @@ class ShardingPlan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain dicts, lists, strings, integers and booleans, for YAML or
-        JSON.
-        """
+        """Return the plan as dicts, lists, strings, numbers and booleans, for YAML or JSON."""
         return cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(self))))
 
     def hash(self) -> str:
-        """Return 16 hexadecimal digits that are the same for equal plans, on any machine; texts for
-        people do not count.
+        """Return 16 hexadecimal digits that are equal for equal plans, on any machine.
+
+        Texts for people do not count.
         """
         fields = self.to_dict()
-        # These follow from the rest.
+        # Texts, and what follows from the other fields.
         del fields["refused"], fields["shared_tokens"], fields["local_outputs"]
         for parameter in fields["parameters"]:
             del parameter["reason"]
@@ -182,16 +194,16 @@ class ShardingPlan:
 def compute_bounds(
     segments: tuple[int, ...], rank: int, size: int, whole: tuple[int, ...] = ()
 ) -> list[tuple[int, int]]:
-    """Return start and stop of a rank's part of each segment; they are uneven where `size` does not
-    divide one.
+    """Return (start, stop) of a rank's part of each segment, of consecutive ones.
 
-    whole: numbers of segments to take all of.
+    segments: lengths. size: number of ranks; where it does not divide a length, the last ranks have
+    less. whole: indices of segments to take all of.
     """
     starts_and_stops = []
     offset = 0
-    for number, length in enumerate(segments):
+    for index, length in enumerate(segments):
         part = -(-length // size)
-        is_whole = number in whole
+        is_whole = index in whole
         first = 0 if is_whole else min(rank * part, length)
         last = length if is_whole else min((rank + 1) * part, length)
         starts_and_stops.append((offset + first, offset + last))
@@ -212,8 +224,9 @@ def list_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def list_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every argument with its place: `0`, `1.2` (third item of the second argument),
-    `weight`.
+    """Yield (place, argument) of a call's arguments, also of those within tuples and lists.
+
+    A place is the argument's index or name: `0`, `weight`, `1.2` (third item of the second one).
     """
     for key, value in (*enumerate(args), *kwargs.items()):
         yield from _list_places_within(str(key), value)
@@ -221,8 +234,8 @@ def list_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple
 
 def _list_places_within(place: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (tuple, list)):
-        for number, item in enumerate(value):
-            yield from _list_places_within(f"{place}.{number}", item)
+        for index, item in enumerate(value):
+            yield from _list_places_within(f"{place}.{index}", item)
     else:
         yield place, value
 
@@ -230,19 +243,19 @@ def _list_places_within(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 def replace_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], place: str, value: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments with the one at a place (`list_places`) replaced."""
+    """Return (args, kwargs) with the argument at a place (`list_places`) replaced by `value`."""
     first, *rest = place.split(".")
     if first.isdigit():
         changed = (
-            _put(item, rest, value) if number == int(first) else item
-            for number, item in enumerate(args)
+            _put(item, rest, value) if index == int(first) else item
+            for index, item in enumerate(args)
         )
         return tuple(changed), kwargs
     return args, {**kwargs, first: _put(kwargs[first], rest, value)}
 
 
-# No function within `replace_argument`: one that calls itself is a reference cycle, and would keep
-# the value, which may be an activation, until the garbage collector runs.
+# Not nested in `replace_argument`: a nested function that calls itself is a reference cycle, and
+# would keep the value, which may be an activation, until the garbage collector runs.
 def _put(argument: Any, path: list[str], value: Any) -> Any:
     if not path:
         return value
@@ -252,61 +265,65 @@ def _put(argument: Any, path: list[str], value: Any) -> Any:
 
 
 def get_output_values(output: Any) -> Any:
-    """Return what a model gives, dataclasses as dicts."""
+    """Return a model's output, the fields of a dataclass as a dict."""
     if dataclasses.is_dataclass(output) and not isinstance(output, (dict, type)):
         return vars(output)
     return output
 
 
-BYTES = 2  # of a number in bf16
-# Of a gradient that is summed over ranks after the backward, and of the loss's sums: fp32.
+BYTES = 2  # of an element of an activation, or of a parameter, in bf16
+# Bytes of an element, in fp32, of gradients that are summed over ranks after the backward, and of
+# the sums of the loss.
 WIDE_BYTES = 4
-# Numbers a token that a loss sums where each rank has a part of the logits: largest, sum of
-# exponentials, the label's.
+# Elements a token that ranks sum for the loss where each one has a part of the logits: the largest
+# logit, the sum of exponentials, the label's logit.
 LOSS_NUMBERS = 3
+# A number between dots, or at the end of a path, in a path or a sentence.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[.\s,;)]|$)")
 
 
 def make_pattern(name: str) -> str:
-    """Return a path or a sentence with `*` for each number in a path: `layers.3.mlp` becomes
-    `layers.*.mlp`.
-    """
+    """Return a path, or a sentence with paths, with `*` for numbers, as in `layers.*.mlp`."""
     return _NUMBER.sub("*", name)
 
 
 def group_parameters(plan: ShardingPlan) -> dict[ParameterPlan, list[str]]:
-    """Return the plan's parameters in their order: those that are held alike by one plan with the
-    pattern of their names.
+    """Group the plan's parameters whose plans are equal but for layer numbers.
+
+    Returns the common plan, with the pattern of the names, -> names, in the order of the model.
     """
     groups: dict[ParameterPlan, list[str]] = {}
-    for each in plan.parameters:
-        alike = dataclasses.replace(
-            each, name=make_pattern(each.name), axis=-1, reason=make_pattern(each.reason)
+    for parameter in plan.parameters:
+        group_plan = dataclasses.replace(
+            parameter,
+            name=make_pattern(parameter.name),
+            axis=-1,
+            reason=make_pattern(parameter.reason),
         )
-        groups.setdefault(alike, []).append(each.name)
+        groups.setdefault(group_plan, []).append(parameter.name)
     return groups
 
 
 def count_boundaries(plan: ShardingPlan) -> dict[Boundary, int]:
-    """Count the boundaries that are like one, in the order of the forward; names become
-    patterns.
+    """Count the boundaries that are equal but for layer numbers, in the order of the forward.
+
+    The keys have patterns in place of names, and no numbers of axes and activations.
     """
     counts: Counter[Boundary] = Counter()
     for boundary in plan.boundaries:
         names = tuple(dict.fromkeys(map(make_pattern, boundary.parameters)))
-        alike = dataclasses.replace(
+        group_boundary = dataclasses.replace(
             boundary, module=make_pattern(boundary.module), axes=(), parameters=names, activation=-1
         )
-        counts[alike] += 1
+        counts[group_boundary] += 1
     return counts
 
 
 def list_collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
-    """List what ranks exchange in one forward and backward: the phase, the collective's name, and
-    its numbers a token.
+    """List the collectives of one forward and backward as (phase, name, elements a token).
 
-    An activation that enters, or is gathered, in several places does so once. A boundary counts as
-    one run of its module.
+    The phase is "forward" or "backward". An activation that is exchanged for several places counts
+    once, and each module as if it ran once.
     """
     exchanges: list[tuple[str, str, int]] = []
     seen: set[tuple[str, int]] = set()
@@ -315,22 +332,27 @@ def list_collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
         by_place.setdefault((boundary.module, boundary.call, boundary.place), []).append(boundary)
     for boundaries in by_place.values():
         first = next(
-            (each for each in boundaries if each.kind in ("gather", "slice")), boundaries[0]
+            (boundary for boundary in boundaries if boundary.kind in ("gather", "slice")),
+            boundaries[0],
         )
-        exchange = (" ".join(sorted(each.kind for each in boundaries)), first.activation)
+        exchange = (
+            " ".join(sorted(boundary.kind for boundary in boundaries)),
+            first.activation,
+        )
         is_repeated = first.activation >= 0 and exchange in seen
-        width = first.width or max(each.width for each in boundaries)
+        width = first.width or max(boundary.width for boundary in boundaries)
         if is_repeated or not width:
             continue
         seen.add(exchange)
-        phases = _list_phases({each.kind for each in boundaries if each.width})
+        phases = _list_phases({boundary.kind for boundary in boundaries if boundary.width})
         exchanges += [(phase, name, width) for phase, name in phases]
     return exchanges
 
 
 def _list_phases(kinds: set[str]) -> list[tuple[str, str]]:
-    """Return what one place exchanges, forward and backward, where tokens that entered are gathered
-    again.
+    """List (phase, collective) of the boundaries of these kinds at one place.
+
+    Gathered tokens are not kept: the backward of a product gathers them again.
     """
     entering = bool(kinds & {"enter", "cut"})
     if kinds & {"leave", "lookup"}:
@@ -338,68 +360,70 @@ def _list_phases(kinds: set[str]) -> list[tuple[str, str]]:
         leaving = scattered if "slice" in kinds else [("forward", "all-reduce")]
         return leaving + ([("backward", "all-reduce")] if entering else [])
     if "gather" in kinds:
-        again = [("backward", "reduce-scatter"), ("backward", "all-gather")]
-        return [("forward", "all-gather"), *(again if entering else [])]
+        backward = [("backward", "reduce-scatter"), ("backward", "all-gather")]
+        return [("forward", "all-gather"), *(backward if entering else [])]
     return [("backward", "all-gather" if "slice" in kinds else "all-reduce")]
 
 
 def count_sent_bytes(payload: int, size: int) -> int:
-    """Return the bytes that each of `size` ranks sends in a ring's all-reduce of `payload`
-    bytes.
-    """
+    """Return the bytes that each of `size` ranks sends in a ring all-reduce of `payload` bytes."""
     return 2 * (size - 1) * payload // size
 
 
 def count_step_bytes(plan: ShardingPlan, size: int, tokens: int) -> dict[str, int]:
-    """Return the bytes that a rank sends for `tokens` tokens, by what they are for: forward,
-    backward, loss, gradients.
+    """Return the bytes that a rank of `size` sends for `tokens` tokens, by purpose.
 
-    forward, backward: activations in bf16, without activation checkpointing, and the parts of cut
-    parameters that all ranks use, gathered in both and their gradients scattered. loss: its sums,
-    where logits stay cut. gradients: of parameters that ranks have whole and use in part, once a
-    step. The last two in fp32.
+    "forward", "backward": activations in bf16, without activation checkpointing, and the segments
+    of parameters that are assembled, gathered in both, with their gradients scattered. "loss": its
+    sums in fp32, where logits stay cut. "gradients": partial ones of replicated parameters in fp32,
+    once a step.
     """
     sent = {"forward": 0, "backward": 0}
     for phase, name, width in list_collectives(plan):
         # An all-reduce sends as much as a reduce-scatter and an all-gather.
         share = 1 if name == "all-reduce" else 2
         sent[phase] += count_sent_bytes(BYTES * tokens * width, size) // share
-    gathered = sum(count_whole_elements(each) for each in plan.parameters)
-    sent["forward"] += count_sent_bytes(BYTES * gathered, size) // 2
-    sent["backward"] += count_sent_bytes(BYTES * gathered, size)
-    loss = LOSS_NUMBERS * tokens if any(axis.output for axis in plan.axes) else 0
-    partial = sum(prod(each.shape) for each in plan.parameters if each.gradient == "partial")
-    sent["loss"] = count_sent_bytes(WIDE_BYTES * loss, size)
-    sent["gradients"] = count_sent_bytes(WIDE_BYTES * partial, size)
+    num_gathered = sum(count_whole_elements(parameter) for parameter in plan.parameters)
+    sent["forward"] += count_sent_bytes(BYTES * num_gathered, size) // 2
+    sent["backward"] += count_sent_bytes(BYTES * num_gathered, size)
+    num_loss_elements = LOSS_NUMBERS * tokens if any(axis.output for axis in plan.axes) else 0
+    num_partial = sum(
+        prod(parameter.shape) for parameter in plan.parameters if parameter.gradient == "partial"
+    )
+    sent["loss"] = count_sent_bytes(WIDE_BYTES * num_loss_elements, size)
+    sent["gradients"] = count_sent_bytes(WIDE_BYTES * num_partial, size)
     return sent
 
 
 def count_whole_elements(parameter: ParameterPlan) -> int:
-    """Return the elements of a cut parameter that every rank computes with."""
-    length = sum(parameter.segments[number] for number in parameter.whole)
+    """Count the elements of a cut parameter that every rank computes with; 0 for most."""
+    length = sum(parameter.segments[index] for index in parameter.whole)
     return prod(parameter.shape) // parameter.shape[parameter.dim] * length if length else 0
 
 
 def count_held_elements(plan: ShardingPlan, size: int) -> int:
-    """Return the elements of all parameters that rank 0 of `size` holds; no rank holds more."""
+    """Count the elements of all parameters that rank 0 of `size` holds; no rank holds more."""
     total = 0
     for parameter in plan.parameters:
-        elements = prod(parameter.shape)
+        num_elements = prod(parameter.shape)
         if parameter.dim >= 0:
-            part = sum(stop - start for start, stop in compute_bounds(parameter.segments, 0, size))
-            elements = elements // parameter.shape[parameter.dim] * part
-        total += elements
+            length = sum(
+                stop - start
+                for start, stop in compute_bounds(parameter.segments, rank=0, size=size)
+            )
+            num_elements = num_elements // parameter.shape[parameter.dim] * length
+        total += num_elements
     return total
 
 
 def compute_cut_share(plan: ShardingPlan) -> float:
-    """Return the share of the elements of all parameters that are cut."""
-    sizes = [(prod(each.shape), each.dim >= 0) for each in plan.parameters]
-    return sum(size for size, cut in sizes if cut) / max(sum(size for size, _ in sizes), 1)
+    """Return the share of all parameters, by elements, that are cut: 0 to 1."""
+    sizes = [(prod(parameter.shape), parameter.dim >= 0) for parameter in plan.parameters]
+    return sum(size for size, is_cut in sizes if is_cut) / max(sum(size for size, _ in sizes), 1)
 
 
 def why_not(plan: ShardingPlan, size: int) -> str:
-    """Return why a plan does not allow `size` ranks, or empty if it does."""
+    """Return why a plan does not allow `size` ranks; empty if it does."""
     if size in plan.legal_sizes:
         return ""
     refusals = [line for line in plan.refused if line.startswith(f"{size} ranks: ")]
@@ -410,11 +434,11 @@ def why_not(plan: ShardingPlan, size: int) -> str:
             names = list(dict.fromkeys(map(make_pattern, axis.parameters)))
             shown = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
             return f"{size} ranks do not divide the {axis.size} units of {shown}"
-    for each in plan.rewrites:
-        if (each.value - each.kept) % size:
+    for rewrite in plan.rewrites:
+        if (rewrite.value - rewrite.kept) % size:
             return (
-                f"{size} does not divide {each.value - each.kept}, of {each.attribute} of"
-                f" {each.module or 'the model'}"
+                f"{size} does not divide {rewrite.value - rewrite.kept}, of {rewrite.attribute} of"
+                f" {rewrite.module or 'the model'}"
             )
     return "; ".join(plan.refused[:1]) or "no axis but that of the vocabulary can be cut"
 

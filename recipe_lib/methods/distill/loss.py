@@ -219,6 +219,6 @@ def validate_distillation(
         sums=sums,
     )
     means = compute_distillation_means(
-        sums, num_label_tokens=num_label_tokens, keys=keys, world=world
+        sums=sums, num_label_tokens=num_label_tokens, keys=keys, world=world
     )
     return name_validation(means) | {"validation_tokens": num_label_tokens}

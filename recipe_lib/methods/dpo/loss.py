@@ -60,9 +60,12 @@ def compute_preference_loss(
     all answers equally likely. kl: KTO's estimate, see `estimate_kl`; None: 0.
     """
     if cfg.takes_single_answers:
-        labels = get_values(batch)
         return compute_single_answer_loss(
-            policy_logps, reference_logps=reference_logps, labels=labels, kl=kl, cfg=cfg
+            policy_logps=policy_logps,
+            reference_logps=reference_logps,
+            labels=get_values(batch),
+            kl=kl,
+            cfg=cfg,
         )
     return compute_pair_loss(policy_logps, reference_logps, cfg)
 
@@ -240,12 +243,19 @@ def validate_preference(
         policy_logps = compute_policy_logps(micro_batches)
         for batch, policy in zip(micro_batches, policy_logps, strict=True):
             if policy is not None:  # another rank of the pipeline has it
+                # Nothing keeps the loss or the sums while the next micro-batch runs.
                 yield compute_preference_loss(
-                    policy, reference_logps=next(reference_logps), batch=batch, kl=kl, cfg=cfg
+                    policy_logps=policy,
+                    reference_logps=next(reference_logps),
+                    batch=batch,
+                    kl=kl,
+                    cfg=cfg,
                 )[1]
 
     sums = torch.zeros(count_sums(cfg), device=world.device, dtype=torch.float64)
     _, num_items = sum_over_validation(model, parallel, data, compute_sums=compute_sums, sums=sums)
-    metrics = compute_step_metrics(world.all_reduce_sum(sums), num_items=num_items, kl=kl, cfg=cfg)
+    metrics = compute_step_metrics(
+        sums=world.all_reduce_sum(sums), num_items=num_items, kl=kl, cfg=cfg
+    )
     count_name = "validation_samples" if cfg.takes_single_answers else "validation_pairs"
     return name_validation(metrics) | {count_name: num_items}

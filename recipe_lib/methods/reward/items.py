@@ -50,9 +50,8 @@ def prepare_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) 
 def describe_score_head(model: Decoder, source: ResolvedModel) -> str:
     """Return a line for the log on the score head: its shape, and where its weights come from."""
     spec = model.spec
-    start = "new, with random weights"
-    if count_head_labels(source.config) and source.folder:
-        start = "read from the checkpoint"
+    is_read = source.folder and count_head_labels(source.config)
+    start = "read from the checkpoint" if is_read else "new, with random weights"
     return (
         f"score head: {spec.num_labels} x {spec.width}, {start}; read at the last token of each"
         " sequence"
@@ -78,14 +77,14 @@ def _name_classes(dataset: Dataset, source: ResolvedModel) -> list[str]:
     label_ids = source.config.get("label2id") if count_head_labels(source.config) else None
     if isinstance(label_ids, dict) and set(classes) <= set(label_ids):
         return [name for name, _ in sorted(label_ids.items(), key=lambda item: item[1])]
-    numbered = [name for name in classes if name.isdecimal()]
+    numbered = [name for name in classes if name.isdecimal()]  # classes whose names are numbers
     if numbered and len(numbered) < len(classes):
         named = next(name for name in classes if not name.isdecimal())
         raise DataError(
             f"{source_name}: found classes by number ({numbered[0]}) and by name ({named}),"
             " expected one kind; name all of them, or number them from 0 on"
         )
-    # Numbers stay as they are, also where the samples do not have all of them.
+    # Numbers stay as they are, also where the samples lack some below the largest.
     names = [str(number) for number in range(num_labels)] if numbered else classes
     num_classes = max(map(int, numbered)) + 1 if numbered else len(classes)
     if num_classes > num_labels or len(names) != num_labels:
@@ -140,7 +139,7 @@ def _find_padding_id(tokenizer: Tokenizer, dataset: Dataset) -> int | None:
     last_ids = dataset.find_last_ids()
     if tokenizer.pad_id is not None and tokenizer.pad_id not in last_ids:
         return tokenizer.pad_id
-    texts = list(tokenizer.special_texts)
+    texts = list(tokenizer.special_texts)  # of special tokens
     ids = {
         text: pieces[0]
         for text, pieces in zip(texts, tokenizer.encode_pieces(texts), strict=True)

@@ -377,13 +377,15 @@ class CachingAllocator:
         if address is None:
             address = self._next_address
             self._next_address += segment_size
-        self._record_reserved("segment_alloc", address, change=segment_size, stream=pool.stream)
+        self._record_reserved(
+            action="segment_alloc", address=address, change=segment_size, stream=pool.stream
+        )
         return Block(address, segment_size, pool)
 
     def _would_exceed(self, num_bytes: int) -> bool:
         return self.settings.cap is not None and self.reserved + num_bytes > self.settings.cap
 
-    def _record_reserved(self, action: str, address: int, *, change: int, stream: int) -> None:
+    def _record_reserved(self, *, action: str, address: int, change: int, stream: int) -> None:
         # change: bytes that were taken from the device; negative if they were given back.
         self.reserved += change
         self.peaks.reserved = max(self.peaks.reserved, self.reserved)
@@ -402,7 +404,10 @@ class CachingAllocator:
         """Give a free block that is a whole segment back to the device (`release_block`)."""
         block.pool.remove(block)
         self._record_reserved(
-            "segment_free", block.address, change=-block.size, stream=block.pool.stream
+            action="segment_free",
+            address=block.address,
+            change=-block.size,
+            stream=block.pool.stream,
         )
 
     def _expand(self, pool: Pool, size: int) -> Block | None:
@@ -453,7 +458,9 @@ class CachingAllocator:
         size = -(-size // pool.page) * pool.page
         if not self.settings.by_fraction and self._would_exceed(size):
             return False
-        self._record_reserved("segment_map", block.address, change=size, stream=pool.stream)
+        self._record_reserved(
+            action="segment_map", address=block.address, change=size, stream=pool.stream
+        )
         pool.remove(block)
         if size < block.size:
             pool.insert(split_block(block, size))
@@ -481,4 +488,6 @@ class CachingAllocator:
         join_neighbors(block)
         if block.previous or block.next:
             pool.insert(block)  # else the segment is empty, and goes with its addresses
-        self._record_reserved("segment_unmap", begin, change=begin - end, stream=pool.stream)
+        self._record_reserved(
+            action="segment_unmap", address=begin, change=begin - end, stream=pool.stream
+        )

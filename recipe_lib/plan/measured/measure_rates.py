@@ -292,7 +292,14 @@ def list_collective_steps(
         for operation in OPERATIONS:
             yield (
                 f"{operation} of {format_bytes(size)}",
-                partial(measure_collective, operation, size, rank=rank, ranks=ranks, device=device),
+                partial(
+                    measure_collective,
+                    operation=operation,
+                    size=size,
+                    rank=rank,
+                    ranks=ranks,
+                    device=device,
+                ),
             )
 
 

@@ -115,7 +115,6 @@ def _read_values(path: str | Path) -> tuple[str, dict[str, Any]]:
     """
     place = f"calibration: {quote(str(path))}"
     remedy = "measure again with --calibrate"
-    values: Any
     try:
         values = read_json(path)
     except (OSError, ValueError) as error:
