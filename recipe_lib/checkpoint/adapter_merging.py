@@ -1,8 +1,9 @@
-"""Merge a base and an adapter into one Hugging Face folder.
+"""Merge a base model and an adapter into one Hugging Face folder.
 
-`merge_adapter` works from file to file, a part of a tensor at a time, and each rank writes files of
-its own. What is merged is what was trained: the base in the type of the run and, if the run kept it
-in 4 or 8 bits, with the numbers that these stand for.
+`merge_adapter` is called by `tune export --merge` and at the end of a run with lora.merge_on_save.
+It reads the files of both and writes those of the merged model, a part of a tensor at a time, each
+rank files of its own. The base is merged as it was in training: in the dtype of the run and, if the
+run quantized it, with the rounded values. "Collective": all ranks must call the function.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -70,7 +71,7 @@ from recipe_lib.models.weight_names import build_weight_map, compute_parameter_s
 from recipe_lib.ops.fused_kernels import cut_rows
 from recipe_lib.units import GIB
 
-_PIECE_ELEMENTS = 2**24  # elements of the weight that are computed at a time: 64 MiB in fp32
+_PIECE_ELEMENTS = 2**24  # elements of a weight that are merged at a time: 64 MiB in fp32
 
 
 @dataclass(frozen=True)
@@ -81,21 +82,22 @@ class Update:
     first: Tensor
     # LoRA's B, `[n, r]`.
     second: Tensor
+    # Factor of the product B A: alpha / r, or alpha / sqrt(r) with rsLoRA.
     scaling: float
-    # DoRA's magnitudes, of the n rows, or with `by_column` of the m columns. None: LoRA.
+    # DoRA's magnitudes `[n]` of rows, or with `by_column` `[m]` of columns; None: LoRA.
     lengths: Tensor | None = None
-    # True for an embedding, whose adapter PEFT makes for the transposed weight.
+    # Whether magnitudes are of columns: for an embedding, whose transposed weight PEFT adapts.
     by_column: bool = False
 
     def slice_rows(self, start: int, stop: int) -> "Update":
-        """Return the update of these rows of the weight; not for one with lengths by column."""
+        """Return the update of rows `[start, stop)`; not for an update with `by_column`."""
         lengths = None if self.lengths is None else self.lengths[start:stop]
         return replace(self, second=self.second[start:stop], lengths=lengths)
 
     def add_to(self, rows: Tensor, start: int) -> Tensor:
-        """Return rows of the weight with the update, DoRA's lengths not yet applied.
+        """Return rows of the weight with the LoRA update added, without DoRA's magnitudes.
 
-        start: number of the first of the rows.
+        rows: `[rows, m]` of the weight, beginning with row `start`.
         """
         second = self.second[start : start + len(rows)].to(rows.dtype)
         return torch.addmm(rows, second, self.first.to(rows.dtype), alpha=self.scaling)
@@ -132,7 +134,7 @@ def merge_rows(
 def _compute_column_factors(
     read_rows: Callable[[int, int], Tensor], count: int, update: Update
 ) -> Tensor:
-    """Return a factor for each column `[m]`: its trained length over its length with the update."""
+    """Return DoRA's factor of each column `[m]`: its magnitude over its length with the update."""
     squares = sum(
         update.add_to(_widen(read_rows(start, stop)), start).square_().sum(dim=0)
         for start, stop in _cut_pieces(read_rows, count)
@@ -168,13 +170,21 @@ def merge_adapter(
 ) -> None:
     """Write the folder `out`: the base with the adapter added, computed in fp32. Collective.
 
-    A tied model whose embedding or head is adapted is no longer tied in `out`. The files are dealt
-    out to the ranks, which need a disk in common; a model of another library is merged by the first
-    rank, in its host memory.
+    A tied model whose embedding or head is adapted is no longer tied in `out`. Each rank writes
+    some of the files, to a disk that all ranks share; a model of another library is merged by rank
+    0, in host memory.
 
-    quantize, dtype: lora.quantize_base and dtype of the run that trained the adapter. out_dtype: of
-    the files, if another one. implementation: of the base, see `read_trained_spec`. The others are
-    as for `export_model`; tokenizer_folder is by default the base's.
+    Args:
+        base_folder: of the base model.
+        adapter_folder: of the adapter.
+        out: folder of the merged model.
+        quantize: lora.quantize_base of the run that trained the adapter.
+        dtype: of the base in that run.
+        ranks: all ranks.
+        implementation: of the base, see `read_trained_spec`.
+        out_dtype: of the files; None: `dtype`.
+        tokenizer_folder: as for `export_model`; None: the base's.
+        chat_template, stop_ids, max_shard_bytes, card: as for `export_model`.
 
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
@@ -215,14 +225,14 @@ def merge_adapter(
     )
     source_config = read_config(base_folder) | read_score_keys(adapter.metadata)
     config = export_config(source_config, merged_spec, file_dtype)
-    if merged_spec.vocab_size != spec.vocab_size:  # the adapter brings another vocabulary along
+    if merged_spec.vocab_size != spec.vocab_size:  # the adapter has a resized embedding
         config["vocab_size"] = merged_spec.vocab_size
     write_model(
         out,
         merged_spec,
         _plan_parameters(merged_spec, adapter, file_dtype),
         read=weights.read,
-        # A score head is of the merged model's own family, no extra parameter of it.
+        # The weight of a score head belongs to the merged model's family: it is no extra parameter.
         extras=[name for name in adapter.extras if name != SCORE],
         config=config,
         side_files=side_files,
@@ -233,7 +243,7 @@ def merge_adapter(
 
 
 def _build_merged_spec(adapter: AdapterFile, saved: SavedWeights) -> DecoderSpec:
-    """Return the spec of a merged model. saved: the base's weights that the adapter has."""
+    """Return the spec of a merged model. saved: full weights in the adapter's file."""
     assert isinstance(saved.spec, DecoderSpec)
     # Embedding and head differ as soon as one of them has an adapter.
     is_tied = saved.spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys()
@@ -249,7 +259,7 @@ def _plan_parameters(
         for name, shape in compute_parameter_shapes(spec).items()
     }
     for name, (_, entry) in adapter.extras.items():
-        # A recipe's tables of integers keep their type.
+        # Integer parameters of a recipe keep their dtype.
         dtype_in_file = DTYPES[entry.dtype]
         extra_dtype = file_dtype if dtype_in_file.is_floating_point else dtype_in_file
         parameters[name] = PlannedTensor(name, extra_dtype, entry.shape)
@@ -259,9 +269,9 @@ def _plan_parameters(
 def _read_checked(
     base_folder: Path, adapter_folder: Path, implementation: str | None
 ) -> tuple[AdapterFile, ModelSpec, SavedWeights]:
-    """Return the adapter, the spec of the base, and the base's weights that the adapter has.
+    """Return the adapter, the spec of the base, and the full weights in the adapter's file.
 
-    Raises CheckpointError if they do not go together.
+    Raises CheckpointError if base and adapter do not fit each other.
     """
     adapter = read_adapter(adapter_folder)
     if SCORE in adapter.extras:
@@ -279,7 +289,7 @@ def _read_checked(
 
 
 class _MergedWeights:
-    """The parameters of a base, as the run had them, with the adapter added."""
+    """The merged parameters: of the base as in the run, with the adapter added."""
 
     def __init__(
         self,
@@ -293,10 +303,10 @@ class _MergedWeights:
         dtype: torch.dtype,
         file_dtype: torch.dtype,
     ) -> None:
-        """Keep the files of the base and of the adapter, of which nothing is read yet.
+        """Set up reading; only headers are read here.
 
-        spec: of the merged model. saved: the base's weights that the adapter has. quantize, dtype:
-        how the run kept the base. file_dtype: of the pieces.
+        spec: of the merged model. saved: full weights in the adapter's file. base: spec of the
+        base. quantize, dtype: of the base in the run. file_dtype: of tensors that `read` yields.
         """
         self._adapter = adapter
         self._saved = saved
@@ -306,13 +316,13 @@ class _MergedWeights:
         self._dtype = dtype
         self._file_dtype = file_dtype
         self._shapes = compute_parameter_shapes(spec)
-        # Our module -> the adapted module of the files, and the part of it that is ours.
+        # Our module -> the adapted module in the files, which may be fused, and its part in it.
         self._modules: dict[str, tuple[FileModule, MergedRows]] = {}
         for module in adapter.list_modules(spec):
             self._modules |= {part.module: (module, part) for part in module.parts}
 
     def read(self, name: str) -> Iterator[Tensor]:
-        """Yield a parameter in consecutive pieces of rows, that of a layer's experts whole."""
+        """Yield a parameter in consecutive pieces of rows; that of a layer's experts as one."""
         if name in self._adapter.extras:
             extra = self._adapter.read_tensor(self._adapter.extras[name][0])
             yield extra.to(self._file_dtype) if extra.is_floating_point() else extra
@@ -336,12 +346,12 @@ class _MergedWeights:
             yield piece.to(self._file_dtype)
 
     def _open(self, name: str, shape: tuple[int, ...]) -> Callable[[int, int], Tensor]:
-        """Return a function that reads rows of a parameter as the run had them.
+        """Return a function `(start, stop) -> [stop - start, m]` that reads rows of a parameter.
 
-        It takes `(start, stop)` and returns `[stop - start, m]`. Weights that the adapter brings
-        along are read from it.
+        They are as in the run: in its dtype, rounded if it quantized them. Full weights in the
+        adapter's file replace the base's.
         """
-        # The files of a base with a tied head have the embedding alone.
+        # The files of a base with a tied head have only the embedding.
         entry = self._entries.get(name) or self._entries[f"{EMBEDDING}.weight"]
 
         def read(start: int, stop: int) -> Tensor:
@@ -364,7 +374,7 @@ class _MergedWeights:
         return lambda start, stop: weight[start:stop]
 
     def _is_rounded(self, rows: int, columns: int) -> bool:
-        """Return True if the run kept a matrix in 4 or 8 bits."""
+        """Return True if the run kept a matrix of this shape in 4 or 8 bits."""
         return self._quantize != "none" and can_quantize(columns, rows, self._quantize)
 
     def _read_experts(self, name: str, module: FileModule | None) -> Tensor:
@@ -372,17 +382,17 @@ class _MergedWeights:
         with Reader(self._tensors) as reader:
             weight = reader.open_entry(self._entries[name], self._dtype)[:].to(self._dtype)
         if self._is_rounded(*weight.shape[1:]):
-            # As the run quantized it: the scales are those of all experts together.
+            # As in the run: the experts of a layer are quantized together.
             weight = fake_quantize_weight(weight.flatten(0, 1), self._quantize).view_as(weight)
         if module is None:
             return weight.to(self._file_dtype)
-        first, second = (self._adapter.read(module.name, suffix) for suffix in (LORA_A, LORA_B))
+        lora_a, lora_b = (self._adapter.read(module.name, suffix) for suffix in (LORA_A, LORA_B))
         scaling = self._adapter.config.compute_scaling(module)
-        is_same_dtype = self._file_dtype == self._dtype  # then it is merged in place
+        is_same_dtype = self._file_dtype == self._dtype  # merged in place, without a second copy
         merged = weight if is_same_dtype else torch.empty_like(weight, dtype=self._file_dtype)
-        all_factors = zip(*unstack_expert_factors(first, second, module.experts), strict=True)
-        for number, factors in enumerate(all_factors):
-            merged[number] = _merge_matrix(weight[number], Update(*factors, scaling))
+        all_factors = zip(*unstack_expert_factors(lora_a, lora_b, module.experts), strict=True)
+        for index, factors in enumerate(all_factors):
+            merged[index] = _merge_matrix(weight[index], Update(*factors, scaling))
         return merged
 
 
@@ -400,13 +410,11 @@ def _merge_external(
     side_files: SideFiles,
     max_shard_bytes: int,
 ) -> None:
-    """Write the folder `out` for a model of another library, on one rank.
+    """Merge a model of another library, in host memory, on one rank; write the folder `out`.
 
-    The model is in host memory meanwhile.
-
-    saved: the base's weights that the adapter has. quantize, dtype: how the run that trained the
-    adapter kept the base. file_dtype: of what is written. max_shard_bytes: as for `export_model`.
-    Raises StorageError or CheckpointError; then `out` is as it was.
+    saved: full weights in the adapter's file. quantize, dtype: of the base in the run that trained
+    the adapter. file_dtype: of the files. max_shard_bytes: as for `export_model`. Raises
+    StorageError or CheckpointError; then `out` is as it was.
     """
     if adapter.extras:
         raise CheckpointError(
@@ -428,7 +436,7 @@ def _merge_external(
             if is_rounded and can_quantize(columns, rows, quantize):
                 weight = fake_quantize_weight(weight, quantize)
             if module in adapted:
-                # GPT-2's Conv1D has its weight `[in, out]`.
+                # Conv1D of transformers (GPT-2) has its weight `[in, out]`.
                 is_transposed = module in layout.transposed
                 update = _read_update(adapter, adapted[module])
                 merged = _merge_matrix(weight.t() if is_transposed else weight, update)
@@ -446,15 +454,15 @@ def _merge_external(
 
 
 def _merge_matrix(weight: Tensor, update: Update) -> Tensor:
-    """Return a whole matrix `[n, m]` with its update, as `merge_rows` computes it."""
+    """Return a full matrix `[n, m]` with its update, computed by `merge_rows`."""
     return torch.cat(list(merge_rows(lambda start, stop: weight[start:stop], len(weight), update)))
 
 
 def _read_update(adapter: AdapterFile, module: FileModule) -> Update:
-    """Return the adapter of one module of a file."""
+    """Read the adapter of one module in the files."""
     lengths = adapter.read(module.name, MAGNITUDE) if adapter.config.dora else None
     scaling = adapter.config.compute_scaling(module)
-    if module.is_embedding:  # its matrices are those of the transposed weight
+    if module.is_embedding:  # PEFT adapts the transposed weight: A and B change places
         return Update(
             first=adapter.read(module.name, EMBEDDING_B).t(),
             second=adapter.read(module.name, EMBEDDING_A).t(),

@@ -1,9 +1,10 @@
-"""`tune doctor`: check whether this machine's GPUs, links, memory and folders do what they should.
+"""`tune doctor`: check whether this machine's GPUs, links, memory and folders work as they should.
 
-Packages and folders are looked at here; `run_isolated` measures the rest in forks with a time
-limit, which need a parent that has never touched a GPU. doctor_report.py judges the facts and
-prints them. The rates were measured on one GPU; copies between GPUs have not run so far
-(docs/measurements/on_a_gpu.md), but their check is the same code on any device, and tested on CPU.
+`run(words)` is the command. `gather_facts` looks at packages and folders in this process, and
+measures the rest in forks with a time limit (`run_isolated`), which need a parent that has never
+initialized CUDA. doctor_report.py judges the facts and prints them. The rates were measured on one
+GPU; copies between GPUs have not run so far (docs/measurements/on_a_gpu.md), but their check is the
+same code on any device, and tested on CPU.
 """
 
 import argparse
@@ -35,10 +36,11 @@ from recipe_lib.files import replace_text
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
 
-FOUND = 1  # exit code: something is not as it should be
-STEP_SECONDS = 60.0  # for one step of a process; the slowest takes some seconds
-VERSION = 3  # of what --json writes
-# Without GPUs: more would stand in each other's way, and a process takes some 200 MB.
+FOUND = 1  # exit code: there are findings
+STEP_SECONDS = 60.0  # time limit of a step; the slowest takes some seconds
+VERSION = 3  # of the JSON object of --json
+# The most ranks on a machine without GPUs: more would slow each other down, and each takes some
+# 200 MB.
 RANKS_PER_CORE = 4
 DESCRIPTION = """Looks at this machine as a run would use it: versions, GPUs and whether copies \
 between them arrive
@@ -76,7 +78,7 @@ PARSER = Parser(
 
 
 def run(words: list[str]) -> int:
-    """Print facts and findings; write the measured rates where asked to."""
+    """Print facts and findings, and write the rates for --write; return the exit code."""
     arguments = read_arguments(words)
     facts = gather_facts(arguments)
     from recipe_lib.cli.doctor_report import ADVICE, find_faults, format_report
@@ -94,7 +96,7 @@ def run(words: list[str]) -> int:
 
 
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Return the command line; `nproc_per_node` is None for one rank a GPU. Raises ConfigError."""
+    """Parse the command line; `nproc_per_node` None: a rank for each GPU. Raises ConfigError."""
     arguments = PARSER.parse(words)
     raise_faults(ConfigError, find_low_numbers(arguments, nproc_per_node=1))
     check_output("--write", arguments.write)
@@ -102,10 +104,11 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def gather_facts(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return all facts as `--json` shows them: machine, steps, failed, links.
+    """Return all facts, in the form of `--json`.
 
-    machine: `describe_machine`. steps: step -> its result. failed: step -> why it failed. links:
-    `measure_links`, None for one rank.
+    Keys: `machine` as `describe_machine` returns it; `steps`, name of a step -> its result;
+    `failed`, name of a step -> why it failed; `links` as `measure_links` returns it, None for one
+    rank. Raises ConfigError for more ranks than the machine can have.
     """
     from huggingface_hub import constants
 
@@ -134,7 +137,7 @@ def gather_facts(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             f"--nproc_per_node: found {ranks}, expected at most {max_ranks}, {reason}"
         )
-    # A torch that does not start would fail in each rank again.
+    # If torch cannot be imported, every rank would fail in the same way.
     if ranks > 1 and "torch" not in facts["failed"]:
         with phase(f"timing collectives among {ranks} ranks"):
             facts["links"] = measure_links(ranks, gpus > 0)
@@ -142,17 +145,18 @@ def gather_facts(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
-    """Time collectives among ranks on this machine; return backend, ranks, points and failed.
+    """Time collectives among processes on this machine.
 
-    points: operation, bytes, and seconds of the slowest rank. failed: what hung, broke or gave
-    wrong numbers, as "rank 1: all_reduce of 1.00 MiB: why".
+    Return `backend`, `ranks`, `points` (dicts of operation, bytes, and seconds of the slowest
+    rank), and `failed`: lines such as "rank 1: all_reduce of 1.00 MiB: why" for collectives that
+    hung, raised or gave wrong numbers.
     """
     import torch
 
     from recipe_lib.plan.measured.measure_rates import CPU_SIZES, GPU_SIZES, list_collective_steps
 
     def list_steps(rank: int, folder: Path) -> Iterable[Step]:
-        # This rank's share of the cores, as the others run at the same time.
+        # The ranks run at the same time: each gets its share of the cores.
         if not on_gpu:
             torch.set_num_threads(max(1, count_cores() // ranks))
         return list_collective_steps(
@@ -171,7 +175,7 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
         failed += [f"rank {rank}: {name}: {reason}" for name, reason in outcome.failed.items()]
     for name in outcomes[0].values:
         rows = [outcome.values[name] for outcome in outcomes if name in outcome.values]
-        # "meet" joins the group and moves nothing; a time without all ranks is none.
+        # "meet" only joins the process group. A time counts only if all ranks have one.
         if name == "meet" or len(rows) < ranks:
             continue
         if wrong := sum(row["wrong"] for row in rows):
@@ -186,7 +190,7 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
 
 
 def write_rates(path: str, facts: dict[str, Any]) -> str:
-    """Write the rates as a calibration file, if they were measured; return a line about it."""
+    """Write the measured rates as a calibration file; return a line that says whether it did."""
     from recipe_lib.plan.measured.rates_file import add_links
 
     steps = facts["steps"]
@@ -194,7 +198,7 @@ def write_rates(path: str, facts: dict[str, Any]) -> str:
     measured = steps.get("calibration")
     if measured is None:
         return f"{path}: not written, as the device's rates could not be measured; see the findings"
-    # Times of links where a collective failed or was wrong are no rates.
+    # If any collective failed or gave wrong numbers, the times of the links mean nothing.
     if links and links["failed"]:
         links = None
     low_precision = {
@@ -204,11 +208,11 @@ def write_rates(path: str, facts: dict[str, Any]) -> str:
     return f"{path}: rates of {measured['device']}; `tune plan --calibration {path}` uses the file"
 
 
-GRACE_SECONDS = 3.0  # how long the others may send nothing after one rank has failed
-# A process inside a driver that does not answer cannot be killed: it is not waited for longer.
+GRACE_SECONDS = 3.0  # time limit of the other ranks' steps after one rank has failed
+# How long a killed process is waited for: inside a driver that hangs it cannot be killed.
 KILL_SECONDS = 5.0
 
-# Name of a step, and the function that makes it; its result is sent through a pipe.
+# (name of a step, function that runs it). Its result must be picklable, to go through a pipe.
 Step = tuple[str, Callable[[], Any]]
 
 PACKAGES = (
@@ -221,22 +225,22 @@ PACKAGES = (
     "peft",
     "triton",
 )
-# Bytes: a word; a page and a word; one and many megabytes with a ragged end. Small ones go through
-# another path.
+# Bytes of test copies: a word; a page and a word; one MiB; many MiB and a ragged end. Small copies
+# take another path than large ones.
 COPIED = (4, 4100, MIB, 64 * MIB + 12)
 
 
 def describe_machine(folders: Mapping[str, Path]) -> dict[str, Any]:
-    """Return what can be known of the machine in this process; sizes in bytes.
+    """Return the facts on the machine that need no fork; sizes in bytes.
 
-    folders: use of a folder -> its path.
+    folders: what a folder is for -> its path.
     """
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
         "cores": count_cores(),
         "packages": {name: find_version(name) for name in PACKAGES},
-        # In the order in which Triton looks for one.
+        # The order in which Triton looks for a C compiler.
         "compiler": os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc"),
         "driver": read_driver_version(),
         "listed_gpus": [name for name, _ in list_local_gpus()],
@@ -264,9 +268,9 @@ def read_driver_version() -> str | None:
 
 
 def measure_host_memory() -> dict[str, Any]:
-    """Return total and free bytes of the host, and as `what` a phrase on what limits a process.
+    """Return `total` and `free` bytes of host memory, and as `what` a text on what limits them.
 
-    That is the machine, or a control group (a container's, a batch job's).
+    The limit is the machine's, or a control group's (of a container or a batch job).
     """
     from recipe_lib.memory.peaks import find_free_host_memory
 
@@ -276,14 +280,14 @@ def measure_host_memory() -> dict[str, Any]:
 
 
 def probe_folder(path: Path) -> dict[str, Any]:
-    """Return path, total and free bytes, and fault: why a folder cannot be written to, or None."""
+    """Return `path`, `total` and `free` bytes, and `fault`: why it is not writable, or None."""
     path = path.expanduser().absolute()
-    # A run makes its folder: what counts is the nearest one above that is there.
+    # A run creates its folder: the nearest existing parent decides.
     existing_folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
     usage = shutil.disk_usage(existing_folder)
     fault = None
     try:
-        # Permissions do not tell of a disk that is mounted read-only, or full.
+        # Permissions do not show that a disk is mounted read-only, or full.
         TemporaryFile(dir=existing_folder).close()
     except OSError as error:
         fault = error.strerror or type(error).__name__
@@ -291,17 +295,17 @@ def probe_folder(path: Path) -> dict[str, Any]:
 
 
 def list_device_steps(rank: int, folder: Path) -> Iterator[Step]:
-    """Yield the steps that look at torch, the GPUs or the CPU, torchao, and copies between GPUs."""
+    """Yield the steps on torch, the GPUs or the CPU, torchao, and copies between GPUs."""
     yield "torch", describe_torch
     yield "host memory", measure_host_memory
     from recipe_lib.cli.doctor_report import LOW_PRECISION
 
-    # Imports torch, which is known to start by now.
+    # Imported after the first step, which reports a torch that cannot be imported.
     from recipe_lib.plan.measured.measure_rates import calibrate, measure_matmul_rate
 
     gpus = describe_torch()["gpus"]
-    for number in range(len(gpus)):
-        yield f"rates of GPU {number}", partial(measure_gpu, f"cuda:{number}")
+    for index in range(len(gpus)):
+        yield f"rates of GPU {index}", partial(measure_gpu, f"cuda:{index}")
     for name, capability in LOW_PRECISION.items() if gpus else ():
         if tuple(gpus[0]["capability"]) >= capability:
             yield f"{name} matmuls", partial(measure_matmul_rate, "cuda:0", name)
@@ -320,7 +324,7 @@ def list_device_steps(rank: int, folder: Path) -> Iterator[Step]:
 
 
 def import_torchao() -> str:
-    """Import torchao, which may not fit this torch; return its version."""
+    """Import torchao, which fails if it does not fit this torch; return its version."""
     import torchao
 
     return torchao.__version__
@@ -329,7 +333,8 @@ def import_torchao() -> str:
 def describe_torch() -> dict[str, Any]:
     """Return the versions that torch was built with, and the GPUs that it sees.
 
-    Of a GPU: name, memory and free (bytes), capability. error: why torch sees none, as it says.
+    `gpus`: dicts of `name`, `memory` and `free` (bytes), `capability`. `error`: torch's message if
+    it cannot use any GPU, else None.
     """
     import torch
 
@@ -347,18 +352,18 @@ def describe_torch() -> dict[str, Any]:
     try:
         module.init()
     except (RuntimeError, AssertionError) as error:
-        # torch that sees no GPU is a finding, and no failure of this step.
+        # No usable GPU is a finding of the report, not a failure of this step.
         described["error"] = get_first_line(error)
         return described
-    for number in range(module.device_count()):
-        free, total = module.mem_get_info(number)
-        gpu = {"name": module.get_device_name(number), "memory": total, "free": free}
-        described["gpus"].append(gpu | {"capability": list(module.get_device_capability(number))})
+    for index in range(module.device_count()):
+        free, total = module.mem_get_info(index)
+        gpu = {"name": module.get_device_name(index), "memory": total, "free": free}
+        described["gpus"].append(gpu | {"capability": list(module.get_device_capability(index))})
     return described
 
 
 def measure_gpu(device: str) -> dict[str, float]:
-    """Return the rates of copies with the host, and of `bf16` matrix products."""
+    """Return the rates of copies to and from the host (bytes/s), and of `bf16` matmuls (FLOP/s)."""
     import torch
 
     from recipe_lib.plan.measured.measure_rates import measure_copy_rates, measure_matmul_rate
@@ -373,10 +378,11 @@ def verify_copies(
     copy: Callable[[Any, Any], None] | None = None,
     sizes: tuple[int, ...] = COPIED,
 ) -> dict[str, Any]:
-    """Copy noise between devices in several sizes, and compare each on the host.
+    """Copy random words between devices in several sizes, and compare each copy on the host.
 
-    copy(target, source): torch's own if None; tests plant another. Returns wrong, a line for each
-    size that did not arrive as it was, and rate, bytes a second of the largest.
+    copy: called as `copy(target, source)`; None: torch's `copy_`. Tests pass a broken one. sizes:
+    bytes. Return `wrong`, a line for each size that arrived changed, and `rate`, bytes per second
+    of the largest copy.
     """
     import torch
 
@@ -388,7 +394,7 @@ def verify_copies(
         words = torch.randint(
             -(2**31), 2**31 - 1, (size // 4,), generator=generator, dtype=torch.int32
         )
-        # What is there before is neither what is sent nor zeros: copies that never happen are seen.
+        # Filled with a pattern that is neither sent nor zero: a copy that never happens is noticed.
         received = torch.full_like(words, 0x5A5A5A5A).to(target)
         sent = words.to(source, copy=True)
         for device in (source, target):
@@ -408,35 +414,35 @@ def verify_copies(
 
 @dataclass
 class Outcome:
-    """The outcome of one process."""
+    """The outcome of the steps of one process."""
 
-    values: dict[str, Any] = field(default_factory=dict)  # by step
-    failed: dict[str, str] = field(default_factory=dict)  # step -> why, in a few words
+    values: dict[str, Any] = field(default_factory=dict)  # name of a step -> its result
+    failed: dict[str, str] = field(default_factory=dict)  # name of a step -> why it failed
 
 
 def run_isolated(
     work: Callable[[int, Path], Iterable[Step]], ranks: int = 1, seconds: float = 60.0
 ) -> list[Outcome]:
-    """Make the steps of `work(rank, folder)` in `ranks` processes at once; return the outcomes.
+    """Run the steps of `work(rank, folder)` in `ranks` processes at once; return their outcomes.
 
-    folder: empty at first, shared by the ranks. seconds: a rank that sends nothing for so long is
-    killed. A single process goes on after a step that failed.
+    work: gets an empty folder that the ranks share. seconds: time limit of a step; a process that
+    exceeds it is killed. After a failed step a single process goes on; one of several ends.
     """
     running = []
     outcomes: list[Outcome] = []
-    # Processes, as a driver or a link that is broken does not answer, or takes its process along.
+    # In processes of their own: a broken driver or link hangs, or kills the process that uses it.
     with TemporaryDirectory(prefix="tune-doctor-", ignore_cleanup_errors=True) as name:
         for rank in range(ranks):
             receiver, sender = Pipe(duplex=False)
             arguments = (work, rank, Path(name), sender, os.getpid(), ranks == 1)
             process = get_context("fork").Process(target=_run_steps, args=arguments, daemon=True)
             process.start()
-            # The fork has its own: without this one the pipe ends when the fork does.
+            # Closed here, so that the fork's end is the only one and the pipe ends with the fork.
             sender.close()
             running.append((process, receiver))
         for process, receiver in running:
             outcomes.append(_collect_outcome(process, receiver, seconds))
-            # The others may wait for the rank that failed, and will not come further.
+            # The other ranks may wait for the one that failed.
             if outcomes[-1].failed:
                 seconds = GRACE_SECONDS
     return outcomes
@@ -450,12 +456,12 @@ def _run_steps(
     parent: int,
     goes_on: bool,
 ) -> None:
-    """Make the steps as one process, which prints nothing; send each result through the pipe.
+    """Run the steps in this fork, which prints nothing; send each result through the pipe.
 
-    parent: process id. goes_on: also after a step that failed.
+    parent: process id of the parent. goes_on: run the further steps after a failed one.
     """
-    # Objects that the parent has dropped must not be collected here: their end may wait for threads
-    # that a fork has not.
+    # Garbage of the parent must not be collected here: a destructor may wait for threads that the
+    # fork does not have.
     gc.freeze()
     end_with_parent(parent)
     send_nowhere(1, 2)
@@ -470,7 +476,7 @@ def _run_steps(
 
 
 def _collect_outcome(process: ForkProcess, pipe: Connection, seconds: float) -> Outcome:
-    """Collect what a process sends until it ends; kill it if it sends nothing for `seconds`."""
+    """Collect the results of a process until it ends; kill it if it sends none for `seconds`."""
     outcome = Outcome()
     step = "start"
     try:
@@ -482,7 +488,7 @@ def _collect_outcome(process: ForkProcess, pipe: Connection, seconds: float) -> 
                 outcome.failed[step] = value
         outcome.failed[step] = f"not done after {seconds:.0f} s"
         process.kill()
-    except (EOFError, OSError):  # it has ended
+    except (EOFError, OSError):  # the process has ended
         pass
     process.join(KILL_SECONDS)
     if process.exitcode:

@@ -1,7 +1,8 @@
-"""`tune export` of an adapter, a merged model, or the model of a run.
+"""`tune export` of trained weights: an adapter, an adapter merged into its base, or a full model.
 
-`find_export` finds the run, state or adapter that CHECKPOINT is; `export_hf` and `export_adapted`
-write it, load it again and compare logits with what was trained. Imports torch.
+cli/export.py calls `find_export`, which finds the run, saved state or adapter that the argument
+CHECKPOINT names, and then `export_hf` (full models) or `export_adapted` (adapters). These write the
+folder, load it again and compare its logits with those of the trained model. Imports torch.
 """
 
 import argparse
@@ -94,17 +95,17 @@ CONFIG = "config.yaml"
 
 @dataclass(frozen=True)
 class ExportSource:
-    """The adapter or the state that CHECKPOINT is, of a run or not."""
+    """The adapter or the saved state that CHECKPOINT names."""
 
-    run: Path | None  # the output_dir that it is in
-    cfg: Any  # the config of the run that made it, or None
-    records: Path | None  # the folder with that config and the run's metrics
-    adapter: Path | None  # the adapter's folder, or None for a state
-    state: Path | None  # the state's folder, or None for an adapter
+    run: Path | None  # output_dir of the run that it is in; None: it is in no run's folder
+    cfg: Any  # config of the run that made it; None: not known
+    records: Path | None  # folder with that config and the run's metrics; None: not known
+    adapter: Path | None  # the adapter's folder; None: it is a state
+    state: Path | None  # the state's folder; None: it is an adapter
 
 
 def find_run(name: str) -> Path | None:
-    """Return a run's output_dir: the folder itself, or that of its model/ or adapter/."""
+    """Return the output_dir of the run whose folder, model/ or adapter/ is named; None: of none."""
     folder = Path(name).expanduser()
     if (folder / CONFIG).is_file():
         return folder
@@ -117,7 +118,10 @@ def find_run(name: str) -> Path | None:
 
 
 def find_export(arguments: argparse.Namespace) -> ExportSource:
-    """Return what CHECKPOINT is, a state verified. Raises CheckpointError and ConfigError."""
+    """Find the adapter or state that CHECKPOINT names; verify a state.
+
+    Raises CheckpointError if there is none, or it is damaged, and ConfigError for a run's config.
+    """
     path = Path(arguments.checkpoint).expanduser()
     shown = show(arguments.checkpoint)
     if not path.is_dir():
@@ -125,7 +129,7 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
             f"{shown}: no such folder; expected a run's output_dir, a state/step_N, or an adapter"
         )
     if (path / ADAPTER_CONFIG).is_file():
-        # A run's record tells of its adapter/ alone.
+        # The run's record is about the adapter in its adapter/ only.
         run, cfg, records = _load_run_records(
             path.parent, arguments, adapter=path.name == ADAPTER_FOLDER
         )
@@ -157,7 +161,7 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
             file.stat().st_mtime: file.parent
             for file in path.glob(f"{STATE_FOLDER}/step_*/manifest.json")
         }
-        # The run was resumed after it had exported its adapter, and has not ended.
+        # Newer states: the run was resumed after it exported its adapter, and has not ended.
         if states and max(states) > (adapter / ADAPTER_CONFIG).stat().st_mtime:
             print_wrapped(
                 f"note: {states[max(states)]} is newer than {adapter}, which is taken; name the"
@@ -184,13 +188,15 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
 def _load_run_records(
     folder: Path, arguments: argparse.Namespace, adapter: bool = False
 ) -> tuple[Path | None, Any, Path | None]:
-    """Return (run, its config, folder with its records) of a run's folder; three None of another.
+    """Return (run, config, folder with the records) of a run's folder; else (None, None, None).
 
-    adapter: the records of the run that made the folder's adapter.
+    adapter: return the records of the run that made the folder's adapter, which may be an earlier
+    run in the same folder.
     """
     records = folder
     record = read_record(folder) if adapter else None
-    # A run that will replace the adapter is under way: the records of the run before are elsewhere.
+    # A later run in this folder has not replaced the adapter yet: the records of the run that made
+    # it have been moved.
     if record is not None and ADAPTER_FOLDER in record.earlier and record.kept:
         records = folder / record.kept[0]
         print_wrapped(
@@ -203,7 +209,7 @@ def _load_run_records(
 
 
 def _find_state_of_run(root: Path, cfg: Any) -> Path | None:
-    """Return the best step of a run that keeps it, as its newest state says; else the newest."""
+    """Return a run's best state if it keeps one (checkpoint.keep_best), else its newest state."""
     best = find_best_state(root) if cfg.checkpoint.keep_best else None
     if best is None:
         return find_state(root, "latest", SingleRank())
@@ -218,7 +224,7 @@ def _find_state_of_run(root: Path, cfg: Any) -> Path | None:
 
 
 def get_implementation(source: ExportSource) -> str | None:
-    """Return the implementation that was trained, as config or adapter name it, or None."""
+    """Return the model implementation in the config or the adapter; None: neither names one."""
     if source.cfg is not None:
         return str(source.cfg.model.implementation)
     if source.adapter is None:
@@ -229,7 +235,11 @@ def get_implementation(source: ExportSource) -> str | None:
 def build_export_arguments(
     source: ExportSource, base: Path | None, spec: ModelSpec, is_adapter: bool
 ) -> dict[str, Any]:
-    """Return arguments of an export: the run's tokenizer, template, stop tokens, and the card."""
+    """Return keyword arguments of an export: the run's tokenizer, template, stop ids and card.
+
+    base: folder of the base; None: training began from random weights. spec: of the base.
+    is_adapter: an adapter is exported, not a full model.
+    """
     if source.cfg is None:
         return _build_arguments_without_run(source, base=base, spec=spec, is_adapter=is_adapter)
     cfg = source.cfg
@@ -242,7 +252,7 @@ def build_export_arguments(
         is_best = source.state.absolute().parent.name == BEST_FOLDER
         exported = f"best step {step}: {extra['metric']} {extra['value']:.4f}" if is_best else None
     else:
-        # A run that was killed has none.
+        # A run that was killed has no summary.
         summary = find_object(source.records / SUMMARY_FILE) if source.records else {}
         step = summary.get("exported_step")
         exported = summary.get("outcome")
@@ -265,7 +275,7 @@ def build_export_arguments(
 def _build_arguments_without_run(
     source: ExportSource, base: Path | None, spec: ModelSpec, is_adapter: bool
 ) -> dict[str, Any]:
-    """Return the arguments of an export of an adapter without its run."""
+    """Return what `build_export_arguments` does, for an adapter whose run is not known."""
     assert source.adapter is not None and base is not None
     adapter = read_adapter(source.adapter)
     lora = make_adapter_settings(adapter, spec)
@@ -287,7 +297,10 @@ def _build_arguments_without_run(
 def _list_commands(
     spec: ModelSpec, base: str, *, adapter: LoraConfig | None, template: bool
 ) -> list[str]:
-    """Return the commands on the card: for a model, or for an adapter on its base."""
+    """Return the commands on the card: for a full model, or for an adapter on its base.
+
+    adapter: settings of the adapter; None: a full model. template: the export has a chat template.
+    """
     if adapter is None:
         return list_model_commands(ANYWHERE)
     return list_adapter_commands(
@@ -296,11 +309,11 @@ def _list_commands(
 
 
 def find_base(source: ExportSource, arguments: argparse.Namespace) -> Path:
-    """Return the folder of the base that --base, adapter or run names. Raises CheckpointError."""
+    """Return the base's folder: by --base, the adapter or the run. Raises CheckpointError."""
     if arguments.base:
         return find_checkpoint(arguments.base)
-    # The adapter's own name of it is found from any folder, the config's may be a path from where
-    # the run was started.
+    # The adapter's file names the base independently of the current folder; the config may have a
+    # path relative to where the run was started.
     name = "" if source.adapter is None else read_adapter_config(source.adapter).base
     if source.cfg is not None and not name:
         model = source.cfg.model
@@ -325,8 +338,8 @@ def write_merged(
 ) -> None:
     """Merge an adapter into its base, and write the model as the folder `out`.
 
-    dtype: of the base while the adapter was trained. out_dtype: of what is written. Raises
-    CheckpointError and StorageError; then there is no folder.
+    dtype: of the base in training. out_dtype: of the files. Raises CheckpointError and
+    StorageError; then there is no `out`.
     """
     implementation = get_implementation(source)
     spec = read_trained_spec(read_config(base), str(base), implementation)
@@ -344,7 +357,7 @@ def write_merged(
 
 
 def _choose_target(source: ExportSource, kind: str, arguments: argparse.Namespace) -> Path:
-    """Return the folder to write. Raises ConfigError if it is there."""
+    """Return the folder to write. Raises ConfigError if it exists. kind: `model` or `adapter`."""
     if arguments.out:
         out = Path(arguments.out).expanduser()
     elif source.state is not None and source.run is not None:
@@ -360,7 +373,10 @@ def _choose_target(source: ExportSource, kind: str, arguments: argparse.Namespac
 
 
 def export_hf(source: ExportSource, arguments: argparse.Namespace) -> None:
-    """Export the model of a state that trained all weights, and check it."""
+    """Export the full model of a state, open it again and compare its logits.
+
+    Raises CheckpointError for an adapter, and if the export computes other logits.
+    """
     if source.state is None or has_adapters(source.state):
         raise CheckpointError(
             f"{show(arguments.checkpoint)}: holds an adapter; use --merge or --adapter"
@@ -388,7 +404,7 @@ def export_hf(source: ExportSource, arguments: argparse.Namespace) -> None:
     if base:
         log_left_out(spec, base, "export")
     trained = compute_prompt_logits(model)
-    del model  # the exported one comes in its place
+    del model  # before the exported one is loaded: both may not fit
     exported = compute_prompt_logits(load_model(spec, folder=out, dtype=dtype, device=device))
     report_comparison(f"model: {out}", compare_logits(trained, exported), dtype=dtype, out=out)
     print_wrapped(
@@ -398,7 +414,10 @@ def export_hf(source: ExportSource, arguments: argparse.Namespace) -> None:
 
 
 def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
-    """Export the adapter of a folder or of a state, alone or merged into its base, and check it."""
+    """Export an adapter or the adapter in a state, alone or merged, and compare its logits.
+
+    Raises CheckpointError for a state with all weights, and if the export computes other logits.
+    """
     if source.state is not None and not has_adapters(source.state):
         raise CheckpointError(f"{source.state}: is of a run that trained all weights; use --hf")
     base = find_base(source, arguments)
@@ -406,7 +425,7 @@ def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
     spec = read_trained_spec(config, str(base), get_implementation(source))
     check_weights(spec, base)
     device = choose_device(arguments.device)
-    # An adapter's own folder is only checked, unless --out asks for another.
+    # An adapter that is a folder already is only checked, unless --out asks for a copy.
     rewrite = source.state is not None or (arguments.adapter and arguments.out)
     out = None
     if arguments.merge:
@@ -451,7 +470,7 @@ def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
 def _load_trained_model(
     source: ExportSource, spec: ModelSpec, base: Path, config: dict[str, Any], device: torch.device
 ) -> tuple[Decoder, torch.dtype]:
-    """Return the model as it was trained, its adapter on its base, and the base's type."""
+    """Return the trained model (the base with its adapter), and the base's dtype in training."""
     if source.state is not None:
         dtype = DTYPES[source.cfg.dtype]
         model = load_model(spec, folder=base, dtype=dtype, device=device, lora=source.cfg.lora)
@@ -506,9 +525,9 @@ def _check_adapter(
     device: torch.device,
     trained: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Load an adapter again, by us and by PEFT, and compare its logits with the trained ones.
+    """Load an adapter again, by this library and by PEFT, and compare logits with the trained ones.
 
-    trained: logits with the adapter, and those of its base.
+    trained: logits of the trained model, and those of its base alone.
     """
     model, filled = load_model_with_adapter(
         adapter, spec=spec, base=base, dtype=dtype, device=device
@@ -524,7 +543,7 @@ def _check_adapter(
             " --merge)"
         )
     logits = compute_prompt_logits(model)
-    del model  # PEFT's comes in its place
+    del model  # before PEFT loads the base again
     comparison = compare_logits(trained[0], logits, trained[1])
     report_comparison(f"adapter: {adapter}", comparison, dtype=dtype, out=adapter)
     print_wrapped(check_with_peft(adapter, base, spec, dtype=dtype, device=device, trained=trained))
@@ -533,9 +552,9 @@ def _check_adapter(
 def _print_next_commands(
     source: ExportSource, arguments: argparse.Namespace, *, spec: ModelSpec, adapter: Path
 ) -> None:
-    """Print the commands that work with an adapter's folder as it is."""
+    """Print the commands that a user may run next on an adapter's folder."""
     adapter_file = read_adapter(adapter)
-    # Neither vLLM nor PEFT knows the extras.
+    # vLLM and PEFT cannot load parameters that a recipe added.
     if adapter_file.extras:
         return
     lora = make_adapter_settings(adapter_file, spec)
@@ -548,9 +567,9 @@ def _print_next_commands(
         with_base=bool(arguments.base) and os.path.abspath(arguments.base) != base_name,
         template=(adapter / CHAT_TEMPLATE).is_file(),
     )
-    # vLLM loads A and B alone: what else the file has of the base it would leave out or refuse.
+    # vLLM loads only A and B: full weights in the file it would ignore or refuse.
     print_next_commands(commands[:1] if check_fits(adapter_file, spec).parts else commands)
-    # Of an adapter in a run's folder --merge writes the run's model/, which must not be there yet.
+    # For an adapter in a run's folder, --merge writes model/ of the run, which must not exist yet.
     is_of_run = source.run is not None and adapter.parent == source.run
     if not (is_of_run and (adapter.parent / "model").exists()):
         print_next_commands([format_merge_command(adapter, arguments.base, arguments.recipe)])
@@ -567,7 +586,7 @@ def _merge_and_check(
     device: torch.device,
     trained: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Merge the adapter into its base, load the model again and compare as `_check_adapter`."""
+    """Merge the adapter into its base, load the model again, compare as `_check_adapter` does."""
     num_adapted = len(read_adapter(adapter).tensors)
     out_dtype = DTYPES[arguments.dtype] if arguments.dtype else dtype
     write_merged(source, base=base, adapter=adapter, out=out, dtype=dtype, out_dtype=out_dtype)
@@ -577,7 +596,7 @@ def _merge_and_check(
     )
     merged = compute_prompt_logits(load_model(spec, folder=out, dtype=out_dtype, device=device))
     comparison = compare_logits(trained[0], merged, trained[1])
-    # The rounding that both computations share at most.
+    # The tolerance is that of the coarser dtype of the two models.
     coarser = min(dtype, out_dtype, key=lambda kind: kind.itemsize)
     report_comparison(f"model: {out}", comparison, dtype=coarser, out=out)
     print_wrapped(check_with_transformers(out, spec, coarser, device, *trained))
@@ -590,7 +609,7 @@ def _merge_and_check(
 
 
 def report_comparison(text: str, comparison: Comparison, *, dtype: torch.dtype, out: Path) -> None:
-    """Print what was written and how it compares; raise CheckpointError beyond dtype's rounding."""
+    """Print `text` and the comparison; raise CheckpointError if it exceeds the dtype's rounding."""
     print_wrapped(text)
     if not comparison.is_within_rounding(dtype):
         raise CheckpointError(

@@ -38,11 +38,11 @@ from recipe_lib.files import replace_text
 from recipe_lib.plan.measured.receipts import (
     VARIABLE,
     Receipt,
-    are_receipts_off,
     describe_run,
     find_nearest,
     format_receipt,
     get_receipts_file,
+    has_disabled_receipts,
     read_receipts,
 )
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, Plan, read_plan
@@ -234,7 +234,7 @@ def quote_receipt(cfg: Any, shaped: Any, settings: "PlanSettings") -> str:
 
     shaped: the config as it is planned.
     """
-    if are_receipts_off():
+    if has_disabled_receipts():
         return ""
     try:
         receipts, _ = read_receipts(get_receipts_file())

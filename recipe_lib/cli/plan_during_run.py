@@ -128,7 +128,7 @@ def append_run_receipt(figures: dict[str, Any], summary: dict[str, Any]) -> None
     figures: of its plan. summary: of its summary.json.
     """
     if (
-        receipts.are_receipts_off()
+        receipts.has_disabled_receipts()
         or summary.get("memory_kind") != "device"
         or not figures.get("own_device")
     ):

@@ -1,9 +1,9 @@
-"""Compares what files and overrides set with the schema, and gathers every fault, not the first.
+"""Check the values of config files and overrides against the schema, and collect all faults.
 
-`CollectedSettings` holds what was set and the faults so far; the `check_...` functions fill it from
-the YAML tree of a file or of an override. A value that names other keys (`${optimizer.lr}`) waits
-in `pending` until everything is read. `find_hint` explains a key that the schema does not have;
-`read_aliases` has the tables of other tools' names.
+`load.py` makes a `CollectedSettings` and fills it by `check_section`, `check_value` and the like
+from the YAML tree of each file and override. A value with a reference to another key
+(`${optimizer.lr}`) waits in `pending` until everything is read (`fill_pending`). `find_hint`
+suggests a key for one that the schema does not have, by spelling and other tools' names.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ from recipe_lib.config.paths import read_aliases, read_recipe_configs
 from recipe_lib.config.read_yaml import YamlNode
 from recipe_lib.config.suggest import find_nearest, format_word, quote, show
 
-# Enough to correct a file in one go; a file of another kind is not answered with a thousand lines.
+# Enough to correct a file at once; a file that is no config at all does not give a thousand lines.
 MAX_FAULTS = 50
 
 COMMAND_LINE = "command line"
@@ -37,10 +37,11 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that was set."""
+    """A value that a file or an override has set for a key."""
 
+    # Converted to the key's type.
     value: Any
-    # Where: `configs/demo/full.yaml:7`, `command line` or `default`.
+    # Where it was set: `configs/demo/full.yaml:7`, `command line` or `default`.
     where: str
 
 
@@ -48,27 +49,30 @@ class Setting:
 class Source:
     """The origin of values: a file, or an override."""
 
-    # Of the file, as in errors; or COMMAND_LINE.
+    # Name of the file in errors; or COMMAND_LINE.
     name: str
-    # How an error of the override begins, `command line: seed=x`; empty for a file.
+    # Beginning of an error about the override, `command line: seed=x`; empty for a file.
     override: str = ""
 
     def format_fault_place(self, line: int) -> str:
-        """Return how an error begins: `configs/demo/full.yaml:7`, `command line: seed=x`."""
+        """Return the beginning of an error: `configs/demo/full.yaml:7`, `command line: seed=x`."""
         return self.override or f"{self.name}:{line}"
 
     def format_place(self, line: int) -> str:
-        """Return how a setting's place is named: `configs/demo/full.yaml:7`, `command line`."""
+        """Return `Setting.where` of a value: `configs/demo/full.yaml:7`, `command line`."""
         return self.name if self.override else f"{self.name}:{line}"
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A value that names other keys, and what `check_value` is called with once it is filled in."""
+    """A value with references to other keys, and the arguments of `check_value` for it."""
 
+    # The value with its references.
     node: YamlNode
     source: Source
+    # Line in the file.
     line: int
+    # Whether it is an override, whose text names the key.
     typed: bool
 
 
@@ -77,21 +81,22 @@ class CollectedSettings:
     """The settings of files and overrides, and the faults among them."""
 
     schema: Schema
-    # Dotted key -> what was set.
+    # Dotted key -> its value.
     settings: dict[str, Setting] = field(default_factory=dict)
-    # Dotted key -> a value with `${key}` in it.
+    # Dotted key -> a value with references (`${key}`) that are not filled in yet.
     pending: dict[str, Pending] = field(default_factory=dict)
-    # A line each.
+    # Lines of the error, at most MAX_FAULTS.
     faults: list[str] = field(default_factory=list)
-    # Keys that a fault has touched. They keep their default, and no rule about them is judged.
+    # Keys with a fault: they keep their default, and rules about them are not checked.
     doubtful: set[str] = field(default_factory=set)
-    # There are more faults than are kept.
+    # Whether there are more faults than are kept.
     full: bool = False
 
     def add_fault(self, place: str, name: str, fault: str, *, doubt: bool = True) -> None:
-        """Note a fault of a key; `doubt` says whether its value is doubtful now.
+        """Add a fault.
 
-        place: the beginning of the line. name: of the key; empty where the line says all.
+        place: beginning of the line. name: of the key; empty if the line needs none. doubt: mark
+        the key as doubtful, so that no rule about it is checked.
         """
         if len(self.faults) < MAX_FAULTS:
             self.faults.append(f"{place}: {show(name)}: {fault}" if name else f"{place}: {fault}")
@@ -101,31 +106,34 @@ class CollectedSettings:
             self.mark_doubtful(name)
 
     def mark_doubtful(self, name: str) -> None:
-        """Mark a key, or all keys of a section; `""` is the top level."""
+        """Mark a key, or all keys of a section, as doubtful; `""` is the top level."""
         prefix = f"{name}." if name else ""
         self.doubtful.update(
             key for key in self.schema.keys if key == name or key.startswith(prefix)
         )
 
     def sort_by_line(self, file: str, start: int) -> None:
-        """Sort the faults noted from `start` on, all of one file, by their lines."""
-        # Those of the parser came before those of the schema.
+        """Sort the faults from index `start` on, all of one file, by line."""
+        # The parser's faults were added before those of the schema.
         self.faults[start:] = sorted(
             self.faults[start:],
             key=lambda fault: int(fault.removeprefix(f"{file}:").partition(":")[0]),
         )
 
     def list_faults(self) -> list[str]:
-        """Return the lines to show."""
+        """Return the lines of the error."""
         more = [f"the first {MAX_FAULTS} faults are shown; there are more"] if self.full else []
         return [*self.faults, *more]
 
     def list_judged_keys(self) -> set[str]:
-        """Return the keys that no fault has touched."""
+        """Return the keys without a fault, whose rules are checked."""
         return set(self.schema.keys) - self.doubtful
 
     def format_last_places(self, names: Iterable[str], default: str) -> str:
-        """Return where the last of these keys was set in each file, and on the command line."""
+        """Return where these keys were set: the last line of each file, and the command line.
+
+        default: returned if none of them was set.
+        """
         last_lines: dict[str, int] = {}
         for name in names:
             # A mapping may be set in a file and by an override: `c.yaml:3, command line`.
@@ -133,7 +141,7 @@ class CollectedSettings:
             for place in places:
                 file, _, line = place.rpartition(":")
                 last_lines[file] = max(last_lines.get(file, 0), int(line) if file else 0)
-        # The command line, whose file is "", comes last.
+        # Reverse order puts the command line, whose file is "", last.
         places = [
             f"{file}:{line}" if file else COMMAND_LINE
             for file, line in sorted(last_lines.items(), reverse=True)
@@ -141,7 +149,7 @@ class CollectedSettings:
         return ", ".join(places) or default
 
     def store(self, name: str, value: Any, where: str) -> None:
-        """Take a value, in place of an earlier one."""
+        """Store the value of a key, in place of an earlier one."""
         self.pending.pop(name, None)
         self.settings[name] = Setting(value, where)
 
@@ -164,7 +172,7 @@ def check_section(checked: CollectedSettings, section: str, node: YamlNode, sour
 def check_section_value(
     checked: CollectedSettings, name: str, value: YamlNode, *, source: Source, line: int
 ) -> None:
-    """Check what stands under a section's name; `""` is the top level, a whole file."""
+    """Check the value of a section; `""` is the top level, a full file."""
     if value.kind == "mapping":
         check_section(checked, section=name, node=value, source=source)
     elif value.kind == "broken":
@@ -190,10 +198,10 @@ def check_value(
     typed: bool = False,
     written: str | None = None,
 ) -> None:
-    """Check a key's value and take it; one that names other keys waits for `fill_pending`.
+    """Check a key's value and store it; one with references waits for `fill_pending`.
 
-    typed: it is an override's own, whose text says the key. written: the text of a value that has
-    been filled in since.
+    typed: the value is an override's, whose text in an error names the key. written: text of the
+    value before its references were filled in; None: it had none.
     """
     if written is None and value.is_interpolated:
         checked.pending[key.name] = Pending(value, source=source, line=line, typed=typed)
@@ -205,7 +213,7 @@ def check_value(
         checked.mark_doubtful(key.name)
         return
     try:
-        # What was filled in has lost its quotes: it is read like a word of the command line.
+        # A value that was filled in has lost its quotes: it is read like one of the command line.
         converted = convert(value, key, typed=typed or written is not None)
     except MismatchError as mismatch:
         beginning = f"found {quote(written)}, which is " if written else "found "
@@ -220,7 +228,7 @@ def check_value(
 
 
 def fill_pending(checked: CollectedSettings) -> None:
-    """Check the values that name other keys, each after those that it names."""
+    """Fill in and check the values with references, each after the keys that it refers to."""
     if not checked.pending:
         return
     schema = checked.schema
@@ -237,7 +245,7 @@ def fill_pending(checked: CollectedSettings) -> None:
     for key in order:
         value = checked.pending.pop(key)
         if _names_doubtful_key(checked, named_keys[key]):
-            checked.mark_doubtful(key)  # the fault is told there
+            checked.mark_doubtful(key)  # the other key has the fault
             continue
         try:
             node = _fill_node(value.node, key, named_values)
@@ -260,7 +268,7 @@ def fill_pending(checked: CollectedSettings) -> None:
 def _order_pending(
     checked: CollectedSettings, pending: dict[str, Pending], named_keys: dict[str, list[str]]
 ) -> list[str]:
-    """Return the pending keys, each after those that it names; refuse and drop circles of them."""
+    """Return the pending keys, each after those that it refers to; refuse and remove cycles."""
     while True:
         try:
             return order_keys(named_keys)
@@ -276,7 +284,7 @@ def _order_pending(
                 fault=f"found {quote(text)}{IN_A_CIRCLE}",
                 line=node.line,
             )
-            # Out of the way: the faults of all other keys are told as well.
+            # Removed, so that the faults of all other keys are found as well.
             for key in circle:
                 checked.mark_doubtful(key)
                 checked.pending.pop(key)
@@ -295,7 +303,7 @@ def _refuse_pending(
 
 
 def _fill_node(node: YamlNode, key: str, named: NamedValues) -> YamlNode:
-    """Return a value with those of the keys that it names, as if they had been written there."""
+    """Return a value with its references filled in, as if their values had been written there."""
     if node.kind == "list":
         return replace(node, items=[_fill_node(item, key, named) for item in node.items])
     if node.kind == "mapping":
@@ -319,7 +327,7 @@ def _write_node(value: Any, line: int) -> YamlNode:
     if isinstance(value, dict):
         entries = {word: (line, _write_node(item, line)) for word, item in value.items()}
         return YamlNode("mapping", line, entries=entries)
-    # Texts that would be read as no text.
+    # These texts would be read as null or a truth value without quotes.
     quoted = isinstance(value, str) and value.lower() in ("", "null", "true", "false", "~")
     return YamlNode("scalar", line, format_word(value), quoted=quoted)
 
@@ -327,14 +335,14 @@ def _write_node(value: Any, line: int) -> YamlNode:
 def check_items(
     checked: CollectedSettings, key: Key, value: YamlNode, *, source: Source, line: int
 ) -> None:
-    """Check a list of sections and take it if all are right.
+    """Check a list of sections, and store it if none has a fault.
 
-    A fault names its own line, and the key inside: `data.sources[1].weight`.
+    A fault has its own line and the full key: `data.sources[1].weight`.
     """
     items = []
-    for number, node in enumerate(value.items):
-        # Its own keys, but the list of faults of all.
-        inner = CollectedSettings(build_item_schema(key, number), faults=checked.faults)
+    for index, node in enumerate(value.items):
+        # With the keys of this item, and the common list of faults.
+        inner = CollectedSettings(build_item_schema(key, index), faults=checked.faults)
         name = next(iter(inner.schema.sections))
         num_faults = len(checked.faults)
         place = source.format_fault_place(node.line)
@@ -361,7 +369,7 @@ def check_items(
 
 
 def check_required(checked: CollectedSettings, place: str) -> None:
-    """Note a fault for each key without a default that nothing has set."""
+    """Add a fault for each key without a default that is not set."""
     for name, key in checked.schema.keys.items():
         if key.required and name not in checked.settings and name not in checked.doubtful:
             checked.add_fault(place, name, f"is not set, expected {describe_expected(key)}")
@@ -376,13 +384,13 @@ def report_unknown_key(
     line: int = 1,
     typed: bool = False,
 ) -> None:
-    """Note a key that the schema does not have, with the nearest that it has.
+    """Add a fault for a key that the schema does not have, with a hint at the key that was meant.
 
-    value: what stands there.
+    value: of the key. typed: the key is an override's.
     """
     if value is not None and value.entries and _normalize(name) in read_aliases().sections:
-        # A section that only other tools have, as torchtitan's `training`: each of its keys may
-        # have a name here, the section itself has none.
+        # A section of other tools, such as torchtitan's `training`: its keys may have a name here,
+        # the section itself has none.
         for word, (inner_line, inner) in value.entries.items():
             report_unknown_key(
                 checked, f"{name}.{word}", inner, source=source, line=inner_line, typed=typed
@@ -395,7 +403,7 @@ def report_unknown_key(
         f"unknown key{hint}",
         doubt=False,
     )
-    # The keys that were probably meant are not set, which would break rules about them too.
+    # The key that was probably meant is not set: rules about it must not be reported as well.
     for key in meant_keys:
         checked.mark_doubtful(key)
 
@@ -404,17 +412,20 @@ def _is_broken(node: YamlNode) -> bool:
     return node.kind == "broken" or any(_is_broken(part) for part in node.list_inner())
 
 
-# What an unknown key is answered with: the name that it has here, the nearest spelling, or nothing.
-# Nothing rather than something far: another tool's name leads to ours only where both mean the
-# same, and a spelling only where each word of it is near.
+# Hints for an unknown key: its name here, the nearest spelling, or nothing. A wrong hint is worse
+# than none: another tool's name leads to ours only if both mean the same, and a spelling only if
+# each word of it is near.
 
 
 def find_hint(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str, list[str]]:
-    """Return (`; did you mean X?` or another hint, the keys that it names)."""
+    """Return (hint for an error line, such as `; did you mean X?`; the keys that it names).
+
+    in_file: the key is from a file, not from an override.
+    """
     meant_keys = find_meant_keys(name, schema)
     section, _, word = name.rpartition(".")
     if meant_keys == [name] and section and in_file:
-        # Right but for its form: a file has keys of a section indented under it.
+        # The dotted name is right in an override; in a file keys are indented under the section.
         return f"; write {word}: under {section}:", meant_keys
     answer = read_aliases().answers.get(_normalize(name))
     if not answer and not meant_keys:
@@ -430,9 +441,9 @@ def find_hint(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str,
 
 
 def find_meant_keys(name: str, schema: Schema) -> list[str]:
-    """Return our names for an unknown one, mostly one or none.
+    """Return the keys that an unknown name may mean, mostly one or none.
 
-    By another tool's name for it, the section that it belongs to, or the nearest spelling.
+    They are found by other tools' names, the keys of the section, and the nearest spelling.
     """
     valid = [name for name in (*schema.keys, *schema.sections) if name]
     alias = read_aliases().keys.get(_normalize(name), name)
@@ -444,7 +455,7 @@ def find_meant_keys(name: str, schema: Schema) -> list[str]:
     if word in NOTHING_LIKE_IT or ours is None:
         return []
     if section.endswith("]"):
-        # Sections of a list, as data.sources[0], have mostly the keys of the one around them.
+        # The items of a list, such as data.sources[0], have mostly the keys of the outer section.
         alias = read_aliases().keys.get(f"{section.partition('.')[0]}.{word}", "")
         inside = f"{section}.{alias.rpartition('.')[2]}"
         if inside in valid:
@@ -467,16 +478,16 @@ def _find_similar_keys(word: str, keys: list[str], *, in_section: bool) -> list[
     is_exact = word in words or word in GENERIC
     similar_word = word if is_exact else find_misspelled_name(word, words)
     if similar_word in ("name", "type") and not in_section:
-        return []  # of which section nobody knows
+        return []  # many sections have such a key
     return [key for key in keys if key.rpartition(".")[2] == similar_word]
 
 
 def find_misspelled_name(written: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name that `written` is a misspelling of.
+    """Return the valid name that `written` is a misspelling of; None: of none.
 
-    It has to be nearer than a choice's: there are many keys, so that something is always near.
+    The cutoff is higher than for choices: among so many keys, one is always similar.
     """
-    # difflib takes two swapped letters for two mistakes.
+    # difflib counts two swapped letters as two mistakes.
     anagram = next((name for name in valid if sorted(name) == sorted(written)), None)
     return anagram or find_nearest(written, valid, cutoff=0.85 if len(written) > 4 else 0.8)
 
@@ -486,9 +497,10 @@ def _normalize(name: str) -> str:
 
 
 def _find_section(section: str, schema: Schema) -> str | None:
-    """Return our section for one as written; `""` for one whose keys are at the top level here.
+    """Return the section that a written one means; None: none.
 
-    It is ours already, another tool's, or a misspelling of ours.
+    It may be a section of ours, another tool's name, or a misspelling. `""`: its keys are at the
+    top level here.
     """
     outer = _normalize(section.partition(".")[0])
     ours = section if section in schema.sections else read_aliases().sections.get(outer)
@@ -498,7 +510,10 @@ def _find_section(section: str, schema: Schema) -> str | None:
 
 
 def _describe_owner(name: str, schema: Schema) -> str:
-    """Return `lora.rank is a key of the recipe lora_finetune_distributed` of another's key."""
+    """Return a text such as `lora.rank is a key of the recipe X` for a key of another recipe.
+
+    Return an empty text if no other recipe has such a key.
+    """
     if _normalize(name) in read_aliases().ambiguous or "[" in name:
         return ""
     for recipe, config_class in read_recipe_configs().items():

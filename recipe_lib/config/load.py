@@ -1,7 +1,8 @@
-"""Reads a config, checks all of it at once, and hands on a typed object.
+"""Load a config: read files and overrides, check all of it, and make a typed object.
 
-`load_config` takes files and overrides, `parse_arguments` a recipe's command line. Both raise one
-ConfigError with every fault, a line each, and leave keys that have no effect at their defaults.
+A recipe calls `parse_arguments` for its command line; other programs call `load_config(sources,
+overrides)`. Both raise one ConfigError with a line for each fault. A key that was set but has no
+effect (because of another key's value) gets its default.
 """
 
 import argparse
@@ -38,9 +39,9 @@ from recipe_lib.errors import ConfigError, raise_faults
 from recipe_lib.logs import get_logger
 from recipe_lib.redaction import has_secret
 
-Sources = str | Path | Sequence[str | Path]
-# Keys for the same thing: what is set later, on the command line or in a later file, takes the
-# place of the other, so that an override need not also reset what the config has.
+Sources = str | Path | Sequence[str | Path]  # names or paths of config files, see `load_config`
+# Pairs of keys for the same thing: the one that is set later, on the command line or in a later
+# file, replaces the other, so that an override need not also reset the config's.
 ALTERNATIVES = (
     ("data.source", "data.sources"),
     ("lr_scheduler.warmup_steps", "lr_scheduler.warmup_ratio"),
@@ -51,11 +52,12 @@ ALTERNATIVES = (
 class LoadedConfig:
     """A config, and where its values are from."""
 
+    # An object of the schema's class.
     cfg: Any
-    # (dotted key, value that is used, where it was set), in the schema's order; where is
+    # (dotted key, value in cfg, where it was set), in the schema's order. Where:
     # `configs/demo/full.yaml:7`, `command line` or `default`.
     rows: list[tuple[str, Any, str]]
-    # A line for each key that was set and has no effect, so that it has its default in cfg.
+    # A line for each key that was set but has no effect and so has its default in cfg.
     idle: list[str]
 
 
@@ -64,11 +66,13 @@ def load_config(
 ) -> Any:
     """Return the config as an object of the class `schema`.
 
-    sources: a shipped name (`llama3/8B_full`) or a path; or several, of which the later ones win,
-    key by key.
-    overrides: `key=value`, `section.key=value`, or `~key` for the default; later ones win.
-    schema: FullFinetuneConfig or a subclass, with additional keys and sections.
-    Raises ConfigError with every fault of the files and the overrides, a line each.
+    Args:
+        sources: a shipped name (`llama3/8B_full`) or a path; or several, of which later ones win,
+            key by key.
+        overrides: `key=value`, `section.key=value`, or `~key` for the default; later ones win.
+        schema: FullFinetuneConfig or a subclass, with additional keys and sections.
+
+    Raises ConfigError with a line for each fault of the files and the overrides.
     """
     return load_with_origins(sources, overrides, schema).cfg
 
@@ -76,20 +80,19 @@ def load_config(
 def parse_arguments(
     argv: list[str] | None, schema: type = FullFinetuneConfig, *, quiet: bool = False
 ) -> Any:
-    """Return the config of a recipe's command line.
+    """Return the config that a recipe's command line asks for.
 
-    It is `--config NAME_OR_PATH ... [--plugin FILE ...] [key=value ...] [~key ...]`.
+    The command line is `--config NAME_OR_PATH ... [--plugin FILE ...] [key=value ...] [~key ...]`.
 
-    argv: None for the arguments of the process, in which no key may be given twice; of a list the
-    later ones win.
-    quiet: do not log the keys that were set and have no effect.
-    Raises ConfigError, also where argparse would print its usage.
+    argv: words of the command line, of which later ones win; None: those of the process, among
+    which no key may be given twice. quiet: do not log keys that were set but have no effect. Raises
+    ConfigError, also where argparse would print its usage and exit.
     """
     if argv is None:
         refuse_repeated(sys.argv[1:])
-    # Intermixed: overrides may stand before, between and after the options.
+    # Intermixed: overrides may stand before, between and after options.
     arguments = _build_parser().parse_intermixed_args(argv)
-    # Before the config, which may use names that a plugin registers.
+    # Before the config is read, which may use names that a plugin registers.
     for plugin in arguments.plugin:
         load_plugin(plugin)
     loaded = load_with_origins(arguments.config, arguments.overrides, schema)
@@ -100,7 +103,7 @@ def parse_arguments(
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    # Without abbreviations: `--con` would be a misspelled option that is taken without a word.
+    # Without abbreviations: a misspelled `--con` would be taken silently for `--config`.
     parser = _Parser(
         allow_abbrev=False, description="Overrides are key=value, section.key=value, or ~key."
     )
@@ -124,7 +127,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser whose complaints are one line of ours."""
+    """An argparse parser that raises ConfigError with one line, instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
         missing = "the following arguments are required: --config"
@@ -137,7 +140,10 @@ class _Parser(argparse.ArgumentParser):
 def load_with_origins(
     sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig
 ) -> LoadedConfig:
-    """Load a config as `load_config` does, with where each value is from and which are idle."""
+    """Load a config as `load_config` does; return also where each value is from.
+
+    The result names the keys that have no effect, too. Raises ConfigError as `load_config` does.
+    """
     checked, files = _read_settings(sources, overrides, schema)
     _check_recipe(checked)
     loaded = _finish(checked, files)
@@ -146,19 +152,22 @@ def load_with_origins(
 
 
 def _finish(checked: CollectedSettings, files: list[str]) -> LoadedConfig:
-    """Make the config of what was set, and note what is missing and what does not go together."""
+    """Make the config of the settings; add faults for missing keys and broken rules.
+
+    files: names of the config files in errors.
+    """
     last_file = files[-1] if files else ""
     replaced = _drop_replaced(checked, [*files, COMMAND_LINE])
     check_required(checked, last_file)
     cfg = _build_config(checked, last_file)
     idle = [f"{name} has no effect: {why}" for name, (_, why) in replaced.items()]
-    # Before the rules: a key that has no effect breaks none.
+    # Before the rules are checked: a key without effect must not break one.
     idle += reset_idle_keys(cfg, checked.schema.keys.values(), checked.list_judged_keys())
     for rule in find_broken_rules(cfg, checked.list_judged_keys()):
         checked.add_fault(
             checked.format_last_places(rule.keys, last_file), "", rule.format_line(cfg), doubt=False
         )
-    # Back, for the rows that say where each key was set.
+    # Put back, for the rows that say where each key was set.
     checked.settings.update({name: setting for name, (setting, _) in replaced.items()})
     return LoadedConfig(cfg, _list_rows(checked, idle), idle)
 
@@ -166,9 +175,9 @@ def _finish(checked: CollectedSettings, files: list[str]) -> LoadedConfig:
 def _read_settings(
     sources: Sources, overrides: Sequence[str], schema: type
 ) -> tuple[CollectedSettings, list[str]]:
-    """Return what files and overrides set, with their faults, and the files' names in errors.
+    """Return the settings of files and overrides with their faults, and the files' names in errors.
 
-    Raises ConfigError for a file that is not there or no YAML at all.
+    Raises ConfigError for a file that does not exist or is not YAML at all.
     """
     checked = CollectedSettings(read_schema(schema))
     files = []
@@ -184,7 +193,7 @@ def _read_settings(
         checked.sort_by_line(shown, num_faults)
     apply_overrides(checked, overrides)
     fill_pending(checked)
-    # After the names are filled in: a value may be put together of harmless parts.
+    # After references are filled in: a secret may be put together from harmless parts.
     for name, setting in checked.settings.items():
         if _is_secret(name, setting.value):
             checked.add_fault(setting.where, name, _SECRET_REFUSED)
@@ -192,10 +201,10 @@ def _read_settings(
 
 
 def _drop_replaced(checked: CollectedSettings, layers: list[str]) -> dict[str, tuple[Setting, str]]:
-    """Take away the settings whose alternative is set later.
+    """Remove the settings of `ALTERNATIVES` whose other key is set later.
 
-    layers: the files in their order, and the command line. Returns (setting, why it has no effect)
-    by name.
+    layers: names of the files in their order, then COMMAND_LINE. Return key -> (its setting, why it
+    has no effect).
     """
     replaced = {}
     for pair in ALTERNATIVES:
@@ -206,7 +215,7 @@ def _drop_replaced(checked: CollectedSettings, layers: list[str]) -> dict[str, t
         first, second = (
             layers.index(setting.where.rpartition(":")[0] or COMMAND_LINE) for setting in settings
         )
-        # Both in one layer: a rule refuses them, or one is idle by `needs`.
+        # If one file sets both, a rule refuses them, or one has no effect by the schema's `needs`.
         if first != second:
             earlier, later = pair if first < second else pair[::-1]
             why = f"{later} takes its place ({checked.settings[later].where})"
@@ -229,38 +238,38 @@ def _list_rows(checked: CollectedSettings, idle: list[str]) -> list[tuple[str, A
 
 
 def _check_recipe(checked: CollectedSettings) -> None:
-    """Note a fault if the config is for another recipe.
+    """Add a fault if the config is for another recipe.
 
-    A class of the user's own takes configs of the recipes that its parents are of, too.
+    A user's own config class accepts the recipes of its parent classes too.
     """
     setting = checked.settings.get("recipe")
     if setting is None:
         return
     config_class = checked.schema.config_class
     owners = [owner for owner in config_class.__mro__ if "recipe" in vars(owner)]
-    legal = list(dict.fromkeys(vars(owner)["recipe"] for owner in owners))
+    accepted_recipes = list(dict.fromkeys(vars(owner)["recipe"] for owner in owners))
     if config_class in read_recipe_configs().values():
-        # A shipped class takes only its own: another method's config has other settings, or lacks
-        # those that matter here.
-        legal = legal[:1]
-    if setting.value not in legal:
+        # A shipped class accepts only its own recipe: the config of another method has other keys,
+        # or lacks those that matter here.
+        accepted_recipes = accepted_recipes[:1]
+    if setting.value not in accepted_recipes:
         hint = (
             f"; run it with that recipe: tune run {setting.value}, or override it:"
-            f" recipe={legal[0]}"
+            f" recipe={accepted_recipes[0]}"
             if setting.value in read_recipe_configs()
-            else did_you_mean(setting.value, legal)
+            else did_you_mean(setting.value, accepted_recipes)
         )
         checked.add_fault(
             setting.where,
             "recipe",
-            f"found {quote(setting.value)}, expected {' or '.join(legal)}{hint}",
+            f"found {quote(setting.value)}, expected {' or '.join(accepted_recipes)}{hint}",
         )
 
 
 def _build_config(checked: CollectedSettings, file: str) -> Any:
-    """Return the config's class, filled with what was set without a fault.
+    """Return an object of the config's class with all settings that have no fault.
 
-    A key in doubt has its default, so that all rules about other keys can still be judged.
+    A key with a fault gets its default, so that rules about other keys can still be checked.
     """
     values = {
         name: copy.deepcopy(setting.value)
@@ -281,16 +290,16 @@ def _build_section(schema: Schema, section: str, values: dict[str, Any]) -> Any:
         if name in schema.sections:
             arguments[word] = _build_section(schema, name, values)
         else:
-            # Of a required key the default is None, and its fault is noted already.
+            # A required key that is not set has a fault already; its default here is None.
             default = copy.deepcopy(schema.keys[name].default)
             arguments[word] = values.get(name, default)
     return schema.sections[section](**arguments)
 
 
 def _format_file(source: str | Path, path: Path) -> str:
-    """Return the file's name in errors: as the user gave it.
+    """Return a file's name for errors: as the user gave it.
 
-    Of a shipped config it is the path, from the working folder if it is inside.
+    For a shipped config it is the path, relative if it is inside the current folder.
     """
     if path == expand_home(source):
         return quote(str(source))[1:-1]
@@ -301,7 +310,7 @@ def _format_file(source: str | Path, path: Path) -> str:
 
 
 def refuse_repeated(words: Iterable[str]) -> None:
-    """Raise ConfigError, a line each, for keys given twice among `key=value` and `~key`."""
+    """Raise ConfigError with a line for each key given twice, as `key=value` or `~key`."""
     first_words: dict[str, str] = {}
     faults = []
     for word in words:
@@ -318,10 +327,9 @@ def refuse_repeated(words: Iterable[str]) -> None:
 
 
 class StoreOnce(argparse.Action):
-    """argparse's `store`, which refuses an option that has been given before.
+    """argparse's action `store`, which refuses an option that is given twice.
 
-    A parser registers it as the action of options that name none:
-    `parser.register("action", None, StoreOnce)`.
+    `parser.register("action", None, StoreOnce)` makes it the default action of a parser's options.
     """
 
     def __call__(
@@ -332,7 +340,7 @@ class StoreOnce(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """Store the value."""
-        # In the namespace: an action has no state of one parse, and is used for several.
+        # Earlier values are kept in the namespace: an action object is used for several parses.
         earlier_values = namespace.__dict__.setdefault("_given", {})
         # Positional arguments come without an option string, and are counted by argparse.
         if option_string is not None and self.dest in earlier_values:
@@ -351,17 +359,17 @@ _SECRET_REFUSED = (
 
 
 def check_no_secrets(cfg: Any) -> None:
-    """Raise ConfigError if a key of a config object holds a secret.
+    """Raise ConfigError if a key of a config object holds a secret, such as an access token.
 
-    For configs that are made without a file; `load_config` refuses secrets itself.
+    For configs that are made in Python; `load_config` refuses secrets itself.
     """
     secret_keys = [name for name, value in _list_texts("", cfg) if _is_secret(name, value)]
     raise_faults(ConfigError, (f"{name}: {_SECRET_REFUSED}" for name in secret_keys))
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    """Return True if a value, or anything in it, is a secret."""
-    # With the name, which makes a bare hash a secret, as in `api_key: 0123...`.
+    """Return True if a value, or anything in it, looks like a secret."""
+    # Judged with the key's name: a bare hash is a secret if the key is `api_key`.
     return any(has_secret(f"{inner}={text}") for inner, text in _list_texts(name, value))
 
 
@@ -373,8 +381,8 @@ def _list_texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
         for key, inner in value.items():
             yield from _list_texts(f"{name}.{key}" if name else str(key), inner)
     elif isinstance(value, (list, tuple)):
-        for number, inner in enumerate(value):
-            yield from _list_texts(f"{name}[{number}]", inner)
+        for index, inner in enumerate(value):
+            yield from _list_texts(f"{name}[{index}]", inner)
     elif value is not None and not isinstance(value, (bool, int, float)):
         yield name, str(value)
 
@@ -386,7 +394,7 @@ _OPENS_YAML = ("[", "{", '"', "'")
 
 
 def apply_overrides(checked: CollectedSettings, overrides: Sequence[str]) -> None:
-    """Check each override and take its value; later ones win."""
+    """Check each override and store its value; later ones win."""
     for override in overrides:
         if checked.full:
             return
@@ -441,10 +449,10 @@ def _set_key(checked: CollectedSettings, name: str, text: str, *, source: Source
 
 
 def _read_value(checked: CollectedSettings, text: str, place: str) -> YamlNode:
-    """Return the value of an override.
+    """Return the value of an override as a node.
 
-    A list, mapping or quoted text is read as YAML. All else is one word as it stands: a shell user
-    does not expect `#`, `*` and `: ` to mean something.
+    A list, mapping or quoted text is read as YAML. Anything else is taken literally: on a command
+    line nobody expects `#`, `*` and `: ` to have a meaning.
     """
     if not text.startswith(_OPENS_YAML):
         return YamlNode("scalar", 1, text.strip())
@@ -455,7 +463,7 @@ def _read_value(checked: CollectedSettings, text: str, place: str) -> YamlNode:
 
 
 def _set_section(checked: CollectedSettings, name: str, value: YamlNode, *, source: Source) -> None:
-    """Set keys of a section, as in `data={source: x}`; the others stay as they are."""
+    """Set keys of a section, as in `data={source: x}`; its other keys stay as they are."""
     if value.kind == "broken":
         checked.mark_doubtful(name)
     elif value.kind != "mapping":
@@ -474,14 +482,16 @@ def _set_entry(
     checked: CollectedSettings, outer: str, inner: str, *, value: YamlNode, source: Source
 ) -> None:
     """Add one entry to a mapping, as in `data.columns.instruction=question`."""
-    before = checked.settings.get(outer)
+    earlier_setting = checked.settings.get(outer)
     node = YamlNode("mapping", 1, entries={inner: (1, value)})
     check_value(checked, checked.schema.keys[outer], node, source=source, typed=True)
-    after = checked.settings.get(outer)
-    # The same object: the value had a fault and was not taken.
-    if after is not None and after is not before:
-        entries = before.value if before else checked.schema.keys[outer].default
-        checked.store(outer, {**(entries or {}), **after.value}, _add_command_line(before))
+    new_setting = checked.settings.get(outer)
+    # If it is the same object, the value had a fault and was not stored.
+    if new_setting is not None and new_setting is not earlier_setting:
+        entries = earlier_setting.value if earlier_setting else checked.schema.keys[outer].default
+        checked.store(
+            outer, {**(entries or {}), **new_setting.value}, _add_command_line(earlier_setting)
+        )
 
 
 def _set_in_item(
@@ -494,10 +504,10 @@ def _set_in_item(
     if key is None or key.section_class is None:
         report_unknown_key(checked, item[0], source=source, typed=True)
         return
-    before = checked.settings.get(name)
-    items = list(before.value if before else key.default)
+    earlier_setting = checked.settings.get(name)
+    items = list(earlier_setting.value if earlier_setting else key.default)
     if number >= len(items):
-        # A list in doubt has its default, and may be longer in the file.
+        # A list with a fault has its default here, and may be longer in the file.
         if name not in checked.doubtful:
             has = f"the last one is {name}[{len(items) - 1}]" if items else "the list is empty"
             checked.add_fault(
@@ -517,18 +527,18 @@ def _set_in_item(
         return
     for setting in inner.settings.values():
         items[number] = replace(items[number], **{word: setting.value})
-    checked.store(name, items, _add_command_line(before))
+    checked.store(name, items, _add_command_line(earlier_setting))
 
 
 def _add_command_line(before: Setting | None) -> str:
-    """Return where a value was set of which an override has changed a part: in both places."""
+    """Return where a value was set after an override changed a part of it: both places."""
     if before is None or COMMAND_LINE in before.where:
         return before.where if before else COMMAND_LINE
     return f"{before.where}, {COMMAND_LINE}"
 
 
 def _reset_key(checked: CollectedSettings, name: str, source: Source) -> None:
-    """Put a key or section back to the schema's default, as in `~key`."""
+    """Reset a key or section to the schema's default, for `~key`."""
     schema = checked.schema
     if "=" in name:
         bare = show(name.partition("=")[0])

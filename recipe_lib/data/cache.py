@@ -1,10 +1,9 @@
-"""Tokenized samples on disk: made once on a machine, mapped by all of its processes.
+"""Keep tokenized samples on disk: one process of a machine makes them, all of them map the files.
 
-A folder `<cache>/<key>` holds the arrays of an `ArrayWriter` and `manifest.json`: their SHA-256,
-which are checked whenever it is opened, and the report. It is written under another name, synced
-and renamed, so that it is complete or not there. Who makes it holds the lock of `<key>.lock`; the
-others wait for that file and need no connection to each other. If making fails, the lock file says
-why to the other processes of the same launch, so that they do not all try again.
+A `DatasetBuilder` calls `compute_cache_key`, and `load_or_make` with that key. A folder
+`<cache>/<key>` holds the arrays of an `ArrayWriter`, and in `manifest.json` their SHA-256, checked
+whenever it is opened, and the report. The process that makes it holds the lock `<key>.lock`, for
+which the others wait; if it fails, it writes the reason there for the other ranks of its launch.
 """
 
 import fcntl
@@ -39,14 +38,14 @@ from recipe_lib.tokenizers import Tokenizer
 
 
 class ArrayWriter:
-    """The arrays of a dataset while they are made: chunks are appended, one file for each array."""
+    """A writer of a dataset's arrays, one file for each, to which chunks are appended."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Open the files; folder None: buffers in memory. Raises OSError."""
+        """Open the files in a folder, or buffers in memory if that is None. Raises OSError."""
         self.folder = folder
-        self.items = 0  # appended so far
-        self.classes: dict[str, int] = {}  # name -> its number, for all chunks
-        self._num_ids = 0
+        self.items = 0  # number of items appended so far
+        self.classes: dict[str, int] = {}  # name of a class -> its index in the dataset
+        self._num_ids = 0  # number of ids appended so far
         self._hashes = {name: hashlib.sha256() for name in ARRAYS}
         self._files: dict[str, BinaryIO] = {}
         try:
@@ -58,7 +57,7 @@ class ArrayWriter:
             raise
 
     def append(self, chunk: Chunk, file: int) -> None:
-        """Append all items of a chunk. file: the number of their file. Raises OSError."""
+        """Append all items of a chunk. file: index of their file. Raises OSError."""
         for name in ("ids", "trained", "sample_of", "digests"):
             self._write(name, np.frombuffer(getattr(chunk, name), dtype=ARRAYS[name]))
         lengths = np.frombuffer(chunk.lengths, dtype=np.int64)
@@ -66,15 +65,17 @@ class ArrayWriter:
         self._write("file_of", np.full(len(chunk.sample_of), file))
         values = np.frombuffer(chunk.values, dtype=np.float64)
         if chunk.classes:
-            # A chunk numbers its own classes; the dataset numbers those of all chunks.
-            numbers = [self.classes.setdefault(name, len(self.classes)) for name in chunk.classes]
-            values = np.array(numbers, dtype=np.float64)[values.astype(np.int64)]
+            # A chunk has indices into its own classes: translate them to those of all chunks.
+            class_indices = [
+                self.classes.setdefault(name, len(self.classes)) for name in chunk.classes
+            ]
+            values = np.array(class_indices, dtype=np.float64)[values.astype(np.int64)]
         self._write("values", values)
         self._num_ids += int(lengths.sum())
         self.items += len(chunk.sample_of)
 
     def sync(self) -> None:
-        """Put everything on the disk. Raises OSError."""
+        """Flush and sync the files to the disk. Raises OSError."""
         for file in self._files.values():
             file.flush()
             if self.folder is not None:
@@ -82,11 +83,11 @@ class ArrayWriter:
 
     @property
     def checksums(self) -> dict[str, str]:
-        """The SHA-256 of each array's bytes, in hex."""
+        """Return the SHA-256 of each array's bytes, in hex."""
         return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return what was written, by the names of ARRAYS."""
+        """Return the arrays that were written, by the names of ARRAYS."""
         if self.folder is not None:
             return map_arrays(self.folder)
         return {
@@ -100,14 +101,14 @@ class ArrayWriter:
         self._files[name].write(content)
 
     def close(self) -> None:
-        """Close the files; what was written to memory stays."""
+        """Close the files; buffers in memory stay."""
         if self.folder is not None:
             for file in self._files.values():
                 file.close()
 
 
 def map_arrays(folder: Path) -> dict[str, np.ndarray]:
-    """Return the arrays in a folder as read-only maps, whose pages processes share.
+    """Map the arrays in a folder, read-only, so that processes share their pages.
 
     Raises OSError or ValueError.
     """
@@ -118,31 +119,31 @@ def map_arrays(folder: Path) -> dict[str, np.ndarray]:
 
 
 MANIFEST = "manifest.json"
-FIRST_RANK_SECONDS = 2.0  # how long the other ranks let the first one go ahead
+FIRST_RANK_SECONDS = 2.0  # how long other ranks wait for local rank 0 to take the lock first
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The arrays of a dataset that is finished."""
+    """The arrays of a complete dataset."""
 
     arrays: dict[str, np.ndarray]  # by the names of ARRAYS
-    checksums: Mapping[str, str]  # SHA-256 of each, in hex
-    report: DataReport  # of the pass that made them
+    checksums: Mapping[str, str]  # SHA-256 of each array, in hex
+    report: DataReport  # counts of the samples that they were made of
 
 
 MakeArrays = Callable[[ArrayWriter], DataReport]
 
 
 class _Unusable(Exception):  # noqa: N818  (an outcome, turned into a line)
-    """The cache cannot be used on this machine; str(): why."""
+    """Raised if the cache cannot be used on this machine; its text is the reason."""
 
 
 def load_or_make(root: Path, key: str | None, make: MakeArrays) -> Stored:
-    """Return what is stored under a key; one process makes it first if it is not there or damaged.
+    """Return the arrays stored under a key; one process makes them if they are missing or damaged.
 
-    Without a key it is made and kept in memory, and so it is, with a line, where the folder or its
-    disk does not allow more. Raises what `make` raises; processes of the same launch that have
-    waited for it raise the same.
+    root: folder of the cache. make: writes the arrays and returns the report. They are kept in
+    memory for the key None, and, with a warning, where the folder cannot be written. Raises what
+    `make` raises; other processes of the launch, which have waited for it, raise the same.
     """
     try:
         if key is not None:
@@ -199,7 +200,7 @@ def _make_folder(folder: Path, make: MakeArrays) -> Stored:
 
 @contextmanager
 def _convert_os_errors() -> Iterator[None]:
-    """Turn an OSError inside into _Unusable: what goes wrong with the sources is a UserError."""
+    """Turn an OSError inside into _Unusable. (Errors of the sources are UserErrors already.)"""
     try:
         yield
     except OSError as error:
@@ -212,9 +213,9 @@ def _hash_json(content: Any) -> str:
 
 
 def _read_stored(folder: Path, say: bool = False) -> Stored | None:
-    """Return what a folder holds; None: nothing, or not what was written there.
+    """Return the arrays in a folder; None if it does not exist or is damaged.
 
-    say: with a line about damage.
+    say: log a line about damage.
     """
     try:
         if not folder.exists():
@@ -244,9 +245,9 @@ def _read_stored(folder: Path, say: bool = False) -> Stored | None:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Remove a folder of ours; of somebody else's, nothing but files with the names of ours.
+    """Remove a cache folder: only files with the cache's names, then the folder if it is empty.
 
-    Raises OSError, also where other files are left in it.
+    Raises OSError, also if other files are left in it.
     """
     if not folder.exists() and not folder.is_symlink():
         return
@@ -271,14 +272,15 @@ def _hold_lock(root: Path, key: str) -> Iterator[TextIO]:
         try:
             yield file
         finally:
-            # Closing is not enough: workers have inherited the file, and may outlive the block.
+            # Closing would not release it: forked workers have inherited the open file, and may
+            # outlive this block.
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _wait_for_first_rank(lock: TextIO, folder: Path) -> None:
     """Wait until another process holds the lock or is done, FIRST_RANK_SECONDS at most.
 
-    The first rank does not wait: it is the one that shows progress.
+    Local rank 0 does not wait. It should make the dataset, because it shows progress.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         return
@@ -293,7 +295,7 @@ def _wait_for_first_rank(lock: TextIO, folder: Path) -> None:
 
 
 def _name_launch() -> str | None:
-    """Return a name for the launch that this process is a rank of; None: it is the only one."""
+    """Return a text that is the same for all ranks of a launch on this machine; None: one rank."""
     environment = os.environ
     if int(environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1"))) == 1:
         return None
@@ -307,17 +309,17 @@ def _name_launch() -> str | None:
 
 
 def _note_failure(lock: TextIO, error: UserError | _Unusable) -> None:
-    """Write why making failed into the lock file, for the other ranks of this launch."""
+    """Write the reason of a failure into the lock file, for the other ranks of this launch."""
     launch = _name_launch()
     if launch is not None:
-        with suppress(OSError):  # a full disk: the others will find out by themselves
+        with suppress(OSError):  # on a full disk the other ranks will fail by themselves
             lock.truncate(0)
             faults = error.faults if isinstance(error, UserError) else error.args
             json.dump({"launch": launch, "error": type(error).__name__, "faults": faults}, lock)
             lock.flush()
 
 
-# The kinds of failures that are noted. All ranks raise the same one: exit codes go by the kind.
+# Classes of failures by name. All ranks raise the same class, since it decides the exit code.
 _NOTED_KINDS: dict[str, type[UserError | _Unusable]] = {_Unusable.__name__: _Unusable} | {
     name: kind
     for name, kind in vars(errors).items()
@@ -326,11 +328,11 @@ _NOTED_KINDS: dict[str, type[UserError | _Unusable]] = {_Unusable.__name__: _Unu
 
 
 def _find_noted_failure(lock: TextIO) -> UserError | _Unusable | None:
-    """Return the failure that another process of this launch has noted."""
+    """Return the failure that another rank of this launch has written; None: there is none."""
     lock.seek(0)
     try:
         noted = parse_json(lock.read(2**20))
-        # Of another launch it says nothing: the cause may be gone.
+        # A failure of another launch is ignored: its cause may be gone.
         if noted["launch"] == _name_launch() is not None:
             return _NOTED_KINDS[noted["error"]](*map(str, noted["faults"]))
     except (OSError, ValueError, TypeError, KeyError):
@@ -338,8 +340,8 @@ def _find_noted_failure(lock: TextIO) -> UserError | _Unusable | None:
     return None
 
 
-# What a tokenizer reads in its folder, and the packages and folders of ours whose code decides on
-# ids and labels.
+# Patterns of the files that a tokenizer reads in its folder; packages, and folders of recipe_lib,
+# whose code decides the ids and labels. All of them enter the key.
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens*",
@@ -358,12 +360,12 @@ def compute_cache_key(
     encoders: Sequence[SourceEncoder],
     tokenizer: Tokenizer,
 ) -> str | None:
-    """Return a SHA-256 in hex of all that decides what the samples become.
+    """Return a SHA-256 in hex of all that decides a dataset's ids and labels.
 
-    That is settings, the content and the place of all files, tokenizer, formats and our own code.
-    None: something has no file to look at, so that what was made of it must not be used again. Of a
-    plugin's format the file that it stands in is looked at, and not what that file imports. Raises
-    DataError: a file cannot be read.
+    That is the settings, the contents and places of all files, tokenizer, formats and our own code.
+    A plugin's format enters by the file that it is in, not by what that file imports. None: format
+    or tokenizer have no file to hash, so the dataset cannot be cached. Raises DataError if a file
+    cannot be read.
     """
     readers = [_identify_reader(encoder.read) for encoder in encoders]
     file = Path(tokenizer.place)
@@ -397,9 +399,7 @@ def compute_cache_key(
 
 
 def _identify_reader(reader: Any) -> list[str] | None:
-    """Return the name of a function and the hash of the file that it stands in; None: it has no
-    file.
-    """
+    """Return [name of a function, name of its file, hash of that file]; None: it has no file."""
     try:
         file = Path(inspect.getsourcefile(inspect.unwrap(reader)) or "")
     except TypeError:
@@ -411,9 +411,7 @@ def _identify_reader(reader: Any) -> list[str] | None:
 
 @cache
 def _identify_code() -> list[Any]:
-    """Return the hashes of our own files, and the versions of packages, that decide on ids and
-    labels.
-    """
+    """Return the hashes of the files in FOLDERS, and the versions of PACKAGES."""
     package = Path(__file__).parents[1]
     files = _hash_files(path for folder in FOLDERS for path in (package / folder).glob("*.py"))
     return [files, [[name, version(name)] for name in PACKAGES if find_spec(name)]]

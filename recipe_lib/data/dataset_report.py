@@ -1,7 +1,8 @@
-"""A report of what became of the samples of a dataset, in numbers and in lines for the log.
+"""Report what became of the samples of a dataset, as counts and as lines for the log.
 
-A `DataReport` is filled while samples are tokenized, one for each run of samples; `add` puts them
-together, and the sum is stored with the dataset in the cache.
+A SourceEncoder fills a `DataReport` for each run of samples that it tokenizes; a DatasetBuilder
+adds them up by `add`, and the sum is stored with the dataset in the cache. `format_report_lines`
+returns the log lines.
 """
 
 from collections import Counter
@@ -14,96 +15,95 @@ from recipe_lib.errors import DataError
 from recipe_lib.units import choose_lines, pluralize
 
 MOST_BAD_LINES = 20  # bad samples that an error names one by one
-PLACES = 5  # bad samples of one cause whose places are kept in any case
+PLACES = 5  # bad samples of each cause whose places are kept in any case
 
 
 @dataclass
 class DataReport:
     """Counts of one pass over a dataset.
 
-    Tokens are targets: what a sequence's tokens are to predict. A pair counts as one sample that
-    was read and as two sequences, a conversation that becomes several sequences as one sample and
-    as so many.
+    Tokens are targets, which the tokens of a sequence are to predict. A pair is one sample and two
+    sequences; a conversation that becomes n sequences is one sample and n sequences.
     """
 
-    source: str
-    format: str
-    max_seq_len: int
-    template: str = "none"  # `chat` or `plain`, once a conversation was written
+    source: str  # file, folder or hub name; of several, joined by commas
+    format: str  # data.format; of several, joined by commas
+    max_seq_len: int  # tokens
+    template: str = "none"  # `chat` or `plain`, once it has rendered a conversation
     train_on: str | list[str] = "assistant"  # data.train_on
-    adds_bos: bool = False  # where no chat template decides
+    adds_bos: bool = False  # sequences begin with BOS where no chat template decides it
     history: str = "auto"  # data.history
-    falls_back: bool = False  # the plain template is written because the tokenizer has no other
-    samples_read: int = 0
-    sequences: int = 0
-    pairs: int = 0
-    chats: int = 0  # samples that the template writes: conversations and preferences
-    preferences: int = 0  # of them, those that became a pair, whatever is left of it
-    labels: int = 0  # answers that are said to be wanted or not
-    classified: int = 0  # samples that have a class
-    classes: list[str] = field(default_factory=list)  # their names, as items' values number them
-    tokens: int = 0
-    trained_tokens: int = 0  # those that the loss counts
-    prompt_tokens: int = 0  # tokens that the loss could count and does not, without BOS
-    bad_samples: Counter[str] = field(default_factory=Counter)
-    # Cause -> the first such sample's place and detail.
+    falls_back: bool = False  # the plain template is used because the tokenizer has none
+    samples_read: int = 0  # bad ones included
+    sequences: int = 0  # sequences in the dataset
+    pairs: int = 0  # pairs in the dataset
+    chats: int = 0  # samples that the template has rendered: conversations and preferences
+    preferences: int = 0  # pairs that samples became, those left out as too long included
+    labels: int = 0  # samples with a label desirable or undesirable
+    classified: int = 0  # samples with a class
+    classes: list[str] = field(default_factory=list)  # names of classes; items have their index
+    tokens: int = 0  # targets of all sequences
+    trained_tokens: int = 0  # tokens that the loss counts
+    prompt_tokens: int = 0  # tokens that the loss does not count, without BOS
+    bad_samples: Counter[str] = field(default_factory=Counter)  # cause -> bad samples
+    # Cause -> place and detail of the first such sample
     first_bad: dict[str, str] = field(default_factory=dict)
-    # (cause, place and detail), of each cause some.
+    # (cause, place and detail) of some bad samples, see `_keep_line`
     bad_lines: list[tuple[str, str]] = field(default_factory=list)
-    truncated_sequences: int = 0
-    skipped_long_sequences: int = 0
-    emptied_sequences: int = 0  # truncated, their whole answer cut off; they are left out
-    long_answer_tokens: int = 0  # label tokens of sequences over the limit, before they are cut
-    lost_answer_tokens: int = 0  # of them, those that are cut off
-    untrained_ends: int = 0  # answers whose beginning is trained and whose end-of-turn token is not
-    margins: int = 0  # pairs that say by how much one answer is better
+    truncated_sequences: int = 0  # items over max_seq_len, with data.truncation=truncate
+    skipped_long_sequences: int = 0  # items over max_seq_len, left out with data.truncation=drop
+    emptied_sequences: int = 0  # truncated items left out, because no answer token was left
+    long_answer_tokens: int = 0  # label tokens of items over max_seq_len, before they are cut
+    lost_answer_tokens: int = 0  # label tokens that were cut off
+    untrained_ends: int = 0  # answers whose beginning is trained and whose end of turn is not
+    margins: int = 0  # pairs with a margin: by how much the chosen answer is better
     texts: int = 0  # documents, which are cut into sequences
-    text_tokens: int = 0  # tokens of those sequences
+    text_tokens: int = 0  # tokens of sequences that are trained as a whole
     lacks_eos: bool = False  # texts should end with EOS, and the tokenizer has none
-    # Special tokens that the samples spell out.
+    # Special tokens that the samples spell out
     special: SpecialCounts = field(default_factory=SpecialCounts)
-    apart_samples: int = 0  # samples with an answer whose first letters would join the prompt
-    unseen_samples: int = 0  # samples with a system or user message that is not written
-    # Conversations with messages after the last one that is trained, which are in no sequence.
+    apart_samples: int = (
+        0  # samples encoded in pieces, as a token would reach over an answer's edge
+    )
+    unseen_samples: int = 0  # samples with a system or user message that the template leaves out
+    # Conversations with messages after the last trained one, which are in no sequence
     endings: int = 0
     openings: int = 0  # conversations that the assistant begins; that message is not trained
     split_samples: int = 0  # conversations that became several sequences
-    split_sequences: int = 0  # how many they became, before long ones are cut
-    split_tokens: int = 0  # of these sequences
-    unsplit_tokens: int = 0  # of the same conversations in one sequence each
-    marked_answers: int = 0  # answers of which the template itself says what is trained
-    marks_differing: int = 0  # those where it says something else than what is generated
-    first_mark: str = ""  # the first of them, as a line
-    # Columns and keys that change nothing -> samples with it.
+    split_sequences: int = 0  # the sequences that they became, before long ones are cut
+    split_tokens: int = 0  # tokens of these sequences
+    unsplit_tokens: int = 0  # tokens of the same conversations if each were one sequence
+    marked_answers: int = 0  # answers that the template marks by `{% generation %}`
+    marks_differing: int = 0  # marks that are not what a model would have to generate
+    first_mark: str = ""  # line about the first of these
+    # Name of a column or key that is not read and changes nothing -> samples with it
     idle_names: Counter[str] = field(default_factory=Counter)
     ignored: list[str] = field(default_factory=list)  # data.ignore_columns
     control_characters: int = 0  # samples with a control character in a text
-    first_control: str = ""  # the place of the first of them
+    first_control: str = ""  # place of the first such sample
     duplicate_sequences: int = 0  # items that repeat an earlier one, token by token; they are kept
-    # Of the first of these: its place, and that of the earlier one.
+    # [place of the item, place of the earlier one] of the first PLACES of these
     duplicates: list[list[str]] = field(default_factory=list)
-    # The same for each source, where there are several.
+    # A report for each source, if there are several
     parts: list["DataReport"] = field(default_factory=list)
 
     @property
     def items_made(self) -> int:
-        """Sequences (pairs) that the samples became, also those left out because they were too
-        long.
-        """
+        """Return the number of items that samples became, those left out as too long included."""
         return self.sequences - self.pairs + self.emptied_sequences + self.skipped_long_sequences
 
     @property
     def noun(self) -> str:
-        """The noun for `items_made`: `sequence`, or `pair`."""
+        """Return the noun for an item: `sequence`, or `pair`."""
         return "pair" if self.preferences else "sequence"
 
     @property
     def label_token_fraction(self) -> float:
-        """The share of the tokens that the loss counts, 0 to 1."""
+        """Return the share of the tokens that the loss counts, 0 to 1."""
         return self.trained_tokens / self.tokens if self.tokens else 0.0
 
     def add(self, other: "DataReport") -> None:
-        """Add the counts of another pass, over samples that come later."""
+        """Add the counts of a pass over later samples."""
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if self.template == "none":
@@ -118,9 +118,9 @@ class DataReport:
             self._keep_line(cause, line)
 
     def add_idle(self, names: Sequence[str], control: str) -> None:
-        """Count what a sample holds that changes nothing.
+        """Count the names in a sample that are not read and change nothing.
 
-        control: its place, if a text has a control character.
+        control: the sample's place, if a text of it has a control character; else "".
         """
         if names:
             self.idle_names.update(set(names))
@@ -128,22 +128,21 @@ class DataReport:
         self.first_control = self.first_control or control
 
     def add_bad(self, cause: str, line: str) -> None:
-        """Count a bad sample. line: its place and what is wrong with it."""
+        """Count a bad sample. line: its place, and the error."""
         self._keep_line(cause, line)
         self.bad_samples[cause] += 1
         self.first_bad.setdefault(cause, line)
 
     def _keep_line(self, cause: str, line: str) -> None:
-        """Keep the line of a bad sample: the first MOST_BAD_LINES, and of each cause the first
-        PLACES.
+        """Keep the line of a bad sample, if it is one of the first, or of the first of its cause.
+
+        These are the first MOST_BAD_LINES of all, and the first PLACES of each cause.
         """
         if len(self.bad_lines) < MOST_BAD_LINES or len(self.places(cause)) < PLACES:
             self.bad_lines.append((cause, line))
 
     def places(self, cause: str) -> list[str]:
-        """Return place and detail of the first samples that are bad for a cause: all of them, or
-        PLACES.
-        """
+        """Return place and detail of the first bad samples of a cause, at most PLACES."""
         return [line for line_cause, line in self.bad_lines if line_cause == cause][:PLACES]
 
     def to_json(self) -> dict[str, Any]:
@@ -157,9 +156,9 @@ class DataReport:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "DataReport":
-        """Return the report that `to_json` made into values.
+        """Return the report from the JSON of `to_json`.
 
-        Raises TypeError or KeyError for anything else.
+        Raises TypeError or KeyError for other JSON.
         """
         restored: dict[str, Any] = {
             "bad_samples": Counter(content["bad_samples"]),
@@ -181,9 +180,7 @@ class DataReport:
             raise DataError(*faults)
 
     def list_sample_faults(self) -> list[str]:
-        """Return a line for each of the first bad samples of one source, and one that counts
-        them all.
-        """
+        """Return a line for each of the first bad samples, and one with the count of all."""
         lines = [line for _, line in self.bad_lines[:MOST_BAD_LINES]]
         bad = sum(self.bad_samples.values())
         if bad == 0:
@@ -203,7 +200,7 @@ class DataReport:
         ]
 
     def why_nothing_left(self) -> str | None:
-        """Return why one source has no sequence; None: it has some."""
+        """Return why no sequence is left of a source; None: there are some."""
         if self.sequences:
             return None
         if not self.samples_read:
@@ -229,11 +226,10 @@ class DataReport:
         )
 
     def find_share_fault(self) -> str | None:
-        """Return what is wrong with the share of trained tokens of one source; None: nothing.
+        """Return the error if all or none of a source's tokens are trained; None: some are.
 
-        Texts are learned as a whole, and so is everything where `data.train_on` is all. A
-        sequence's first token is never trained, because nothing stands before it; it is a prompt
-        only if it was meant to be one.
+        Not counted are texts, which are trained as a whole; with data.train_on=all nothing is
+        checked.
         """
         tokens = self.tokens - self.text_tokens
         trained = self.trained_tokens - self.text_tokens
@@ -247,7 +243,7 @@ class DataReport:
         )
 
     def describe_plain_template(self) -> str | None:
-        """Return that the plain template is written and nobody asked for it; None: it is not."""
+        """Return a warning if the plain template is used without being asked for; else None."""
         if self.template != "plain" or not self.falls_back:
             return None
         return (
@@ -257,9 +253,9 @@ class DataReport:
         )
 
     def lines(self, *, faults: bool = True) -> list[str]:
-        """Return the report as log lines; one that begins with `warning:` is to be logged as such.
+        """Return the report as log lines; those that begin with `warning:` are warnings.
 
-        faults: with samples that are bad, or the same as another one.
+        faults: include bad samples, and duplicates.
         """
         lines = [
             f"data: {self._describe_counts()} read from {self.source} (format {self.format},"
@@ -282,7 +278,7 @@ class DataReport:
         return lines + self._describe_bad_samples() if faults else lines
 
     def _describe_counts(self) -> str:
-        """Return how many sequences (pairs) there are, and what they were made of."""
+        """Return a text with the number of items, and of the samples they were made of."""
         kind = (
             pluralize(self.pairs, "pair")
             if self.preferences
@@ -301,7 +297,7 @@ class DataReport:
 
     @property
     def _others(self) -> int:
-        """Usable samples that are no texts."""
+        """Return the number of usable samples that are no documents."""
         return self.samples_read - sum(self.bad_samples.values()) - self.texts
 
     def _describe_label_tokens(self) -> str:
@@ -316,10 +312,7 @@ class DataReport:
         )
 
     def _describe_sequences(self) -> list[str]:
-        """Return what became of conversations of several answers.
-
-        Also who says what an answer is: the template, or we.
-        """
+        """Return lines on conversations that were split, and on answers that the template marks."""
         why = (
             "as data.history says"
             if self.history == "split"
@@ -435,7 +428,7 @@ class DataReport:
         )
 
     def _describe_bad_samples(self) -> list[str]:
-        """Return which samples are left out, or the same as another one."""
+        """Return lines on samples that are left out, and on duplicates."""
         are = "is" if self.duplicate_sequences == 1 else "are"
         first = ", the same as ".join(self.duplicates[0]) if self.duplicates else ""
         bad = sum(self.bad_samples.values())
@@ -459,7 +452,7 @@ class DataReport:
         ) + [f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()]
 
     def describe_bos(self) -> str:
-        """Return what is put before a sequence, or who decides it."""
+        """Return a text on whether sequences begin with BOS, or what decides it."""
         ours = (
             "each sequence begins with BOS" if self.adds_bos else "no BOS is put before a sequence"
         )
@@ -473,9 +466,10 @@ class DataReport:
 def format_report_lines(
     training: DataReport, validation: DataReport | None = None, *, faults: bool = True
 ) -> list[str]:
-    """Return the lines of both, those of the validation so named.
+    """Return the log lines of training and, if there is one, validation.
 
-    What is put before sequences is said once if it is the same for both.
+    Validation's begin with `validation:`. Its line on BOS is left out if it equals training's.
+    faults: see `DataReport.lines`.
     """
     lines = training.lines(faults=faults)
     if validation is not None:
@@ -485,7 +479,7 @@ def format_report_lines(
     return lines
 
 
-# What `add` sums. max_seq_len is a setting.
+# Names of the fields that `add` sums; max_seq_len is an int too, but a setting.
 _COUNTS = [
     item.name for item in fields(DataReport) if item.type is int and item.name != "max_seq_len"
 ]

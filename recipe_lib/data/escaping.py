@@ -1,8 +1,9 @@
-"""Special tokens that a sample spells out, kept from being taken for the template's.
+"""Keep special tokens that a sample's text spells out from being taken for the chat template's.
 
-A private-use letter stands inside each of them while a template is rendered, so that none is found
-that the template has not written itself. After that they stay text, or become tokens all the same
-(`data.parse_special_tokens`). `SpecialCounts` counts them for the log.
+An `Encoder` calls `SpecialTokens.escape` before a template is rendered: it inserts a private-use
+letter into each such token, so that only the template's own special tokens are found. Then
+`encode_escaped` takes the letter out; the tokens stay text, or become tokens with
+`data.parse_special_tokens`. `SpecialCounts` counts them for the log.
 """
 
 import re
@@ -17,25 +18,27 @@ from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.tokenizers.vocabulary import compile_alternation
 from recipe_lib.units import choose_lines, pluralize
 
-MAX_PLACES = 5  # samples that are named
+MAX_PLACES = 5  # samples that the log names
 MAX_TOKENS = 5  # special tokens that a line names
 
 
 @dataclass
 class SpecialCounts:
-    """Counts by token, of one sample or of many."""
+    """Counts of special tokens that texts spell out, of one sample or of many."""
 
-    parsed: Counter[str] = field(default_factory=Counter)  # become tokens
-    unparsed: Counter[str] = field(default_factory=Counter)  # stay text
-    foreign: Counter[str] = field(default_factory=Counter)  # stay text: tokens of other tokenizers
-    samples: int = 0  # with any that stay text
-    # Of the first of these samples, with what they spell out.
-    places: list[str] = field(default_factory=list)
-    rendered: int = 0  # samples that hold the template's own tokens and are encoded as they stand
+    # Token -> how often it was spelled out and became a token
+    parsed: Counter[str] = field(default_factory=Counter)
+    # Token -> how often it was spelled out and stayed text
+    unparsed: Counter[str] = field(default_factory=Counter)
+    # The same for tokens of other tokenizers' templates, which always stay text
+    foreign: Counter[str] = field(default_factory=Counter)
+    samples: int = 0  # samples with tokens that stay text
+    places: list[str] = field(default_factory=list)  # the first of these samples, and their tokens
+    rendered: int = 0  # samples whose texts are renderings already and are encoded as they stand
 
     def note(self, place: str, spelled: "SpecialCounts") -> None:
-        """Add what a sample spells out. place: of the sample."""
-        if spelled.is_empty:  # as most are
+        """Add the counts of a sample. place: file and line of the sample."""
+        if spelled.is_empty:  # as of most samples
             return
         if spelled.split:
             spelled.samples = 1
@@ -44,16 +47,16 @@ class SpecialCounts:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing was noted."""
+        """Return True if nothing was counted."""
         return not (self.parsed or self.unparsed or self.foreign or self.rendered)
 
     @property
     def split(self) -> Counter[str]:
-        """The counts of those that stay text."""
+        """Return the counts of all tokens that stay text; they are split into pieces."""
         return self.unparsed + self.foreign
 
     def add(self, other: "SpecialCounts") -> None:
-        """Add the counts over samples that come later."""
+        """Add the counts of later samples."""
         self.parsed.update(other.parsed)
         self.unparsed.update(other.unparsed)
         self.foreign.update(other.foreign)
@@ -63,15 +66,15 @@ class SpecialCounts:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "SpecialCounts":
-        """Return the counts whose `vars` were made into JSON values.
+        """Return the counts from the JSON of their `vars`.
 
-        Raises TypeError or KeyError for anything else.
+        Raises TypeError or KeyError for other JSON.
         """
         counters = {name: Counter(content[name]) for name in ("parsed", "unparsed", "foreign")}
         return SpecialCounts(**dict(content) | counters)
 
     def lines(self, chats: int) -> list[str]:
-        """Return the lines for the log. chats: how many samples the template writes."""
+        """Return lines for the log. chats: number of samples that the template has rendered."""
         return choose_lines(
             (
                 self.parsed,
@@ -93,7 +96,7 @@ class SpecialCounts:
         )
 
     def describe_split(self) -> str:
-        """Return which special tokens stay text, and what to do."""
+        """Return the text of a warning: which special tokens stay text, and what to do."""
         spell = "spells" if self.samples == 1 else "spell"
         foreign_tokens = " or ".join(map(repr, list(self.foreign)[:MAX_TOKENS]))
         remedies = choose_lines(
@@ -127,15 +130,15 @@ def _name_tokens(counts: Counter[str]) -> str:
 PRIVATE_LETTERS = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
 
 TAGS = ("<think>", "</think>")  # around the thought of an answer
-# Special tokens as chat templates write them, whosesoever.
+# Special tokens as chat templates of any model write them
 _TEMPLATE_TOKENS = re.compile(r"<\|[a-z][a-z0-9_]*\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 
 
 class Escape(NamedTuple):
-    """The way in which a sample's own special tokens are written."""
+    """How the special tokens in a sample's own text are marked in a rendering."""
 
-    letter: str | None = None  # stands in each of them; None: there are none
-    parses: bool = False  # they become tokens once the letter is taken out again, or stay text
+    letter: str | None = None  # the letter inserted into each of them; None: there are none
+    parses: bool = False  # True: they become tokens when the letter is taken out; else stay text
 
 
 class SpecialTokens:
@@ -143,51 +146,52 @@ class SpecialTokens:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.spelled = SpecialCounts()  # those of the sample that is being encoded
-        # Finds any special token; None: there are none.
+        self.spelled = SpecialCounts()  # of the sample that is being encoded
+        # Matches any special token of more than one letter; None: the tokenizer has none
         self.pattern = compile_alternation(
             text for text in tokenizer.special_texts if len(text) > 1
         )
-        self._foreign: dict[str, bool] = {}  # by token, as `_is_foreign` found it
+        self._foreign: dict[str, bool] = {}  # results of `_is_foreign`
 
     def take(self) -> SpecialCounts:
-        """Return what was noted since this was asked for the last time."""
+        """Return the counts since the last call, and begin anew."""
         spelled = self.spelled
         if not spelled.is_empty:
             self.spelled = SpecialCounts()
         return spelled
 
     def note(self, texts: Sequence[str], parses: bool) -> None:
-        """Note the tokens of texts that are encoded as they stand."""
+        """Count the special tokens of texts that are encoded as they stand.
+
+        parses: they become tokens; else they stay text.
+        """
         self._add(self._count(texts), parses)
         self.note_foreign(texts)
 
     def note_foreign(self, texts: Sequence[str]) -> None:
-        """Note the tokens of another tokenizer's chat template in texts of columns."""
+        """Count the tokens of other tokenizers' chat templates in texts."""
         for text in texts:
             self.spelled.foreign.update(filter(self._is_foreign, _TEMPLATE_TOKENS.findall(text)))
 
     def note_once(self, content: list[Any], parses: bool) -> None:
-        """Take off what was noted for content that stands in a second sequence as well."""
+        """Subtract the counts of content that was counted twice, such as the prompt of a pair."""
         if self.spelled.parsed or self.spelled.unparsed:
             noted = self.spelled.parsed if parses else self.spelled.unparsed
             noted -= self._escape_content(content)[2]
 
     def escape(self, content: list[Any], parses: bool = False) -> tuple[Any, Escape]:
-        """Return the content with a private letter inside each special token that is only written
-        in the text.
+        """Return (content with a private letter inside each special token it spells out, Escape).
 
-        They are noted. Rendering puts the template's own special tokens between; these are found,
-        the others are not.
+        The tokens are counted. content: nested lists and dicts of texts. parses: see `Escape`.
         """
         changed, letter, counts = self._escape_content(content)
         self._add(counts, parses)
         return changed, Escape(letter, parses)
 
     def find_unused_letters(self, content: Any, count: int) -> list[str]:
-        """Return letters that neither the content nor the chat template holds.
+        """Return `count` private-use letters that neither content nor chat template contains.
 
-        Raises SampleFault: there are none left.
+        Raises SampleFault if there are not so many.
         """
         taken = set(self._tokenizer.chat_template or "").union(*_collect_texts(content))
         free = (letter for letter in map(chr, chain(*PRIVATE_LETTERS)) if letter not in taken)
@@ -200,7 +204,7 @@ class SpecialTokens:
         return letters
 
     def _is_foreign(self, token: str) -> bool:
-        """Return True if a template token is not this tokenizer's and not in its chat template."""
+        """Return True if a token is no token of this tokenizer, and not in its chat template."""
         if token not in self._foreign:
             is_written = token in (self._tokenizer.chat_template or "")
             is_split = len(self._tokenizer.encode_pieces([token])[0]) > 1
@@ -218,10 +222,9 @@ class SpecialTokens:
         return Counter(chain.from_iterable(map(self.pattern.findall, _collect_texts(content))))
 
     def _escape_content(self, content: list[Any]) -> tuple[Any, str | None, Counter[str]]:
-        """Return the content with a letter in each special token, the letter, and how many there
-        are of each.
+        """Return (content with a letter in each special token, the letter, count of each token).
 
-        The tags of an answer's thought are left as they are.
+        The tags of an answer's thought are left as they are, and not counted.
         """
         counts = self._count(content)
         if self.pattern is None or not counts:
@@ -243,11 +246,10 @@ class SpecialTokens:
 
 
 def restore_tags(message: Message, letter: str) -> Message:
-    """Return the message with the tags of its thought as they were, where `letter` was written into
-    them.
+    """Return the message without `letter` in the tags of its thought, where it was inserted.
 
-    They are no words: some tokenizers have the tags as special tokens, and those that a sample only
-    writes are kept from being found.
+    Some tokenizers have these tags as special tokens, so `escape` marks them as well. At the
+    beginning of an answer they are markup, which the template and the model should see.
     """
     content: Any = message.get("content")
     begin = f"<{letter}think>"
@@ -259,7 +261,10 @@ def restore_tags(message: Message, letter: str) -> Message:
 
 
 def encode_escaped(tokenizer: Tokenizer, parts: Sequence[str], escape: Escape) -> list[list[int]]:
-    """Return ids of each part of a rendering, without the letter of an escape."""
+    """Return ids of each part of a rendering, without the letter of the escape.
+
+    Tokens that had the letter in them become tokens with `escape.parses`, else they stay text.
+    """
     if escape.parses and escape.letter is not None:
         return tokenizer.encode_pieces([part.replace(escape.letter, "") for part in parts])
     return tokenizer.encode_pieces(parts, literal=escape.letter)
@@ -268,7 +273,7 @@ def encode_escaped(tokenizer: Tokenizer, parts: Sequence[str], escape: Escape) -
 def _collect_texts(content: Any) -> list[str]:
     """Return every text in nested lists and dicts, keys included."""
     parts = [content]
-    for part in parts:  # the list grows while it is walked
+    for part in parts:  # the list grows during the iteration
         if isinstance(part, dict):
             parts += (*part, *part.values())
         elif isinstance(part, list):

@@ -1,7 +1,7 @@
-"""One look over all sequences of a run: what is there, and what is wrong with it.
+"""Inspect all sequences of a run: what they contain, and what is wrong with them.
 
-`inspect` makes the counts and findings of `tune data check`, `show_item` the colored text of `tune
-data show`.
+`tune data check` prints the counts and findings of `inspect`, `tune data show` the sequences of
+`show_item`, whose pieces it colors by whether they are trained.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,24 +19,24 @@ from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.units import pluralize
 
 MAX_PLACES = 5  # places that a finding names
-NOTHING_LEFT = "nothing-left"  # a finding that cannot be allowed: no run begins without a sample
+NOTHING_LEFT = "nothing-left"  # name of the finding that `--allow` cannot allow: no sample is left
 
 
 @dataclass(frozen=True)
 class Finding:
     """Something wrong with the samples of a run."""
 
-    name: str  # what `--allow` of `tune data check` takes
-    line: str
-    count: int
-    places: Sequence[str] = ()  # of the first
-    more: int = 0  # places besides
+    name: str  # the name by which `--allow` of `tune data check` allows it
+    line: str  # description, with the remedy
+    count: int  # number of samples, items or answers that have it; 0: not counted
+    places: Sequence[str] = ()  # places of the first of them
+    more: int = 0  # number of further places
     dataset: str = "training"  # or `validation`
 
 
 @dataclass
 class Inspection:
-    """The counts of a run's samples, and the faults."""
+    """The counts and findings of a run's samples."""
 
     counts: dict[str, Any]  # by name, as JSON values
     findings: list[Finding] = field(default_factory=list)
@@ -48,21 +48,22 @@ def inspect(
     max_seq_len: int,
     untrained_tokens: Sequence[str] | None,
 ) -> Inspection:
-    """Return counts and findings over the training sequences and those of the validation.
+    """Return counts and findings of the training and the validation sequences.
 
-    `counts["validation"]` has the counts of the validation's samples. untrained_tokens: special
-    tokens in the sequences whose embedding was never trained; None: there is no checkpoint.
+    `counts["validation"]` has the counts of validation samples. max_seq_len: tokens.
+    untrained_tokens: special tokens in the sequences whose embedding the checkpoint has never
+    trained; None: there is no checkpoint to look at.
     """
     report = training.report
-    room = max_seq_len * training.group  # a pair may fill two sequences, and its pack is so long
-    packs = len(pack(training.item_lengths, room))
+    pack_length = max_seq_len * training.group  # tokens of a pack: a pair may fill two sequences
+    packs = len(pack(training.item_lengths, pack_length))
     counts = _collect_counts(report) | {
         "shortest_sequence": int(training.lengths.min()) if len(training) else 0,
         "median_sequence": int(np.median(training.lengths)) if len(training) else 0,
         "longest_sequence": int(training.lengths.max()) if len(training) else 0,
         "packs": packs,
-        "pack_length": room,
-        "packing_efficiency": float(training.item_lengths.sum()) / (max(1, packs) * room),
+        "pack_length": pack_length,
+        "packing_efficiency": float(training.item_lengths.sum()) / (max(1, packs) * pack_length),
         "validation_sequences": len(validation) if validation is not None else 0,
     }
     shared = (
@@ -137,7 +138,7 @@ def _collect_counts(report: DataReport) -> dict[str, Any]:
 
 
 def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
-    """Return what the counts of a dataset say is wrong."""
+    """Return the findings that follow from the counts of a dataset."""
     parts = report.parts or [report]
     special = report.special
     lost = report.lost_answer_tokens
@@ -227,7 +228,7 @@ def _make_finding(name: str, line: str, count: int, places: Sequence[str]) -> Fi
 
 
 def list_special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the special tokens: id -> text."""
+    """Return id -> text of the special tokens."""
     texts = tokenizer.special_texts
     return {
         ids[0]: text
@@ -237,31 +238,31 @@ def list_special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def collect_ids(*datasets: Dataset | None) -> set[int]:
-    """Return every id that stands in the sequences."""
+    """Return all ids in the sequences of the datasets; None: no dataset."""
     present = [dataset for dataset in datasets if dataset is not None]
     return set[int]().union(*(np.unique(dataset.ids).tolist() for dataset in present))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighboring tokens of one kind, as text."""
+    """Adjacent tokens of one kind, as text."""
 
     text: str
-    trained: bool
-    special: bool
+    trained: bool  # whether the loss counts them as targets
+    special: bool  # whether they are special tokens
 
 
 @dataclass(frozen=True)
 class ShownSequence:
-    """A sequence with what is known about it."""
+    """A sequence as `tune data show` shows it."""
 
-    number: int
-    place: str  # the file and line it came from
-    # Of a pair `chosen` or `rejected`; of a sample with a label what that says; else empty.
+    number: int  # index in the dataset
+    place: str  # file and line of its sample
+    # `chosen` or `rejected` of a pair; the label in words; "": neither
     answer: str
-    tokens: int  # how many
-    trained: int  # how many
-    pieces: list[Piece]
+    tokens: int  # number of tokens
+    trained: int  # number of label tokens
+    pieces: list[Piece]  # its text, in order
 
 
 def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[ShownSequence]:
@@ -280,10 +281,7 @@ def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[ShownSe
 
 
 def _show_label(dataset: Dataset, item: int, sequence: int) -> str:
-    """Return which answer of a pair a sequence is, or what the label of its sample says.
-
-    Empty: it is no pair's and has no label.
-    """
+    """Return which answer of a pair a sequence is, or its label in words; "": neither."""
     if dataset.group == 2:
         return ("chosen", "rejected")[sequence % 2]
     value = int(dataset.values[item])
@@ -295,8 +293,8 @@ def _show_label(dataset: Dataset, item: int, sequence: int) -> str:
 def split_pieces(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:
     """Yield the text of a sequence, in order: all tokens, and the last target if it is trained.
 
-    A target is trained if the loss counts it; the first token is never one. Ids of one kind are
-    decoded together, so that a letter of several tokens comes out whole.
+    The first token is never trained. Tokens of one kind are decoded together, so that a character
+    of several tokens is decoded as one.
     """
     targets = sequence.labels >= 0
     ids = np.append(sequence.tokens, sequence.labels[-1:][targets[-1:]])

@@ -1,7 +1,7 @@
-"""Samples in .json files: a list of objects, `{"data": [...]}`, or one object.
+"""Read samples in .json files: a list of objects, `{"data": [...]}`, or one object.
 
-One pass decodes each item by itself to find where it begins and ends, so that a file larger than
-memory is read like any other, and each fault has its line.
+`data.sources` opens a `JsonFile` for each such file. One pass decodes each item by itself to find
+where it begins and ends, so that a file may be larger than memory, and each error has its line.
 """
 
 import codecs
@@ -17,21 +17,19 @@ from recipe_lib.data.sample_files import IndexedFile, build_empty_fault, build_u
 from recipe_lib.data.samples import describe_kind
 from recipe_lib.errors import DataError
 
-# A fault this near to the end of a value that was cut may be only that it ends there, in a word or
-# in an escape.
+# Bytes. A value over the limit is cut; an error this near to the cut may be caused by it, within a
+# word or an escape.
 UNSURE = 16
 
 _BLANK = re.compile(rb"[ \t\n\r]*+")
 _TOKEN = re.compile(rb'[\[\]{}]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # a bracket, or a text in quotes
 _WORD = re.compile(rb'[^\s,:\[\]{}"]*+')  # a number, or `true`
 
-TOO_LONG = object()
+TOO_LONG = object()  # in place of a value over the limit
 
 
 class JsonFile(IndexedFile):
-    """A .json file. Its index is made by decoding each item once, which also finds every fault
-    of it.
-    """
+    """A .json file. Its index is made by decoding each item once, which finds all its errors."""
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
         if os.fstat(file.fileno()).st_size == 0:
@@ -50,35 +48,35 @@ class JsonFile(IndexedFile):
 
     @property
     def keys_beside(self) -> dict[str, str]:
-        """The keys beside the list of samples, as SampleFile says."""
+        """Return the keys beside the list `data`, see SampleFile."""
         len(self)  # they are known once the file was scanned
         return self._beside
 
 
 def _describe(value: Any) -> str:
-    """Return what kind of value was read, for error lines."""
+    """Return the kind of a value in words, for error lines."""
     return "a very long value" if value is TOO_LONG else describe_kind(value)
 
 
 class _Scanner:
-    """A position in a JSON file, from which values are taken one after the other.
+    """A position in a JSON file, from which values are read one after the other.
 
-    `content[at]` is the next byte; `line` is where it is in the file.
+    `content[at]` is the next byte, and `line` its line, from 1.
     """
 
     def __init__(self, content: mmap, place: str, sample_limit: int) -> None:
-        """Begin after the byte order mark. sample_limit: larger values are passed over."""
+        """Begin after any byte order mark. sample_limit: bytes; larger values are skipped."""
         self.content = content
         self.place = place
         self.sample_limit = sample_limit  # bytes
         self.at = len(codecs.BOM_UTF8) if content[:3] == codecs.BOM_UTF8 else 0
         self.line = 1
         self.decoder = json.JSONDecoder()
-        # Keys of the object that holds the list, as SampleFile.keys_beside.
+        # Keys beside the list `data`, see SampleFile.keys_beside
         self.beside = dict[str, str]()
 
     def scan_items(self) -> Iterator[tuple[int, int, int]]:
-        """Yield what JsonFile's `scan` does. Raises DataError."""
+        """Yield (first byte, byte after the last, line) of each sample. Raises DataError."""
         opening = self.skip_blanks()
         if opening not in (b"[", b"{"):
             raise DataError(
@@ -90,7 +88,10 @@ class _Scanner:
             raise self.build_fault("Extra data", self.at)
 
     def scan_entries(self, closing: bytes) -> Iterator[None]:
-        """Pass over the list or object that begins here; yield where each of its entries begins."""
+        """Skip the list or object that begins here, up to `closing`; yield at each entry's start.
+
+        The caller has to read the entry before it asks for the next.
+        """
         self.advance(self.at + 1)
         mark = closing if self.skip_blanks() == closing else b","
         while mark == b",":
@@ -104,7 +105,7 @@ class _Scanner:
         self.advance(self.at + 1)
 
     def scan_list(self) -> Iterator[tuple[int, int, int]]:
-        """Yield what `scan_items` does of the list that begins here."""
+        """Yield (first byte, byte after the last, line) of each item of the list here."""
         for _ in self.scan_entries(b"]"):
             first = self.at
             line = self.line
@@ -112,10 +113,9 @@ class _Scanner:
             yield first, self.at, line
 
     def scan_object(self) -> Iterator[tuple[int, int, int]]:
-        """Yield what `scan_items` does of the list under the key `data` of the object that begins
-        here.
+        """Yield the items of the list under the key `data` of the object here, as `scan_list` does.
 
-        Without that key the object itself is the one item.
+        Without such a list the object itself is the only item, with line 0.
         """
         start = self.at
         has_list = False
@@ -146,15 +146,18 @@ class _Scanner:
             yield start, self.at, 0
 
     def skip_blanks(self) -> bytes:
-        """Pass over blanks; return the byte after them, or nothing at the end of the file."""
+        """Skip white space; return the byte after it, or b"" at the end of the file."""
         blanks = _BLANK.match(self.content, self.at)
         self.advance(blanks.end() if blanks else self.at)
         return self.content[self.at : self.at + 1]
 
     def take_value(self) -> Any:
-        """Take the value that begins here; TOO_LONG for one over the limit."""
+        """Decode the value that begins here, and move behind it; return TOO_LONG over the limit.
+
+        Raises DataError for invalid JSON.
+        """
         end, is_closed = self._find_end()
-        # A value over the limit is decoded up to there alone, to find a fault in what is decoded.
+        # A value over the limit is decoded up to the limit only, to find errors in that part.
         cut = min(end, self.at + self.sample_limit + UNSURE)
         try:
             text, _ = codecs.utf_8_decode(self.content[self.at : cut], "strict", cut == end)
@@ -163,6 +166,7 @@ class _Scanner:
             line = self.line + error.object[: error.start].count(b"\n")
             raise build_utf8_fault(self.place, line, error.object[error.start]) from None
         except json.JSONDecodeError as error:
+            # A value that was cut is unterminated, and near the cut other errors may follow from it
             is_fault = not error.msg.startswith("Unterminated") and error.pos < len(text) - UNSURE
             if cut == end or is_fault:
                 raise self.build_fault(
@@ -182,9 +186,9 @@ class _Scanner:
         return value
 
     def _find_end(self) -> tuple[int, bool]:
-        """Return where the value that begins here ends, and whether it does before the file.
+        """Return (end of the value that begins here, whether it is closed before the file's end).
 
-        Brackets and quotes alone are looked at.
+        Only brackets and quotes are looked at; the value may be invalid.
         """
         depth = 0
         word = _WORD.match(self.content, self.at)
@@ -197,12 +201,12 @@ class _Scanner:
         return len(self.content), False
 
     def advance(self, end: int) -> None:
-        """Move on to `content[end]`."""
+        """Move to `content[end]`, and count the lines up to there."""
         self.line += self.content[self.at : end].count(b"\n")
         self.at = end
 
     def build_fault(self, message: str, position: int) -> DataError:
-        """Return the fault at a position that is not before `at`."""
+        """Return the error at a position, which must not be before `at`."""
         line = self.line + self.content[self.at : position].count(b"\n")
         before = self.content[self.content.rfind(b"\n", 0, position) + 1 : position].removeprefix(
             codecs.BOM_UTF8

@@ -1,8 +1,8 @@
-"""Files of samples, read by number; and the kinds that are read line by line or whole.
+"""Read files of samples by index: the interface `SampleFile`, and .txt, .jsonl and .csv files.
 
-No object here holds samples. Each keeps where its samples are and reads those that are asked for,
-so that memory does not grow with the file (24 bytes a sample), and the processes of a machine share
-what they read through its page cache.
+`data.sources` opens them, and a SourceEncoder calls `read` for a run of samples. No object here
+keeps samples in memory: it keeps where each of them is in the file (24 bytes a sample) and reads
+those that are asked for. The processes of a machine share the system's page cache.
 """
 
 import codecs
@@ -26,27 +26,27 @@ from recipe_lib.errors import DataError
 from recipe_lib.reading import open_regular, suggest_remedy
 from recipe_lib.units import MIB, format_bytes
 
-SAMPLE_LIMIT = 16 * MIB  # bytes of a sample, where nobody has said otherwise
-LINE_LIMIT = 2**30  # bytes of a line: a file with holes, or a disk's image, may have none that ends
+SAMPLE_LIMIT = 16 * MIB  # bytes of a sample by default
+# Bytes of a line. A sparse file or a disk image may have no line end at all, and would fill memory
+LINE_LIMIT = 2**30
 BLOCK = 2**22  # bytes read at once by a pass over a file
 
-# Where a sample is, and the sample or why there is none.
+# (file and line of a sample, the sample or why it cannot be used)
 LocatedSample = tuple[str, dict[str, Any] | SampleFault]
 
 
 class SampleFile(ABC):
-    """The samples of one file (or of one split of a hub dataset), read by number.
+    """The samples of one file (or of one split of a hub dataset), read by index.
 
-    An object holds no open file and no sample, so that it may be pickled, and used in several
-    processes after a fork; asking for its `len` before the fork spares each of them the pass for
-    the index. Any method raises DataError if the file cannot be read as a whole (no permission,
-    invalid JSON, empty, ...). A sample of more than `sample_limit` bytes is a SampleFault, and is
-    never held.
+    An object has no open file and no sample, so it may be pickled, and used by several processes
+    after a fork. Call `len` before the fork: the index of the file is then made once. Any method
+    raises DataError if the file as a whole cannot be read (no permission, invalid JSON, empty,
+    ...). A sample over the limit is a SampleFault, and is never read into memory.
     """
 
     def __init__(self, place: str, sample_limit: int = SAMPLE_LIMIT) -> None:
-        self.place = place  # its path, or `hub:OWNER/NAME`
-        self.sample_limit = sample_limit  # bytes
+        self.place = place  # path of the file, or `hub:OWNER/NAME`
+        self.sample_limit = sample_limit  # most bytes of a sample
 
     def build_size_fault(self, size: int) -> SampleFault:
         """Return the fault of a sample of so many bytes."""
@@ -59,48 +59,41 @@ class SampleFile(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return how many samples it has, those included that turn out to be faulty.
-
-        Blank lines are none.
-        """
+        """Return the number of samples, faulty ones included. Blank lines are no samples."""
 
     @abstractmethod
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
-        """Yield samples start .. stop (exclusive; None: all that follow) in file order, with their
-        places.
+        """Yield (place, sample) of samples start .. stop (exclusive; None: to the end), in order.
 
-        Few are read at a time. A sample that cannot be used comes as a SampleFault.
+        Few are in memory at a time. A SampleFault stands for a sample that cannot be used.
         """
 
     def first(self, count: int) -> Iterator[LocatedSample]:
-        """Yield what `read(0, count)` does.
-
-        Files that are found out about line by line, or item by item, are not read further.
-        """
+        """Yield the same as `read(0, count)`, where possible without a pass over the whole file."""
         return self.read(0, count)
 
     def place_of(self, sample: int) -> str:
-        """Return where a sample is, as `read` says it, without reading it.
+        """Return the place of a sample, the same as `read` yields, without reading it.
 
-        That is `rows.jsonl:7`, by its line, counted from 1; in a list its number from 0, as in jq:
-        `rows.json:9: .[6]`, `rows.parquet: .[6]`.
+        It is the file with the sample's line, from 1, or its index, from 0, as a jq path:
+        `rows.jsonl:7`, `rows.json:9: .[6]`, `rows.parquet: .[6]`.
         """
         return f"{self.place}: .[{sample}]"
 
     @property
     def keys_beside(self) -> dict[str, str]:
-        """The keys of the file beside its samples, each with what it holds in words.
+        """Return the file's keys beside its list of samples, each with the kind of its value.
 
-        Empty words: it changes nothing.
+        The kind is "" for a key that may be ignored.
         """
         return {}
 
     @property
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """The facts that make two files the same: `name`, `size` in bytes, `sha256` of the content.
+        """Return what identifies the file: `name`, `size` in bytes, `sha256` of the content.
 
-        It takes one pass over the file when first asked for, and not the index.
+        The first call takes one pass over the file; the index is not needed.
         """
 
 
@@ -110,7 +103,7 @@ class LocalFile(SampleFile):
     def __init__(
         self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None
     ) -> None:
-        """Note the path. place: what the file is called, where its content lies in another."""
+        """Take the path. place: name of the file for error lines, if it was unpacked to `path`."""
         super().__init__(place or str(path), sample_limit)
         self.path = path
 
@@ -120,27 +113,26 @@ class LocalFile(SampleFile):
 
 
 class IndexedFile(LocalFile):
-    """A file of which each sample is a run of bytes.
+    """A file in which each sample is a run of bytes.
 
-    One pass finds where the samples are; a sample that is asked for is read from there.
+    One pass by `scan` finds where the samples are; then each can be read by itself.
     """
 
-    line_end = 0  # bytes of a sample, at most, that end its line and are not its own
+    line_end = 0  # most bytes of a line's end, which do not count for the limit of a sample
 
     @abstractmethod
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-        """Yield first byte, byte after the last one, and line of each sample; line 0: it is the
-        whole file.
+        """Yield (first byte, byte after the last, line) of each sample; line 0: the whole file.
 
-        Raises DataError for what is wrong with the file, where it is reached.
+        Raises DataError for errors of the file, when it comes to them.
         """
 
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
-        """Return the sample with this number, from its bytes."""
+        """Return the sample of these bytes. number: its index in the file."""
         return parse_sample(content)
 
     def locate(self, number: int, line: int) -> str:
-        """Return where a sample is."""
+        """Return the place of a sample by its index and line."""
         return f"{self.place}:{line}" if line else self.place
 
     def __len__(self) -> int:
@@ -161,8 +153,9 @@ class IndexedFile(LocalFile):
     def _read_rows(
         self, file: BinaryIO, rows: Iterable[Sequence[int]], first: int
     ) -> Iterator[LocatedSample]:
-        """Yield the samples at rows of the index. first: number of the first one."""
-        # Where the file is: neighbors are read without seeking, which would drop its buffer.
+        """Yield the samples at rows of the index. first: index of the first sample."""
+        # Position of the file. Adjacent samples are read without seeking, which would drop the
+        # file's buffer.
         at = -1
         for number, (start, end, line) in enumerate(rows, first):
             size = end - start
@@ -176,7 +169,7 @@ class IndexedFile(LocalFile):
 
     @cached_property
     def _index(self) -> np.ndarray:
-        """The places that `scan` yields, int64 `[samples, 3]`."""
+        """Return (first byte, byte after the last, line) of the samples, int64 `[samples, 3]`."""
         with open_checked(self.path) as file:
             return np.fromiter(chain.from_iterable(self.scan(file)), np.int64).reshape(-1, 3)
 
@@ -200,7 +193,7 @@ class TextFile(IndexedFile):
 
 
 class JsonLinesFile(IndexedFile):
-    """A .jsonl file: an object a line; blank lines are passed over."""
+    """A .jsonl file: an object a line; blank lines are skipped."""
 
     line_end = 2  # carriage return and line feed
 
@@ -239,15 +232,13 @@ class JsonLinesFile(IndexedFile):
 
 
 def skip_mark(file: BinaryIO) -> int:
-    """Put a file that was just opened behind its byte order mark, if it has one; return where
-    that is.
-    """
+    """Move a file that was just opened behind its byte order mark, if any; return the position."""
     has_mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
     return file.seek(len(codecs.BOM_UTF8) if has_mark else 0)
 
 
 def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
-    """Return the object that a line, or an item of a list, holds; or the fault."""
+    """Return the object in the JSON of a line, or of a list's item; or the fault."""
     try:
         sample = parse_object(line.decode("utf-8"))
     except SampleFault as fault:
@@ -272,10 +263,7 @@ def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
 
 @contextmanager
 def open_checked(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading.
-
-    What the system refuses inside, or what is no regular file, is a DataError.
-    """
+    """Open a regular file for reading; raise DataError for it, and for an OSError inside."""
     try:
         with open_regular(path) as file:
             yield file
@@ -320,19 +308,17 @@ def build_utf8_fault(place: str, line: int, byte: int) -> DataError:
     )
 
 
-_DELIMITERS = (",", ";", "\t")  # of a .csv file, the one that its first line has the most of
+_DELIMITERS = (",", ";", "\t")  # a .csv file has the one that is most frequent in its first line
 
 
 class CsvFile(IndexedFile):
-    """A .csv or .tsv file. Cells may be quoted, and hold line ends then; blank lines are passed
-    over.
-    """
+    """A .csv or .tsv file. Quoted cells may contain line ends; blank lines are skipped."""
 
     def __init__(
         self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None
     ) -> None:
         super().__init__(path, sample_limit, place)
-        # The csv module's limit of 131,072 letters is for the whole process.
+        # The csv module limits a cell to 131,072 characters; it has one limit for the process.
         csv.field_size_limit(max(sample_limit, csv.field_size_limit()))
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
@@ -363,7 +349,7 @@ class CsvFile(IndexedFile):
 
     @cached_property
     def _header(self) -> tuple[list[str], str]:
-        """The names of the columns, and the delimiter. Raises DataError."""
+        """Return (names of the columns, delimiter). Raises DataError."""
         with open_checked(self.path) as file:
             skip_mark(file)
             first = file.readline(LINE_LIMIT).decode("utf-8", errors="replace")
@@ -386,16 +372,15 @@ class CsvFile(IndexedFile):
 def _read_csv_rows(
     file: BinaryIO, place: str, delimiter: str
 ) -> Iterator[tuple[list[str], int, int, int]]:
-    """Yield the cells of each row that is not blank, its first byte, the one after its last, and
-    its line.
+    """Yield (cells, first byte, byte after the last, line) of each row that is not blank.
 
-    file: just opened. Raises DataError for quotes that are not closed, and for what is no text.
+    file: just opened. Raises DataError for quotes that are not closed, and for invalid UTF-8.
     """
     at = skip_mark(file)
     line = 1
 
     def read_lines() -> Iterator[str]:
-        # The csv reader takes as many lines as a row has; `at` and `line` are where it is.
+        # The csv reader takes as many lines as a row has; `at` and `line` are its position.
         nonlocal at, line
         while content := file.readline(LINE_LIMIT + 1):
             if len(content) > LINE_LIMIT:

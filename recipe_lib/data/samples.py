@@ -1,8 +1,8 @@
-"""Samples once they are read, whatever their format; and the fault of one that cannot be read.
+"""Define the kinds of samples, the fault of one that cannot be used, and readers of a row's fields.
 
-Formats make a Conversation, Completion, Document, Preference, LabeledAnswer or Classified of a row.
-Every fault names its place in the sample as jq has it (`.messages[1].content`), under the names
-that the file has. The functions below read one field of a row, or say what it holds.
+A format of `data.formats` makes a Conversation, Completion, Document, Preference, LabeledAnswer or
+Classified of a row, by the functions below. A SampleFault names its place in the row as a jq path
+(`.messages[1].content`), with the names that the file has.
 """
 
 import json
@@ -18,27 +18,28 @@ from recipe_lib.data.column_names import is_blank, is_idle
 from recipe_lib.errors import escape_invisible
 from recipe_lib.reading import parse_json
 
-# `role`, `content`, and what a chat template may know besides (`tool_calls`, `name`, ...)
+# `role`, `content`, and further keys that a chat template may read (`tool_calls`, `name`, ...)
 Message = Mapping[str, Any]
 
 
 class MessagePlace(NamedTuple):
-    """The place of a message in its sample, as jq has it: `.messages[1]`."""
+    """The place of a message in its row, as jq paths."""
 
-    path: str
-    text: str  # where its content is
+    path: str  # of the message: `.messages[1]`
+    text: str  # of its content: `.messages[1].content`
 
 
 @dataclass(frozen=True)
 class SamplePlaces:
-    """The places of a sample's messages and tools."""
+    """Where a sample's messages and tools are in its row, for error lines."""
 
-    messages: Sequence[MessagePlace] = ()  # empty where nobody knows
-    tools: str = ".tools"
+    messages: Sequence[MessagePlace] = ()  # one for each message; empty: not known
+    tools: str = ".tools"  # path of the tools, in jq's notation
 
     def at(self, number: int, field: str = "") -> str:
-        """Return where a message is, or one of its fields (`.train`), for the beginning of an
-        error line.
+        """Return where a message is, or one of its fields (`.train`): the start of an error line.
+
+        number: index of the message.
         """
         if number < len(self.messages):
             return self.messages[number].path + field
@@ -46,7 +47,7 @@ class SamplePlaces:
 
     @property
     def are_texts(self) -> bool:
-        """True if each message is the text of a column, which has the message's place too."""
+        """Return True if each message is the text of a column of its own."""
         return bool(self.messages) and all(place.path == place.text for place in self.messages)
 
     def text(self, number: int) -> str:
@@ -65,20 +66,20 @@ class Conversation:
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None  # descriptions that the template may show
     places: SamplePlaces = field(default=SamplePlaces(), compare=False)  # for error lines
-    variables: Mapping[str, Any] = field(default_factory=dict)  # more that the template is given
-    # So many of the first messages are the prompt, which is trained with data.train_on=all alone.
+    # Variables of the chat template, by name, such as `enable_thinking`
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    # Number of leading messages that are the prompt. Of these only data.train_on=all, or their own
+    # key `train`, trains any
     asked: int = 0
 
     def conversations(self) -> "list[Conversation]":
-        """Return itself alone."""
+        """Return a list of the conversation alone, as other samples return theirs."""
         return [self]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Text as it stands, without a template; the loss counts the completion and the end token
-    after it.
-    """
+    """Text as it stands, without a template; trained are the completion and the EOS after it."""
 
     prompt: str
     completion: str
@@ -86,27 +87,28 @@ class Completion:
 
 @dataclass(frozen=True)
 class Document:
-    """Text that is learned as a whole."""
+    """Text that is trained as a whole, cut into sequences."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Preference:
-    """Two ways to go on from the same messages; each ends with a message of the assistant."""
+    """Two answers to the same prompt; each ends with a message of the assistant."""
 
     prompt: Sequence[Message]
     chosen: Sequence[Message]
     rejected: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
-    # Of the prompt with the chosen answer, and with the rejected one.
+    # Places of the messages of the prompt with the chosen answer, and with the rejected one
     places: tuple[SamplePlaces, SamplePlaces] = field(
         default=(SamplePlaces(), SamplePlaces()), compare=False
     )
-    margin: float = 0.0  # by how much chosen is better; NaN: the sample has one that is no number
-    # The fault of a pair without a prompt, unless its texts turn out to be rendered already.
+    # By how much the chosen answer is better; NaN: the sample has a margin that is no number
+    margin: float = 0.0
+    # Raised for a pair without a prompt, unless its texts turn out to be rendered already
     no_prompt: "SampleFault | None" = field(default=None, compare=False)
-    variables: Mapping[str, Any] = field(default_factory=dict)  # more that the template is given
+    variables: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
 
     def conversations(self) -> list[Conversation]:
         """Return the prompt with the chosen answer, and with the rejected one."""
@@ -124,14 +126,14 @@ class Preference:
 
 @dataclass(frozen=True)
 class LabeledAnswer:
-    """An answer that is wanted (label true) or not, after the messages of the prompt."""
+    """A desirable answer to a prompt (label True), or an undesirable one, as KTO trains them."""
 
     prompt: Sequence[Message]
     completion: Sequence[Message]
     label: bool
     tools: Sequence[Mapping[str, Any]] | None = None
-    places: SamplePlaces = field(default=SamplePlaces(), compare=False)
-    variables: Mapping[str, Any] = field(default_factory=dict)  # more that the template is given
+    places: SamplePlaces = field(default=SamplePlaces(), compare=False)  # for error lines
+    variables: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
 
     def conversations(self) -> list[Conversation]:
         """Return the prompt with the answer."""
@@ -155,7 +157,7 @@ class Classified:
 
 
 def list_conversations(sample: "Sample") -> list[Conversation]:
-    """Return the messages of a sample: of a pair the prompt with each answer, of texts nothing."""
+    """Return a sample's conversations: of a pair the prompt with each answer, of texts none."""
     content = sample.content if isinstance(sample, Classified) else sample
     return [] if isinstance(content, (Document, Completion)) else content.conversations()
 
@@ -163,21 +165,24 @@ def list_conversations(sample: "Sample") -> list[Conversation]:
 Sample = Conversation | Completion | Document | Preference | LabeledAnswer | Classified
 
 
-# The roles of a prompt's messages where it was made of columns.
+# The roles that a prompt's messages may have if it was made of columns of texts
 _PROMPT_ROLES: tuple[list[str], ...] = ([], ["user"], ["system"], ["system", "user"])
 
 
 @dataclass(frozen=True)
 class TextRow:
-    """A row whose prompt and answers are the texts of columns, and no messages."""
+    """A row whose prompt and answers are texts of columns, and not messages.
 
-    prompt: str  # empty where there is none
-    answers: Sequence[str]  # one, the chosen and the rejected one, or none
-    beside: str  # a column that the row has besides, which a rendered text would hold; empty: none
+    Such texts may be renderings of a chat template already.
+    """
+
+    prompt: str  # "" if there is none
+    answers: Sequence[str]  # one answer; or (chosen, rejected); or none
+    beside: str  # name of a column that a rendering would contain, such as `tools`; "": none
 
 
 def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow | None:
-    """Return the texts of a row; None: something in it is a message."""
+    """Return the texts of a sample's row; None if the row has messages."""
     chats = sample.conversations()
     first = chats[0]
     asked = len(first.messages) if isinstance(sample, Conversation) else first.asked
@@ -204,16 +209,16 @@ def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow 
 
 # No Error by name: an outcome of reading a sample, which becomes a DataError or is counted.
 class SampleFault(Exception):  # noqa: N818
-    """A sample that cannot be used."""
+    """The reason why a sample cannot be used."""
 
     def __init__(self, cause: str, detail: str) -> None:
-        """Note a cause, a few words to count by, and in detail what was found and expected."""
+        """Take a cause, a few words by which faults are counted, and the text of the error line."""
         self.cause = escape_invisible(cause)
         super().__init__(escape_invisible(detail))
 
 
 def describe_kind(value: Any) -> str:
-    """Return a value's kind in words, for error lines."""
+    """Return the kind of a value in words ("a list"), for error lines."""
     kinds: tuple[tuple[Any, str], ...] = (
         (type(None), "null"),
         (str, "text"),
@@ -231,10 +236,7 @@ def describe_kind(value: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Return a short value as it is, for error lines; of others the kind.
-
-    Text is put in quotes; numbers, true, false and null stand as in JSON.
-    """
+    """Return a value for error lines: text in quotes and cut, a number as it is, else its kind."""
     if isinstance(value, str):
         return repr(value if len(value) <= 40 else f"{value[:37]}...")
     if isinstance(value, bool):
@@ -243,12 +245,13 @@ def format_value(value: Any) -> str:
 
 
 def prefix_place(place: str, detail: object) -> str:
-    """Return a fault with its place before it.
+    """Return the text of a fault with the sample's place before it.
 
-    A path in the sample goes on from that of the sample (`rows.json:4: .[1]`).
+    If both are jq paths they are joined: `rows.json:4: .[1]` and `.text` give
+    `rows.json:4: .[1].text`.
     """
     text = str(detail)
-    is_path = text.startswith(".") and "/" not in text.partition(": ")[0]  # but none of a file
+    is_path = text.startswith(".") and "/" not in text.partition(": ")[0]  # no relative file path
     return place + text if is_path and place.endswith("]") else f"{place}: {text}"
 
 
@@ -257,7 +260,7 @@ RawSample = Mapping[str, Any]
 _WORD = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
 
 
-# Columns by other names, for the remedy.
+# Column of a format -> other common names for it, which an error's remedy suggests
 OTHER_NAMES = {
     "instruction": ("question", "query", "problem", "input", "prompt", "inputs"),
     "input": ("context", "query"),
@@ -274,9 +277,9 @@ OTHER_NAMES = {
 
 
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises SampleFault for a key that stands in it twice.
+    """Return a JSON object of its (key, value) pairs. Raises SampleFault for a repeated key.
 
-    Python's parser would take the last one without a word.
+    Python's parser would silently take the last one.
     """
     json_object = dict(pairs)
     if len(json_object) < len(pairs):
@@ -292,31 +295,31 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def parse_object(text: str) -> Any:
     """Return the value of a JSON text.
 
-    Raises ValueError like `parse_json`, and SampleFault for a key twice.
+    Raises ValueError like `parse_json`, and SampleFault for a repeated key.
     """
     return parse_json(text, make_object=_build_object)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that a format reads; a format that names none may be given anything."""
+    """The columns that a format reads; one without any, such as a plugin's, accepts all rows."""
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    # What may stand in the place of a required one.
+    # Required column -> other columns that the format reads in its place
     instead: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    # Other names, which are put under the column's own.
+    # Column -> other names for it, which are renamed to it
     same: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def known(self) -> tuple[str, ...]:
-        """All of them."""
+        """Return the required and the optional columns."""
         return (*self.required, *self.optional)
 
     def list_spellings(self, column: str, columns: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the names under which a column of a row is taken, in this order.
+        """Return the names under which a column is looked for in a row, in this order.
 
-        columns: as `data.columns`.
+        columns: `data.columns`, from a column to its name in the file.
         """
         if column in columns:
             return (columns[column],)
@@ -324,14 +327,14 @@ class Columns:
 
 
 def find_columns(form: str) -> Columns:
-    """Return the columns that a format reads, by its name."""
+    """Return the columns that the format of this name reads."""
     return getattr(get_registered("data.format", form), "columns", Columns())
 
 
 def find_column(column: str, sample: RawSample, aliases: Sequence[str]) -> str | None:
-    """Return what a sample calls a column, of the column's name and its aliases.
+    """Return the sample's name of a column, which is the column's or one of its aliases.
 
-    None: there is none, or it holds null.
+    Case does not matter. None: the sample has no such column, or it holds null.
     """
     names_by_lower = {
         str(name).lower(): str(name) for name, value in sample.items() if value is not None
@@ -342,7 +345,7 @@ def find_column(column: str, sample: RawSample, aliases: Sequence[str]) -> str |
 
 
 class RenamedSample(dict[str, Any]):
-    """A sample under the names that formats know."""
+    """A sample whose columns are renamed to the names that formats know."""
 
     def __init__(
         self,
@@ -353,48 +356,48 @@ class RenamedSample(dict[str, Any]):
     ) -> None:
         """Rename the columns.
 
-        One that goes under another name keeps its own only where that is required.
+        columns: `data.columns`, from a format's name to the file's. section: of the config, in
+        which they are. required: the format's required columns; a column of the file that has one
+        of these names also stays under it.
         """
         file_names = set(columns.values())
         moved_names = file_names - set(columns) - set(required)
         super().__init__({name: value for name, value in sample.items() if name not in moved_names})
         self.update({name: sample[column] for name, column in columns.items() if column in sample})
-        self.columns = columns  # by what names the file has them, as `data.columns`
-        self.section = section  # of the config, in which `columns` are
-        # Columns of the file that have the name of another one here.
+        self.columns = columns
+        self.section = section
+        # Columns of the file whose name is now that of another column
         self.hidden = {
             name: sample[name] for name in columns if name in sample and name not in file_names
         }
 
 
 def get_path(sample: RawSample, name: str) -> str:
-    """Return where a column is in the sample: `.messages`, `.["my column"]`."""
+    """Return a column's path in the file's row, as jq writes it: `.messages`, `.["my column"]`."""
     return format_path(
         sample.columns.get(name, name) if isinstance(sample, RenamedSample) else name
     )
 
 
 def format_path(name: str) -> str:
-    """Return the path of a column by its name in the file; one that begins with a dot is a path
-    already.
-    """
+    """Return the path of a column by its name in the file; a name with a leading dot is a path."""
     if name.startswith("."):
         return name
     return f".{name}" if _WORD.match(name) else f".[{json.dumps(name, ensure_ascii=False)}]"
 
 
 def get_columns_section(section: str) -> str:
-    """Return the section of the config that names the columns of a source of this one.
+    """Return the section whose key `columns` applies to a source of this section.
 
-    Validation has none of its own.
+    That of validation is `data`, as validation has no columns of its own.
     """
     return "data" if section == "validation" else section
 
 
 def format_overrides(section: str, columns: Mapping[str, str]) -> list[str]:
-    """Return what names columns on the command line: `data.columns.prompt=question`.
+    """Return command-line overrides that name columns: `data.columns.prompt=question`.
 
-    section: that of the source.
+    section: of the source. columns: from a format's name to the file's.
     """
     if section == "data":
         return [f"data.columns.{name}={column}" for name, column in columns.items()]
@@ -412,8 +415,9 @@ def read_text_field(
 ) -> str:
     """Return the text in a column.
 
-    where: path of the object that has it, if that is not the sample. Raises SampleFault: missing,
-    no text, or not encodable as UTF-8.
+    may_be_missing: return "" for a missing column or null. where: path of the object with the
+    column, if that is not the sample. Raises SampleFault if it is missing, no text, or not
+    encodable as UTF-8.
     """
     value = sample.get(name)
     if value is None and may_be_missing:
@@ -435,9 +439,9 @@ def read_text_field(
 
 
 def read_object_list(sample: RawSample, name: str) -> tuple[list[RawSample], str]:
-    """Return the list of objects in a column, and its path, which an index goes behind.
+    """Return (list of objects in a column, its path), to which `[index]` can be appended.
 
-    Raises SampleFault.
+    Raises SampleFault for anything but a list of objects, or a JSON text of one.
     """
     value, path = open_json_list(sample, name)
     if not isinstance(value, list):
@@ -455,9 +459,9 @@ def read_object_list(sample: RawSample, name: str) -> tuple[list[RawSample], str
 
 
 def open_json_list(sample: RawSample, name: str) -> tuple[Any, str]:
-    """Return what a column holds, and its path; a list as JSON text, as tables have it, is parsed.
+    """Return (value of a column, its path); a text that looks like a JSON list is parsed.
 
-    Raises SampleFault for one that is no JSON.
+    Tables hold lists as text. Raises SampleFault if such a text is no JSON.
     """
     value = sample.get(name)
     path = get_path(sample, name)
@@ -467,21 +471,21 @@ def open_json_list(sample: RawSample, name: str) -> tuple[Any, str]:
 
 
 def is_json_list(value: Any) -> TypeGuard[str]:
-    """Return True if a value is a text that is meant as a list in JSON."""
+    """Return True if a value is a text that begins like a list in JSON."""
     return isinstance(value, str) and value.lstrip().startswith("[")
 
 
 def refuse_keys(
     holder: RawSample, read_keys: Sequence[str], where: str, owner: str, expected: str
 ) -> None:
-    """Raise SampleFault for a key of an object that is not read and may change something.
+    """Raise SampleFault for a key of an object that is not read and may change its meaning.
 
-    where: the object's path. owner: what has the key, in words, to count the fault by. expected:
-    the line's end.
+    where: the object's path. owner: the object in words, to count the fault by. expected: what was
+    expected, the end of the error line.
     """
     for name, value in holder.items():
         if name not in read_keys and not is_blank(value) and not is_idle(name, value):
-            # Trained without it, the sample may say something else: never dropped in silence.
+            # Without the key the sample may mean something else, so it is not dropped silently.
             raise SampleFault(
                 f"key {name} of {owner}",
                 f"{where}.{name}: found {describe_kind(value)}, {expected}",
@@ -489,7 +493,10 @@ def refuse_keys(
 
 
 def parse_column(text: str, name: str, path: str, expected: str = "a list of objects") -> Any:
-    """Return what the JSON text in a column holds. Raises SampleFault."""
+    """Return the value of the JSON text in a column. Raises SampleFault if it is no JSON.
+
+    name, path: of the column. expected: what the text should be, for the error line.
+    """
     try:
         return parse_object(text)
     except ValueError as error:

@@ -1,13 +1,9 @@
-"""Sources of samples: files, folders of files, Parquet tables, datasets of the hub.
+"""Open sources of samples: files, folders of files, Parquet tables, datasets of the hub.
 
-`open_sources` makes a list of SampleFiles of a source, which are read by number. Samples are read
-from any place of a file and by several processes, which compressed files do not allow: these are
-unpacked once, next to the tokenized samples, and read there.
-
-Arrow tables are read a batch at a time: Parquet goes through pyarrow, a dataset of the hub through
-`datasets`, which maps its files into memory. Both packages come with the extra `datasets` and are
-imported where they are needed. What a file unpacks to is checked against its size before anything
-is unpacked.
+`open_sources` returns the SampleFiles of a source. Several processes read samples from any place of
+a file, which compressed files do not allow: these are unpacked once into the cache. Parquet is read
+by pyarrow, a dataset of the hub by `datasets`, a batch at a time; both come with the extra
+`datasets`. What a file says it unpacks to is checked against its size before it is unpacked.
 """
 
 import gzip
@@ -53,21 +49,21 @@ from recipe_lib.reading import open_regular, suggest_remedy
 from recipe_lib.report.phases import phase
 from recipe_lib.units import GIB, MIB, format_bytes
 
-ROWS_AT_ONCE = 256
-BYTES_AT_ONCE = 512 * MIB  # that a batch may unpack to
+ROWS_AT_ONCE = 256  # most rows of a batch
+BYTES_AT_ONCE = 512 * MIB  # bytes that a batch may unpack to
 # A file of repeated values, made to fill disks, unpacks to thousands of times its size; samples are
 # packed to a third or a tenth. Small tables may unpack to MAX_UNPACKED_BYTES in any case.
 MAX_UNPACKED_BYTES = 256 * MIB
-MAX_RATIO = 200
-MAX_ROW_BYTES = GIB  # that the average sample of a group may unpack to
-MAX_ROWS_PER_BYTE = 1000  # of the file
+MAX_RATIO = 200  # bytes that a file unpacks to, over its size
+MAX_ROW_BYTES = GIB  # bytes that the average sample of a row group may unpack to
+MAX_ROWS_PER_BYTE = 1000  # samples for each byte of the file
 PARQUET_MAGIC = b"PAR1"  # at both ends of the file
-# A name on the hub, and no path, which `datasets` would read as well.
+# A name on the hub. A path is refused, because `datasets` would read it as a local folder.
 HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^/:]+)?")
 
 
 class ParquetFile(LocalFile):
-    """A .parquet file; where its samples begin is what its footer says of the row groups."""
+    """A .parquet file; the row groups in its footer say where its samples are."""
 
     def __init__(
         self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None
@@ -102,10 +98,10 @@ class ParquetFile(LocalFile):
                         return
 
     def _count_rows_at_once(self, group: Any) -> int:
-        """Return how many samples of a group unpack to BYTES_AT_ONCE.
+        """Return how many samples of a row group to read at once, at most BYTES_AT_ONCE unpacked.
 
-        Each is taken to be as large as the group's metadata allows on average. Raises DataError for
-        samples that cannot be.
+        group: metadata of the row group, from which the average size of a sample is estimated.
+        Raises DataError for samples over MAX_ROW_BYTES.
         """
         sample_bytes = 0.0
         with open_checked(self.path) as file:
@@ -113,7 +109,7 @@ class ParquetFile(LocalFile):
                 column = group.column(index)
                 column_bytes = column.total_uncompressed_size
                 if column.has_dictionary_page:
-                    # A value that is kept once, in the dictionary, may be that of every sample.
+                    # The largest value of the dictionary is stored once and may be every sample's.
                     value_bytes = min(_read_dictionary_size(file, column), column_bytes)
                     column_bytes = max(column_bytes, value_bytes * column.num_values)
                 sample_bytes += column_bytes / max(1, group.num_rows)
@@ -127,14 +123,14 @@ class ParquetFile(LocalFile):
 
     @cached_property
     def _ends(self) -> np.ndarray:
-        """The number of samples up to the end of each row group, int64."""
+        """Return the number of samples up to the end of each row group, int64 `[groups]`."""
         with _open_parquet(self.path) as file:
             groups = list(map(file.metadata.row_group, range(file.metadata.num_row_groups)))
         counts = [group.num_rows for group in groups]
         num_samples = sum(counts)
         num_bytes = sum(group.total_byte_size for group in groups)
         size = os.path.getsize(self.path)
-        # Before anything is unpacked: metadata that speak of far more than the bytes can hold.
+        # Before anything is unpacked, refuse metadata that claim far more than the bytes can hold.
         if (
             num_bytes > max(MAX_UNPACKED_BYTES, MAX_RATIO * size)
             or num_samples > MAX_ROWS_PER_BYTE * size
@@ -150,11 +146,10 @@ class ParquetFile(LocalFile):
 
 
 def _read_dictionary_size(file: BinaryIO, column: Any) -> int:
-    """Return the bytes that a column's dictionary page unpacks to; all of the column's, if not to
-    be seen.
+    """Return the bytes that a column's dictionary page unpacks to; if unknown, the whole column's.
 
-    They are among the first numbers of the page's header, a Thrift compact struct: field 1 the kind
-    of page, field 2 its bytes, both i32 (0x15) and zigzag.
+    They are read from the page's header, a Thrift compact struct: field 1 is the kind of page,
+    field 2 its unpacked bytes, both i32 (0x15) as zigzag varints.
     """
     column_bytes = int(column.total_uncompressed_size)
     if column.dictionary_page_offset is None:
@@ -173,7 +168,7 @@ def _read_dictionary_size(file: BinaryIO, column: Any) -> int:
 
 @contextmanager
 def _open_parquet(path: Path) -> Iterator[Any]:
-    """Open a Parquet file; what is wrong with it is a DataError."""
+    """Open a Parquet file; raise DataError if it cannot be read or is no Parquet."""
     from pyarrow import ArrowException, parquet
 
     with open_checked(path) as content:
@@ -196,7 +191,11 @@ def _open_parquet(path: Path) -> Iterator[Any]:
 
 
 def _read_batch(file: SampleFile, batch: Any) -> Iterator[dict[str, Any] | SampleFault]:
-    """Yield the samples of a batch, each unpacked by itself where one of them may be too large."""
+    """Yield the samples of a batch, or the faults of those over the limit.
+
+    batch: an Arrow table or batch. One over the limit is split, so that each sample is converted by
+    itself.
+    """
     is_large = batch.nbytes > file.sample_limit
     for part in [batch.slice(at, 1) for at in range(len(batch))] if is_large else [batch]:
         if part.nbytes > file.sample_limit:
@@ -248,7 +247,7 @@ class HubSamples(SampleFile):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The same as SampleFile says, of the files that `datasets` keeps the samples in."""
+        """Return the identity, see SampleFile, of the files in which `datasets` has the samples."""
         name = f"{self.place} {self.split}"
         files = [Path(file["filename"]) for file in self._samples.cache_files]
         if files:
@@ -293,12 +292,12 @@ def open_sources(
     cache: Path | None = None,
     section: str = "data",
 ) -> list[SampleFile]:
-    """Return the files of one source, by name, which is the order of its samples.
+    """Return the files of one source, sorted by name; their samples have this order.
 
-    cfg: its `source` and `split`. sample_limit: bytes of a sample; a larger one cannot be used.
-    cache: where compressed files are unpacked; None: the default one. Others are looked up and not
-    read yet. section: of the config, with the key `source`. Raises DataError: nothing is there, or
-    a kind that is not read.
+    Nothing is read yet, but compressed files are unpacked. cfg: its `source` and `split`.
+    sample_limit: bytes; a larger sample is a SampleFault. cache: folder of the cache; None: the
+    default one. section: of the config, for error lines. Raises DataError if there is no file, or
+    one of an unknown kind.
     """
     if is_hub(cfg.source):
         return [
@@ -315,17 +314,17 @@ def open_sources(
     return files
 
 
-_SMALL = 2**26  # bytes that any file may unpack to
-_DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
+_SMALL = 2**26  # bytes that any compressed file may unpack to, whatever its size
+_DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)  # errors of damaged files
 _BLOCK = 2**18  # bytes read at a time
 
 
 def unpack_once(path: Path, root: Path) -> Path:
-    """Return a file below `root/unpacked` with the content of a compressed one; made if it is not
-    there.
+    """Return the unpacked file of a compressed one, in `root/unpacked`; unpack it if needed.
 
-    It is found again as long as the compressed file is the same by path, size and time. Raises
-    DataError for one that is damaged or of another kind, StorageError where the disk has no room.
+    An unpacked file is used again as long as path, size and time of the compressed one are the
+    same. Raises DataError for a damaged file or one of another kind, StorageError if the disk is
+    full.
     """
     try:
         status = os.stat(path)
@@ -338,7 +337,7 @@ def unpack_once(path: Path, root: Path) -> Path:
     target = (
         folder / f"{hashlib.sha256(state.encode()).hexdigest()[:24]}{path.with_suffix('').suffix}"
     )
-    discard_idle(folder, "*")  # also of files that nobody asks for again
+    discard_idle(folder, "*")  # what killed processes left, also of files not asked for again
     if target.exists():
         return target
     try:
@@ -361,7 +360,10 @@ def unpack_once(path: Path, root: Path) -> Path:
 
 
 def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
-    """Write the content of a compressed file. advance: is told of each block's bytes."""
+    """Write the content of a compressed file to `target`. advance: called with bytes written.
+
+    Raises DataError for a damaged file, or one that unpacks to too much.
+    """
     blocks = _read_gzip_blocks(path) if path.suffix == ".gz" else _read_zstd_blocks(path)
     size = 0
     max_size = max(_SMALL, MAX_RATIO * path.stat().st_size)
@@ -390,10 +392,10 @@ def _read_gzip_blocks(path: Path) -> Generator[bytes]:
 
 
 def _read_zstd_blocks(path: Path) -> Generator[bytes]:
-    """Yield the content, one frame after the other.
+    """Yield the content of a .zst file, one frame after the other.
 
-    Raises DataError without the package that reads it, and EOFError for a damaged file, or a last
-    frame that is not whole, which the package passes over.
+    Raises DataError if zstandard is not installed, and EOFError for a damaged file or an incomplete
+    last frame, which zstandard itself does not report.
     """
     try:
         import zstandard
@@ -402,7 +404,7 @@ def _read_zstd_blocks(path: Path) -> Generator[bytes]:
     frame = None
     with open_regular(path) as source:
         while block := source.read(_BLOCK):
-            while block:  # which may hold the end of one frame and the next ones
+            while block:  # a block may have the end of one frame and the beginning of the next
                 if frame is None or frame.eof:
                     frame = zstandard.ZstdDecompressor().decompressobj()
                 try:

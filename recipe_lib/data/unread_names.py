@@ -1,9 +1,9 @@
-"""Columns of a row and keys of its messages that nobody reads: nothing that could matter is
-dropped.
+"""Check columns of a row and keys of its messages that the format does not read.
 
-Each is either known to change nothing, and counted, or a fault of the sample.
-`recipe_lib.data.column_names` knows names. Where a name says nothing, a text that only repeats what
-is read of the same row changes nothing either.
+A SourceEncoder calls `UnreadNames.find` for each row, so that nothing that could matter is dropped
+silently. A column or key is either known to change nothing, and counted ("idle"), or it raises a
+SampleFault. `data.column_names` knows by the name; under any other name a text is idle if it only
+repeats texts that are read of the same row.
 """
 
 import json
@@ -48,18 +48,19 @@ from recipe_lib.errors import DataError
 _WORD = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
 _TEXT_KEYS = frozenset(("content", *THOUGHT_KEYS))  # keys of a message whose values are its texts
 _LABEL_KEYS = ("role", "from", "type")  # keys of a message whose texts say nothing of their own
-# Keys that are read in one role alone.
+# Role -> keys that are read in messages of this role alone
 _KEYS_BY_ROLE = {"assistant": THOUGHT_KEYS, "tool": ("tool_call_id",)}
 
 
 class UnreadNames:
-    """A search for what one source's rows hold beside what is read."""
+    """A checker of the columns and keys in one source's rows that are not read."""
 
     def __init__(self, form: str, ignored: Sequence[str], fields: TemplateFields) -> None:
-        """Take what is known of all rows.
+        """Take what is the same for all rows.
 
-        form: the format's name; of one that does not say which columns it reads nothing is looked
-        at. ignored: as data.ignore_columns has them.
+        form: name of the format; if it does not say which columns it reads, nothing is checked.
+        ignored: data.ignore_columns. fields: tells which keys and variables the chat template
+        reads.
         """
         columns = find_columns(form)
         self.known = frozenset(columns.known)
@@ -76,9 +77,7 @@ class UnreadNames:
                 }
 
     def leave_out(self, row: RawSample) -> tuple[RawSample, list[str]]:
-        """Return the row without what data.ignore_columns names, and the names of what was left
-        out.
-        """
+        """Return (row without what data.ignore_columns names, names of what was left out)."""
         if not self.ignored:
             return row, []
         left_out = {name for name in self.ignored if name in row and not is_blank(row[name])}
@@ -88,10 +87,10 @@ class UnreadNames:
         return row, sorted(left_out)
 
     def _leave_out_keys(self, value: Any, left_out: set[str]) -> Any:
-        """Return a column without the keys of its messages that data.ignore_columns names.
+        """Return a column's value without the keys of messages that data.ignore_columns names.
 
-        left_out: they are added to it. A message is what says whose it is: a tool's description may
-        have keys of the same names.
+        left_out: these keys are added to it. Only an object with a role is a message: a tool's
+        description may have keys of the same names, which stay.
         """
         if is_json_list(value):
             try:
@@ -115,9 +114,9 @@ class UnreadNames:
         }
 
     def tidy_columns(self, row: RenamedSample) -> None:
-        """Drop optional columns that say nothing, in place, and rename columns of other names.
+        """Drop blank optional columns of the row, in place, and rename aliases of columns.
 
-        One goes under the name that the format reads, where the row lacks that.
+        An alias is renamed to the name that the format reads, if the row has no such column.
         """
         for name in self._optional & row.keys():
             if is_blank(row[name]):
@@ -133,10 +132,10 @@ class UnreadNames:
             row.columns = {**row.columns, column: alias}
 
     def find(self, row: RenamedSample, sample: Sample, texts: Sequence[str]) -> list[str]:
-        """Return the names of what the row holds that is known to change nothing.
+        """Return the names of unread columns and keys that are known to change nothing.
 
-        `messages.KEY` is that of messages' keys. texts: of the sample. Raises SampleFault for
-        anything else that is not read.
+        The name of a key of messages is `messages.KEY`. texts: all texts of the sample, of
+        `collect_texts`. Raises SampleFault for anything else that is not read.
         """
         if not self.known:
             return []
@@ -161,10 +160,10 @@ class UnreadNames:
         return idle_names
 
     def find_beside(self, keys: Mapping[str, str], place: str) -> list[str]:
-        """Return the names of what stands beside a file's samples, `file.KEY`, if all of it changes
-        nothing.
+        """Return the names of the keys beside a file's list of samples, as `file.KEY`.
 
-        keys: as SampleFile.keys_beside. Raises DataError for anything else: no sample says it.
+        keys: of SampleFile.keys_beside. Raises DataError for a key that may change something, since
+        it is no fault of a sample.
         """
         faults = {
             f"file.{key}": f"{format_path(key)}: found {kind}"
@@ -182,7 +181,7 @@ class UnreadNames:
     def _why_not_idle(
         self, name: str, value: Any, row: RenamedSample, is_text: bool, texts: Sequence[str]
     ) -> str:
-        """Return what a column holds that is not read; empty: it changes nothing."""
+        """Return the kind of a column that is not read and may matter; "": it changes nothing."""
         column = self._column_by_alias.get(name)
         if column is not None and row.get(column) is not None:
             if row[column] == value:
@@ -192,14 +191,14 @@ class UnreadNames:
             return why
         word = normalize_name(name)
         if word in UNWANTED:
-            # Beside a chosen answer that is trained, a rejected one is only left out.
+            # If the chosen answer is trained, the rejected one may be left out.
             chosen = row.get("chosen")
             is_trained = not is_blank(chosen) and _is_repeated(chosen, texts)
             return "" if is_trained else "an answer that is not wanted"
         if is_idle(name, value) or is_neutral_label(name, value) or isinstance(value, (date, time)):
             return ""
         if isinstance(value, str) and word in RENDERED:
-            # A template may part what a format joins, as an instruction and its input.
+            # A template may separate texts that a format joins, as an instruction and its input.
             column_texts = [row[name] for name in self.known if isinstance(row.get(name), str)]
             if any(
                 parts and all(text.strip() in value for text in parts)
@@ -211,16 +210,14 @@ class UnreadNames:
         return describe_kind(value) + self._not_read
 
     def _suggest_columns(self, row: RenamedSample, faults: Mapping[str, str]) -> str:
-        """Return the remedy for columns that the format may know by another name; empty: there
-        is none.
-        """
+        """Return a remedy for columns that the format may know by another name; "": none."""
         free_names = [name for name in sorted(self.known) if is_blank(row.get(name))]
         if not free_names or not any(fault.endswith(self._not_read) for fault in faults.values()):
             return ""
         return f", or say with {row.section}.columns which of {', '.join(free_names)} it is"
 
     def _suggest_ignoring(self, names: Collection[str]) -> str:
-        """Return the remedy for whatever changes nothing."""
+        """Return the remedy for names that change nothing: to add them to data.ignore_columns."""
         ignored = ",".join(
             name if _WORD.match(name) else json.dumps(name, ensure_ascii=False)
             for name in (*self.ignored, *names)
@@ -241,9 +238,9 @@ class UnreadNames:
         )
 
     def _find_keys(self, chats: Sequence[Conversation]) -> list[str]:
-        """Return what `find` does, of the messages' keys.
+        """Return the names of unread keys of messages that change nothing, as `find` does.
 
-        Those that data.ignore_columns names are taken out.
+        Keys such as `content.KEY`, which a reader has added to be counted, are deleted.
         """
         idle_names = list[str]()
         faults = dict[str, str]()
@@ -274,9 +271,7 @@ class UnreadNames:
         return idle_names
 
     def _find_variables(self, variables: Mapping[str, Any], row: RenamedSample) -> Iterator[str]:
-        """Yield what `find` returns, of what the row gives the chat template besides messages
-        and tools.
-        """
+        """Yield the names of the chat template's variables that change nothing, as `find` does."""
         for name, value in variables.items():
             if is_blank(value) or name in self._fields.names:
                 continue
@@ -293,7 +288,7 @@ class UnreadNames:
 
 
 def collect_texts(sample: Sample) -> list[str]:
-    """Return every text that is read of a sample, descriptions of tools left out."""
+    """Return all texts that are read of a sample, except descriptions of tools."""
     content = sample.content if isinstance(sample, Classified) else sample
     if isinstance(content, Document):
         return [content.text]
@@ -309,14 +304,14 @@ def collect_texts(sample: Sample) -> list[str]:
 
 
 def _has_text(value: Any) -> bool:
-    """Return True if there is a text in a value, which numbers alone have none of."""
+    """Return True if there is a text anywhere in a value."""
     if isinstance(value, dict):
         return any(map(_has_text, value.values()))
     return any(map(_has_text, value)) if isinstance(value, list) else isinstance(value, str)
 
 
 def _is_repeated(value: Any, texts: Sequence[str]) -> bool:
-    """Return True if every text in a value stands in one of these."""
+    """Return True if every text in a value is contained in one of `texts`."""
     if isinstance(value, str):
         stripped = value.strip()
         return any(stripped in text for text in texts)

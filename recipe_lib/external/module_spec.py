@@ -455,7 +455,7 @@ class Reading:
 
 @lru_cache(maxsize=4)
 def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
-    """Find how transformers would read these tensors; None where it has no conversions.
+    """Find how transformers would read these tensors; None where it has no table for that.
 
     file_names: names of the tensors in the files. Others than the model's are left out.
     """

@@ -1,7 +1,8 @@
-"""The base of all models, and facts about their tensors, whoever wrote the forward.
+"""The base class of all models, and functions that read facts about a model's tensors.
 
-`LanguageModel` is the base of our own decoder and of models of other libraries: how they are run in
-stages, and what loading, sharding and checkpoints read of their tensors besides values.
+`LanguageModel` is the base of our own `Decoder` and of models of other libraries. Pipelines run it
+in stages by its methods; loading, sharding and checkpoints read its attributes, mostly by the
+functions below, which also take a module that is no `LanguageModel`.
 """
 
 from abc import abstractmethod
@@ -20,50 +21,51 @@ from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.dtensor_shards import Runs, get_detached_local, locate_local_part
 from recipe_lib.ops.head_losses import HeadLoss
 
-# Where this rank's part of a tensor lies, and how often it was written to in place.
+# (address of this rank's part of a tensor, how often it was written to in place)
 WriteMark = tuple[int, int]
 
 
 class LanguageModel(nn.Module):
     """A causal language model, called as `Decoder.forward` is."""
 
-    # its shape
+    # The model's shape, a `ModelSpec`.
     spec: Any
-    # names of the parameters and buffers that it was built with, whatever is added or left out
-    # later; None before `note_built`
+    # Names of the parameters and buffers that it was built with, whatever is added or removed
+    # later; None before `note_built`.
     built_tensors: frozenset[str] | None = None
-    # modules that other ranks of a pipeline have
+    # Names of the modules that other ranks of a pipeline have, and this one has not.
     modules_elsewhere: frozenset[str] = frozenset()
-    # modules of a multimodal model that text does not run through
+    # Names of the modules of a multimodal model that text does not run through.
     other_parts: tuple[str, ...] = ()
-    # name -> values on the host, of buffers that were computed as they were made
+    # Name -> values on the host, of buffers that their module computed when it was built.
     computed_buffers: Mapping[str, Tensor] = MappingProxyType({})
-    # extra tensors that were read from files
+    # Names of the extra tensors, those added to a built model, that were read from files.
     loaded_extras: frozenset[str] = frozenset()
-    # of parameters whose parts on the ranks are not in the file's order
+    # Name -> runs, of parameters whose parts on the ranks are not in the file's order.
     runs: Mapping[str, Runs] = MappingProxyType({})
-    # the marks of tensors at the moment at which they were given memory
+    # Name -> mark of a tensor when it was given memory, for `check_written`.
     unwritten: Mapping[str, WriteMark] = MappingProxyType({})
-    # names of parameters in host memory, on the device while their module runs
+    # Names of the parameters in host memory, which are on the device while their module runs.
     on_host: frozenset[str] = frozenset()
-    # compiles the layer of a name by a backend, where torch.compile of its forward would not do
+    # `fn(layer name, backend)` compiles a layer, where torch.compile of its forward would not do.
     compile_layer: Callable[[str, Any], None] | None = None
-    # name -> parameter of the base that an adapter's file brought another one for
+    # Name -> the base model's parameter, where an adapter's file had another one in its place.
     base_weights: Mapping[str, nn.Parameter] = MappingProxyType({})
 
     @abstractmethod
     def find_stage_parts(self) -> StageParts:
-        """Return where it is cut into the stages of a pipeline.
+        """Return the names of the parts that pipeline stages are made of.
 
-        Raises ConfigError for a model that cannot be.
+        Raises ConfigError for a model that cannot be cut into stages.
         """
 
     @abstractmethod
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        """Leave out what other ranks of a pipeline have.
+        """Remove the modules that other ranks of a pipeline have, in place.
 
-        layers: the numbers of those that stay. first, last: it has the first or the last stage, so
-        that what is before or behind the layers stays too. A tied embedding is on both.
+        layers: indices of the layers that stay. first, last: True if this rank has the first or the
+        last stage, so that the parts before or after the layers stay too. A tied embedding is on
+        both.
         """
 
     @abstractmethod
@@ -75,17 +77,18 @@ class LanguageModel(nn.Module):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
-        """Return hidden states behind the layers of these numbers.
+        """Run layers, and return the hidden states after the last of them.
 
-        hidden: those before the first of them; None: it is layer 0. tokens, positions, attention:
-        see `Decoder.forward`.
+        hidden: the hidden states before the first; None: it is layer 0, and tokens are embedded.
+        tokens, positions, attention: see `Decoder.forward`. layers: their indices, in order.
         """
 
     @abstractmethod
     def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
         """Return the shape of this rank's hidden states between layers, of tokens `[b, s]`.
 
-        ranks: of its tensor-parallel group. The shape may depend on whether gradients are wanted.
+        ranks: the size of its tensor-parallel group. The shape may depend on whether gradients are
+        enabled.
         """
 
     @abstractmethod
@@ -97,19 +100,22 @@ class LanguageModel(nn.Module):
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
     ) -> Tensor:
-        """Return logits, or the loss, see `Decoder.forward`; hidden: behind the last layer."""
+        """Return logits, or with labels the loss, of the hidden states after the last layer.
+
+        Arguments: see `Decoder.forward`.
+        """
 
     def note_built(self) -> None:
-        """Note what it has now as its own: what it is given later is extra."""
+        """Note the present tensors as the model's own: those that are added later are extra."""
         names = [name for name, _ in self.named_parameters(remove_duplicate=False)]
         names += [name for name, _ in self.named_buffers(remove_duplicate=False)]
         self.built_tensors = frozenset(names)
 
 
 def hold_tied_weight(embedding: nn.Embedding) -> nn.Embedding:
-    """Return a module that has the head's matrix under the embedding's name.
+    """Return a module that has the output head's tied weight under the embedding's name.
 
-    For a rank of a pipeline that embeds nothing.
+    It is for the last rank of a pipeline, which has the head and does not embed.
     """
     holder = nn.Embedding(*embedding.weight.shape, device="meta")
     holder.weight = embedding.weight
@@ -117,22 +123,21 @@ def hold_tied_weight(embedding: nn.Embedding) -> nn.Embedding:
 
 
 def get_built_tensors(model: nn.Module) -> frozenset[str] | None:
-    """Return names of what a model was built with; None for one that `build_meta` did not make."""
+    """Return the names of a model's own tensors; None for one that `build_meta` did not make."""
     return model.built_tensors if isinstance(model, LanguageModel) else None
 
 
 def is_external(model: nn.Module) -> bool:
-    """Return True if it is a model that the library does not implement itself."""
+    """Return True for a model whose forward is another library's."""
     return isinstance(model, LanguageModel) and isinstance(model.spec, ExternalSpec)
 
 
 def get_modules_elsewhere(model: nn.Module) -> frozenset[str]:
-    """Return the modules of the whole model that other ranks of a pipeline have."""
+    """Return the names of the modules that other ranks of a pipeline have."""
     return model.modules_elsewhere if isinstance(model, LanguageModel) else frozenset()
 
 
-# Where a model's layers are: the modules that sharding, checkpointing and compilation treat one by
-# one.
+# A model's layers: the modules that sharding, checkpointing and compilation treat one by one.
 
 
 def list_layer_names(model: nn.Module) -> list[str]:
@@ -146,7 +151,7 @@ def list_layer_names(model: nn.Module) -> list[str]:
         if isinstance(module, nn.ModuleList) and not name.startswith(tuple(list_prefixes)):
             prefix = f"{name}." if name else ""
             list_prefixes.append(prefix)
-            # By name, not by index: a rank of a pipeline may lack some.
+            # By name, not by index: on a rank of a pipeline the list lacks some layers.
             names += [
                 prefix + element_name
                 for element_name, element in module.named_children()
@@ -157,23 +162,23 @@ def list_layer_names(model: nn.Module) -> list[str]:
 
 # This rank's part of a model's parameters, in the order of the checkpoint's tensors.
 #
-# Tensor parallel cuts a matrix that holds several others (queries, keys and values, gate and up)
-# within each of them, so that the ranks' parts one after the other are not in the file's order.
-# `LanguageModel.runs` says of such a parameter along which dimension, and which runs `(start,
-# stop)` of the file follow one another.
+# Tensor parallelism cuts a matrix that is made of several (queries, keys and values, or gate and
+# up) within each of them, so that the ranks' parts one after the other are not in the file's order.
+# `LanguageModel.runs` has for such a parameter the dimension, and the runs `(start, stop)` of the
+# file's tensor in the order in which the parts of all ranks have them.
 
 
 def get_runs(model: nn.Module) -> dict[str, Runs]:
-    """Return the runs of every parameter that is not in the file's order, by name."""
+    """Return the runs of the parameters that are not in the file's order, by name."""
     return dict(model.runs) if isinstance(model, LanguageModel) else {}
 
 
 def list_local_parts(
     model: nn.Module, name: str, parameter: Tensor
 ) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Return this rank's part of a parameter in pieces, and where each begins in the file.
+    """Return this rank's part of a parameter in pieces, each with its offset in the file's tensor.
 
-    The pieces share memory with the parameter.
+    The pieces share memory with the parameter; there is one if the order is the file's.
     """
     local, offset = locate_local_part(parameter)
     parameter_runs = get_runs(model).get(name)
@@ -181,7 +186,7 @@ def list_local_parts(
         return [(local, offset)]
     dim, runs = parameter_runs
     pieces = []
-    begin = -offset[dim]  # of a run, counted from where this rank's part begins
+    begin = -offset[dim]  # of a run, relative to the begin of this rank's part
     for start, stop in runs:
         low = max(begin, 0)
         high = min(begin + stop - start, local.shape[dim])
@@ -195,7 +200,7 @@ def list_local_parts(
 def restore_file_order(gathered: Tensor, parameter_runs: Runs | None) -> Tensor:
     """Return a full tensor, gathered from the ranks, in the order of the file.
 
-    parameter_runs: those that follow one another in it; None: it is as the file has it.
+    parameter_runs: of its parameter; None: it is in that order already.
     """
     if parameter_runs is None:
         return gathered
@@ -209,12 +214,12 @@ def restore_file_order(gathered: Tensor, parameter_runs: Runs | None) -> Tensor:
     return ordered
 
 
-# Whether every parameter was given values, whoever gave them: a tensor counts how often it is
-# written to.
+# A check that every parameter was given values, by whatever code: a tensor counts in its version
+# how often it is written to.
 
 
 def note_unwritten(model: LanguageModel) -> None:
-    """Note parameters and buffers as without values: right after they were given memory."""
+    """Note all parameters and buffers as without values; call it when they were given memory."""
     model.unwritten = {name: _get_write_mark(tensor) for name, tensor in _list_tensors(model)}
 
 
@@ -224,7 +229,7 @@ def check_written(model: nn.Module) -> None:
     Raises SetupError. It checks nothing without `note_unwritten`.
     """
     marks = model.unwritten if isinstance(model, LanguageModel) else {}
-    # What has been moved elsewhere since then has another mark, and is taken to be written.
+    # A tensor that has been moved since then has another address, and is taken to be written.
     unwritten = [
         name
         for name, tensor in _list_tensors(model)
@@ -251,17 +256,17 @@ def _get_write_mark(tensor: Tensor) -> WriteMark:
     return tensor.data_ptr(), tensor._version
 
 
-# What modules hold, exchanged for a while.
+# Attributes, parameters or modules of modules, replaced inside a block.
 
 
-Entry = tuple[dict[str, Any], str, Any]  # a dict, a key of it, and a value
+Entry = tuple[dict[str, Any], str, Any]  # (a dict, a key in it, its value inside the block)
 
 
 @contextmanager
 def replace_entries(entries: Iterable[Entry]) -> Iterator[None]:
-    """Inside, dicts have these values for these keys.
+    """Give keys of dicts other values inside the block, and restore them after it.
 
-    The dicts are attributes, parameters or modules of a module.
+    The dicts are a module's `__dict__`, `_parameters` or `_modules`.
     """
     changes = list(entries)
     previous = [entry_dict[key] for entry_dict, key, _ in changes]

@@ -1,8 +1,8 @@
-"""Models without memory, and random weights that depend on the seed alone.
+"""Models on the meta device, their memory, and random weights that depend on the seed alone.
 
-`build_meta` makes a model of a spec on the meta device, where parallelism is applied to it;
-`allocate` gives it memory; `init_weights` fills it. Each rank has its part of the same numbers,
-whoever has which part.
+A run calls `build_meta`, applies adapters and parallelism to the model, gives it memory by
+`allocate` (or FSDP's own way), and fills it by `init_weights` or from a checkpoint. All ranks draw
+the same full tensors and keep their parts, so that a start does not depend on the number of ranks.
 """
 
 import hashlib
@@ -31,10 +31,10 @@ _BLOCK_ELEMENTS = 2**22  # random numbers are drawn 16 MiB at a time
 
 
 def build_meta(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
-    """Build the decoder with parameters of `dtype` on the meta device: shapes, no bytes.
+    """Build the model of a spec with parameters of `dtype` on the meta device: shapes, no bytes.
 
-    An external model is a module of its own class that is called as a decoder is. What is added to
-    it later is extra: see `find_extra_tensors`.
+    An external model is a module of its own class that is called as a `Decoder` is. Tensors that
+    are added later are extra, see `find_extra_tensors`.
     """
     if isinstance(spec, ExternalSpec):
         model = cast(Decoder, spec.build(dtype))
@@ -48,10 +48,10 @@ def build_meta(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
 def allocate(
     model: nn.Module, device: torch.device, empty: Callable[[Tensor], Tensor] | None = None
 ) -> None:
-    """Give a meta model uninitialized memory, for a process that has all of it.
+    """Give a meta model uninitialized memory, in a process that has all of it, in place.
 
-    Buffers of an external model get the values that its class gave them. A rank of several calls
-    `materialize`. empty: memory for one tensor; None: on the device.
+    Buffers of an external model get the values that its class gave them. empty: `fn(tensor)`
+    returns memory like a tensor; None: memory on the device.
     """
     shared_parameters = find_shared_parameters(model)
     model._apply(empty or (lambda tensor: torch.empty_like(tensor, device=device)))
@@ -67,7 +67,7 @@ def allocate(
 
 
 def find_shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the owners, as (module, name in it), of each parameter that several modules own."""
+    """Return for each parameter of several modules these modules, as (module, name in it)."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -77,25 +77,25 @@ def find_shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]
 
 @runtime_checkable
 class StoredWeight(Protocol):
-    """A module whose weight `[out, in]` is no parameter.
+    """A module whose weight `[out_features, in_features]` is no parameter: it is quantized.
 
-    It makes its own form of it, from rows that it asks for.
+    The module asks for rows of the weight, and stores its own form of them.
     """
 
     in_features: int
     out_features: int
 
     def fill_weight(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
-        """Make the weight; all ranks that share it call this.
+        """Read the weight and store it; all ranks that share it call this.
 
-        read_rows: `fn(start, stop, columns)` returns that part of the weight.
+        read_rows: `fn(start, stop, columns)` returns rows from start to stop, of these columns.
         """
 
 
 def find_stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
-    """Return the modules whose weight is no parameter, by the name that it would have.
+    """Return the modules whose weight is no parameter, by the name that the weight would have.
 
-    What they keep in its place is named `NAME_...`.
+    The parameters that they have in its place are named `NAME_...`.
     """
     return {
         f"{name}.weight": module
@@ -116,11 +116,12 @@ def list_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
-    """Fill materialized parameters in place: normal with `spec.init_std`; norms neutral, biases 0.
+    """Fill a model's parameters in place: normal with `spec.init_std`; norms neutral, biases 0.
 
     A parameter's values follow from (seed, its name, its full shape) alone. A quantized weight is
-    made of the values that it would have had. An external model's vectors and numbers are what its
-    own class begins with; extra parameters start as `reset_extra` says.
+    made of the values that it would have had. Vectors and scalars of an external model are those
+    that its own class begins with; extra tensors are filled by `reset_extra`. The model must have
+    memory.
     """
     reset_extra(model, seed)
     vectors = spec.make_first_vectors(seed) if isinstance(spec, ExternalSpec) else {}
@@ -146,7 +147,7 @@ def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
 
 @torch.no_grad()
 def init_weight(model: nn.Module, name: str, seed: int, spec: ModelSpec) -> None:
-    """Fill one parameter of a materialized model as `init_weights` does."""
+    """Fill one parameter of a model with memory as `init_weights` does."""
     parameter = model.get_parameter(name)
     for local, offset in list_local_parts(model, name, parameter):
         _fill_normal(local, offset, parameter.shape, key=f"{seed}/{name}", std=spec.init_std)
@@ -166,7 +167,7 @@ def _fill_stored(module: StoredWeight, key: str, std: float) -> None:
 def _fill_normal(
     local: Tensor, offset: tuple[int, ...], shape: torch.Size, *, key: str, std: float
 ) -> None:
-    """Write the part at `offset` of a normal tensor of `shape`."""
+    """Fill `local` with the part at `offset` of a normal tensor of `shape`."""
     fill_random(
         local,
         offset=offset,
@@ -187,14 +188,15 @@ def fill_random(
     key: str,
     draw: Callable[[Tensor, torch.Generator], Tensor],
 ) -> None:
-    """Write into `local` the part that begins at `offset` of a random tensor of `shape`.
+    """Fill `local` with the part that begins at `offset` of a random tensor of `shape`.
 
-    The tensor follows from `key`. draw: `fn(values, generator)` fills fp32 values on the host.
+    key: the tensor's values follow from it. draw: `fn(values, generator)` fills fp32 values on the
+    host, and returns them.
     """
     if local.numel() == 0:
         return
-    # Each block of rows has a generator of its own: a rank draws only the blocks that its shard
-    # overlaps, whoever has the others, and no more than a block is held.
+    # Each block of rows has a generator of its own, so that a rank draws only the blocks that its
+    # shard overlaps, and holds one at a time.
     block_rows = max(1, _BLOCK_ELEMENTS // math.prod(shape[1:]))
     first, last = offset[0], offset[0] + local.shape[0]
     columns = _get_slices(offset[1:], local.shape[1:])
@@ -211,13 +213,12 @@ def fill_random(
         )
 
 
-# Extra parameters: those, and the buffers, that a recipe adds to a model, which no checkpoint of
+# Extra tensors: the parameters and buffers that a recipe adds to a model, which no checkpoint of
 # its family has.
 #
-# `build_meta` notes what the model is made of; what is there besides, and no adapter's, is extra.
-# It starts from the `reset_parameters` of its own module, which runs on a copy of that module with
-# whole tensors on the host, so that a start follows from the seed and the module's name: each rank
-# keeps its part of the same numbers.
+# `build_meta` notes the model's own tensors; all others, but an adapter's, are extra. Their start
+# is by `reset_parameters` of their module, which runs on a copy of that module with full tensors on
+# the host. So it follows from the seed and the module's name, and each rank keeps its part.
 
 
 _METHODS = ("reset_parameters", "_reset_parameters")  # torch's own modules have one or the other
@@ -225,10 +226,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_extra_tensors(model: nn.Module, *, saved: bool = False) -> dict[str, Tensor]:
-    """Return the extra parameters and buffers by name, of this rank's part of the model.
+    """Return the extra parameters and buffers of this rank's part of the model, by name.
 
-    Shared ones are there once. saved: only what belongs into a file, without the buffers that are
-    not persistent. Empty for a model that was not made by `build_meta`.
+    Shared ones are there once. saved: True: without buffers that are not persistent, which no file
+    has. Empty for a model that was not made by `build_meta`.
     """
     built_tensors = get_built_tensors(model)
     if built_tensors is None:
@@ -249,9 +250,9 @@ def find_extra_tensors(model: nn.Module, *, saved: bool = False) -> dict[str, Te
 
 
 def find_fully_saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return what the file of an adapter has besides it, by name.
+    """Return the tensors that an adapter's file has besides the adapter, by name.
 
-    These are the extra parameters, and the weight of a score head.
+    These are the extra tensors, and a trained weight of a score head.
     """
     return find_extra_tensors(model, saved=True) | {
         name: weight
@@ -261,9 +262,9 @@ def find_fully_saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def find_extra_modules(model: nn.Module) -> list[str]:
-    """Return the outermost modules that are extra as a whole and have something to save.
+    """Return the names of the outermost modules that are extra as a whole and have saved tensors.
 
-    Of a container that is extra these are its elements.
+    For a list or dict of modules these are its elements.
     """
     extra_modules: dict[str, None] = {}
     for name in find_extra_tensors(model, saved=True):
@@ -280,7 +281,7 @@ def find_extra_modules(model: nn.Module) -> list[str]:
 
 
 def check_extra(model: nn.Module) -> None:
-    """Check that every extra parameter and buffer can be started, and has no adapter's name.
+    """Check that every extra tensor has a module that can fill it, and has no adapter's name.
 
     Raises SetupError. The model may be on the meta device.
     """
@@ -297,20 +298,20 @@ def check_extra(model: nn.Module) -> None:
 
 @torch.no_grad()
 def reset_extra(model: nn.Module, seed: int, loaded: Collection[str] = ()) -> None:
-    """Start the extra tensors of a materialized model by their modules' own methods.
+    """Fill the extra tensors of a model with memory by their modules' `reset_parameters`.
 
-    In fp32, whatever the model's type; numbers follow from (seed, the module's name). A module
-    around others runs after them, as a constructor does. Raises SetupError for what has no such
-    method, or is left without a value by it.
+    The method runs in fp32, whatever the model's dtype; values follow from (seed, the module's
+    name). A module that contains others runs after them, as a constructor does. Raises SetupError
+    for a tensor whose module has no such method, or that the method leaves without values.
 
-    loaded: those that have values already. Buffers that were computed when their module was made,
-    not on the meta device, keep what they have too.
+    loaded: names of tensors that have values already, and keep them, as do buffers that were
+    computed when their module was made, not on the meta device.
     """
     extras = find_extra_tensors(model)
     unset = extras.keys() - set(loaded) - _get_computed_buffers(model)
     for path, names in _assign_resets(model, unset).items():
         if not all(holds_values(extras[name].device) for name in names):
-            continue  # a plan
+            continue  # a plan's simulated device
         with seed_host_generators(f"{seed}/{path}"):
             values = _compute_reset_values(model.get_submodule(path))
         for name in sorted(names):
@@ -331,9 +332,9 @@ def _has_built_tensor(model: nn.Module, path: str) -> bool:
 
 
 def _list_owners(model: nn.Module, name: str) -> list[str]:
-    """Return the module of an extra tensor, then those around it that have none of the model's.
+    """Return the module of an extra tensor, then those around it that are extra as a whole.
 
-    The first one may have tensors of the model itself.
+    The first one may have tensors of the model itself. Names are those of modules.
     """
     path = name.rpartition(".")[0]
     owners = [path]
@@ -344,9 +345,10 @@ def _list_owners(model: nn.Module, name: str) -> list[str]:
 
 
 def _assign_resets(model: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
-    """Return module -> the extra tensors that its reset, and those of modules in it, start.
+    """Return module name -> the extra tensors that its reset, and those of modules in it, fill.
 
-    The module is the outermost extra one that has a reset. Raises SetupError for a tensor without.
+    The module is the outermost extra one that has a reset. Raises SetupError for a tensor for which
+    there is none.
     """
     names_of_module: dict[str, list[str]] = {}
     for name in sorted(names):
@@ -370,9 +372,9 @@ def _find_reset(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def _compute_reset_values(module: nn.Module) -> dict[str, Tensor]:
-    """Return full parameters and buffers of a module, as its methods start them on the host.
+    """Return full parameters and buffers of a module as its reset fills them, on the host, by name.
 
-    Those that the methods leave without values are not among them.
+    Those that it leaves without values are not among them.
     """
     copy = _copy_on_host(module, {})
     before = {name: (tensor, tensor._version) for name, tensor in _iterate_tensors(copy)}
@@ -381,7 +383,7 @@ def _compute_reset_values(module: nn.Module) -> dict[str, Tensor]:
     for name, tensor in _iterate_tensors(copy):
         previous, version = before.get(name, (None, 0))
         is_written = previous is not tensor or version != tensor._version
-        # The copy was full of nan: where some is left, a part was not written.
+        # The copy was filled with nan: where some is left, a part was not written.
         has_nan = tensor.is_floating_point() and bool(tensor.isnan().any())
         if is_written and not has_nan:
             written[name] = tensor
@@ -402,13 +404,13 @@ def _reset(module: nn.Module) -> None:
 
 
 def _copy_on_host(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
-    """Return a module like it, with full tensors of fp32 that have no values yet, on the host.
+    """Return a copy of a module with full fp32 tensors on the host, filled with nan (integers: 0).
 
-    copies: id of a module or tensor -> its copy, so that what is shared stays shared.
+    copies: id of a module or tensor -> its copy, so that shared ones stay shared; it is added to.
     """
     if id(module) in copies:
         return copies[id(module)]
-    # FSDP makes a class of its own for a module, whose bases are FSDPModule and the module's class.
+    # FSDP gives a module a class whose bases are FSDPModule and the module's class: that is taken.
     kind = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
     # Without its constructor, whose arguments nobody knows.
     copy = nn.Module.__new__(kind)
@@ -434,7 +436,10 @@ def _copy_on_host(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
 
 
 def _keep_part(model: nn.Module, name: str, tensor: Tensor, value: Tensor | None) -> None:
-    """Copy this rank's part of a full value into its tensor."""
+    """Copy this rank's part of a full value into its tensor.
+
+    Raises SetupError if there is no value, or one of another shape.
+    """
     if value is None or value.shape != tensor.shape:
         shape = None if value is None else list(value.shape)
         left = "nothing" if shape is None else f"the shape {shape} for {list(tensor.shape)}"
@@ -448,11 +453,11 @@ def _keep_part(model: nn.Module, name: str, tensor: Tensor, value: Tensor | None
 
 @contextmanager
 def seed_host_generators(key: str) -> Iterator[None]:
-    """Inside, the host's generators draw what follows from the key; then they go on as before."""
+    """Seed the host's random generators by the key inside the block, and restore them after it."""
     state = random.getstate()
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        # Not those of accelerators, which have the dropout's numbers.
+        # Not the generators of accelerators, from which dropout draws.
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         try:

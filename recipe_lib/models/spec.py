@@ -1,8 +1,9 @@
 """The shape of a model as plain numbers, and where it comes from: a `config.json` or a preset.
 
-Our own decoder is described by a `DecoderSpec`, and the code that builds, loads, adapts and shards
-it reads its fields. Of any other model its `ExternalSpec` answers, by methods. No torch here, and
-no implementation: the registry names the module that has one.
+`models.families.read_spec` makes a spec of a config. A `DecoderSpec` describes our own decoder: the
+code that builds, loads, adapts and shards it reads its fields. An `ExternalSpec` is the interface
+to a model of another library or a plugin: the same code calls its methods. This module imports no
+torch, and no implementation.
 """
 
 import os
@@ -25,29 +26,28 @@ if TYPE_CHECKING:
     from recipe_lib.models.weight_names import FileView
 
 
-# What the library asks of a model that it does not implement itself, and how the tensors of one lie
-# in files.
+# The interface to models that are implemented elsewhere, and to their tensors in files.
 
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """One parameter and its place in a file."""
+    """One parameter and the tensor of a file that it is read from."""
 
-    our_name: str  # the parameter
-    file_name: str  # the tensor in the file
-    # its rows (dimension 0) of that tensor, when the file fuses several parameters into one; length
-    # None: the tensor is the parameter
+    our_name: str  # of the parameter
+    file_name: str  # of the tensor in the file, or of the first of several
+    # The parameter's rows (dimension 0) of that tensor, when the file fuses several parameters into
+    # one; length None: the parameter is the whole tensor.
     start: int = 0
     length: int | None = None
-    # how an external model's parameter is made of several tensors, of which file_name is the first,
-    # or of one in another form
+    # Makes an external model's parameter of several tensors, or of one in another form; None: it
+    # is the tensor itself.
     made: "FileConversion | None" = None
-    # how one of ours is
+    # The same for a parameter of our own decoder.
     view: "FileView | None" = None
 
 
 class Conversion(Protocol):
-    """Tensors that are made of others."""
+    """A function that makes tensors of others, with the names of those that it takes."""
 
     def names(self) -> list[str]:
         """Return the names of all tensors that it takes."""
@@ -63,15 +63,18 @@ class Conversion(Protocol):
 
 
 class FileConversion(Conversion, Protocol):
-    """Parameters that are made of a file's tensors."""
+    """A conversion of a file's tensors to parameters."""
 
     def shapes(
         self, shape_of: Callable[[str], tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]] | None:
-        """Return the shapes of what is made; None where the tensors do not go together."""
+        """Return the parameters' shapes, by name; None if the tensors' shapes do not fit together.
+
+        shape_of: returns the shape of a tensor, given its name.
+        """
 
     def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
-        """Yield parts that can be made by themselves.
+        """Yield parts of the parameters that can be made by themselves, to hold little at a time.
 
         Each is (first row, row after the last or None: all, tensors to take).
         """
@@ -79,24 +82,24 @@ class FileConversion(Conversion, Protocol):
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The tensors of a model, and its modules."""
+    """The tensors and modules of an external model, by their names in it."""
 
-    shapes: dict[str, tuple[int, ...]]  # of every parameter and persistent buffer
-    buffers: frozenset[str]  # which of these are no parameters
-    names: dict[str, tuple[str, ...]]  # all names of a parameter; a tied one has several
-    prefix: str  # of the names of its body, which files may leave out
-    # those inside the layers that may have an adapter, as (outputs, inputs)
+    shapes: dict[str, tuple[int, ...]]  # name -> shape, of every parameter and persistent buffer
+    buffers: frozenset[str]  # the names of these that are buffers
+    names: dict[str, tuple[str, ...]]  # parameter -> all its names; a tied one has several
+    prefix: str  # of the names of the model without its head, which files may leave out
+    # Name -> (output, input channels), of the linears in the layers that may have an adapter.
     linears: dict[str, tuple[int, int]]
-    transposed: frozenset[str]  # those of the linears whose weight is `[in, out]`
-    plain: frozenset[str]  # those of torch's own class, which can be quantized
-    uncalled: dict[str, str]  # linears that are never called as one, and why
-    modules: tuple[str, ...]  # all names
-    unread: tuple[str, ...] = ()  # patterns of files' names that its class does not read
+    transposed: frozenset[str]  # names of the linears whose weight is `[in, out]`
+    plain: frozenset[str]  # names of the linears of torch's own class, which can be quantized
+    uncalled: dict[str, str]  # linears whose forward the model never calls -> why
+    modules: tuple[str, ...]  # names of all modules
+    unread: tuple[str, ...] = ()  # patterns of names in files that the model's class does not read
 
     def tied_names(self) -> dict[str, str]:
-        """Return names of tied weights, with and without prefix, and their parameter.
+        """Return name -> parameter for all names of tied weights, with and without prefix.
 
-        All names of one parameter have to hold the same.
+        Tensors of a file under several names of one parameter must be equal.
         """
         tied: dict[str, str] = {}
         for parameter, names in self.names.items():
@@ -108,23 +111,23 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class WrittenLayout:
-    """The tensors of the files that are written for a model, and what they are made of."""
+    """The tensors that a model's checkpoint files are written with, and their parameters."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # file name -> shape
-    renamed: Mapping[str, str]  # file name -> parameter
-    made: Mapping[str, Conversion]  # file name -> what makes it of parameters
+    shapes: Mapping[str, tuple[int, ...]]  # name in the file -> shape
+    renamed: Mapping[str, str]  # name in the file -> the parameter that is written
+    made: Mapping[str, Conversion]  # name in the file -> the conversion that makes it of parameters
 
 
 @dataclass(frozen=True)
 class StageParts:
     """The parts that a model is cut into for the stages of a pipeline, by names of modules."""
 
-    first: tuple[str, ...]  # what runs before the layers, and what text does not run through
-    layers: tuple[str, ...]  # in order
-    last: tuple[str, ...]  # what runs after them
-    embedding: str  # the one of `first` whose weight may be the output projection too
-    width: int  # of the hidden states `[b, s, width]` between layers
-    returned: int = 0  # the length of the tuple that a layer returns; 0: hidden states alone
+    first: tuple[str, ...]  # those that run before the layers, and those that text does not use
+    layers: tuple[str, ...]  # in the order in which they run
+    last: tuple[str, ...]  # those that run after the layers
+    embedding: str  # the one of `first` whose weight may be tied to the output projection's
+    width: int  # channels of the hidden states `[b, s, width]` between layers
+    returned: int = 0  # length of the tuple that a layer returns; 0: it returns a tensor
 
 
 @dataclass(frozen=True)
@@ -133,15 +136,15 @@ class ExternalSpec(ABC):
 
     family: str  # model_type of config.json
     vocab_size: int  # rows of the embedding
-    max_positions: int  # tokens of a sequence that the model was made for
+    max_positions: int  # tokens of the longest sequence that the model was made for
     init_std: float  # standard deviation of random weights
-    tied: bool  # the output projection is the embedding
+    tied: bool  # True: the output projection's weight is the embedding's
     num_layers: int
-    implementation: str  # what `model.implementation` says for it
+    implementation: str  # its value of `model.implementation`
 
     @abstractmethod
     def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a config.json with both names of what a release of its library renamed."""
+        """Return a config.json with older and newer names of keys that its library has renamed."""
 
     @abstractmethod
     def build(self, dtype: "torch.dtype") -> "nn.Module":
@@ -149,14 +152,11 @@ class ExternalSpec(ABC):
 
     @abstractmethod
     def make_first_vectors(self, seed: int) -> "dict[str, Tensor]":
-        """Return what its own class begins parameters of less than two dimensions with."""
+        """Return the values that its own class gives parameters with fewer than two dimensions."""
 
     @abstractmethod
     def list_layer_kinds(self) -> list[str]:
-        """Return a text for each layer.
-
-        Equal texts stand for layers of the same parameters and the same kind of attention.
-        """
+        """Return a text for each layer: equal for those of the same parameters and attention."""
 
     @abstractmethod
     def layout(self) -> TensorLayout:
@@ -164,11 +164,11 @@ class ExternalSpec(ABC):
 
     @abstractmethod
     def build_weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
-        """Return its entries, see `recipe_lib.models.weight_names.build_weight_map`."""
+        """Return an entry for each parameter, see `models.weight_names.build_weight_map`."""
 
     @abstractmethod
     def tied_names(self, file_names: Collection[str]) -> dict[str, str]:
-        """Return the names of tied weights among those of a file, and their parameters."""
+        """Return name in the file -> parameter, for the tied weights among these names."""
 
     @abstractmethod
     def build_written_layout(self) -> WrittenLayout | None:
@@ -176,20 +176,20 @@ class ExternalSpec(ABC):
 
     @abstractmethod
     def list_adapted_linears(self, cfg: LoraConfig) -> list[str]:
-        """Return names of the linears that the config gives an adapter.
+        """Return the names of the linears that the config gives an adapter.
 
-        Raises ConfigError for one that cannot have any.
+        Raises ConfigError for one that cannot have an adapter.
         """
 
     @abstractmethod
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: "torch.dtype") -> None:
-        """Put adapters on them, in place; `recipe_lib.adapters.add_adapters` calls this."""
+        """Add adapters to these linears, in place; `recipe_lib.adapters.add_adapters` calls it."""
 
     @abstractmethod
     def find_stage_parts(self) -> StageParts:
-        """Return where its layers are divided among the ranks of a pipeline.
+        """Return the names of the parts that pipeline stages are made of.
 
-        Raises ConfigError if they cannot be.
+        Raises ConfigError for a model that cannot be cut into stages.
         """
 
     @abstractmethod
@@ -198,19 +198,19 @@ class ExternalSpec(ABC):
 
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-PRESETS = Path(__file__).parent / "presets"
-MAX_BYTES = 2**26  # of a config.json
-SCORE = "score.weight"  # of a score head, in files too
+PRESETS = Path(__file__).parent / "presets"  # the folder of the shipped config.json files
+MAX_BYTES = 2**26  # the largest config.json that is read
+SCORE = "score.weight"  # the name of a score head's weight, in models and in files
 
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary position embedding: how fast each pair of a head's channels turns."""
+    """Rotary position embedding: the frequency at which each pair of a head's channels rotates."""
 
-    base: float  # the longest wavelength is about 2 pi base
-    width: int  # channels of a head that turn: all, or a fraction
+    base: float  # `rope_theta`: the longest wavelength is about 2 pi base positions
+    width: int  # the number of a head's channels that rotate: all, or a fraction
     kind: str = "default"  # or `linear`, `llama3`, `yarn`, `longrope`
-    # that kind's own parameters, see `recipe_lib.ops.rope`
+    # Keyword arguments of that kind's function in `recipe_lib.ops.rope`.
     numbers: Mapping[str, Any] = field(default_factory=dict, hash=False)
     attention_factor: float = 1.0  # multiplies cosines and sines (yarn, longrope)
 
@@ -219,71 +219,71 @@ class RopeSpec:
 class MixtureSpec:
     """A mixture of experts in place of a layer's MLP."""
 
-    num_experts: int
-    top_k: int  # experts that compute a token
-    mlp_width: int  # of one expert
-    layers: tuple[bool, ...]  # per layer: True if it has experts; others have an MLP
-    normalized: bool  # the scores of a token's experts add up to 1
-    router_bias: bool
-    expert_bias: bool
-    activation: str  # as of a decoder, or `clamped_swiglu` (gpt-oss)
-    interleaved: bool  # gate and up take turns among an expert's inner channels (gpt-oss)
-    alpha: float  # of clamped_swiglu: what the gate is multiplied by in its sigmoid
-    limit: float  # of clamped_swiglu: the most that gate and up are
+    num_experts: int  # of a layer
+    top_k: int  # number of experts that compute a token
+    mlp_width: int  # inner channels of one expert
+    layers: tuple[bool, ...]  # for each layer True if it has experts; others have an MLP
+    normalized: bool  # True: the scores of a token's experts add up to 1
+    router_bias: bool  # True: the router has a bias
+    expert_bias: bool  # True: the experts' linears have biases
+    activation: str  # as of `DecoderSpec`, or `clamped_swiglu` (gpt-oss)
+    interleaved: bool  # True: gate and up alternate among an expert's inner channels (gpt-oss)
+    alpha: float  # of clamped_swiglu: multiplies the gate inside its sigmoid
+    limit: float  # of clamped_swiglu: gate and up are clamped to it
 
 
 @dataclass(frozen=True)
 class FileCodes:
     """The forms of weights that are quantized in a checkpoint's files; by default none are."""
 
-    # rows and columns of a scale, where linears are in FP8
+    # (rows, columns) of the blocks that share a scale, if linears are in FP8; None: they are not.
     fp8_block: tuple[int, int] | None = None
-    mxfp4: bool = False  # experts are in MXFP4
+    mxfp4: bool = False  # True: experts are in MXFP4
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """Every number that the decoder of any family needs; widths are in channels."""
+    """The shape of a decoder of any family; widths are in channels."""
 
     family: str  # model_type of config.json, without the `_text` of multimodal ones
-    vocab_size: int
-    width: int
-    mlp_width: int
+    vocab_size: int  # rows of the embedding
+    width: int  # of hidden states
+    mlp_width: int  # inner channels of an MLP
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    num_heads: int  # of queries
+    num_kv_heads: int  # of keys and values
     head_width: int
-    max_positions: int  # rows the model was made for; longer ones run, but were never trained on
+    max_positions: int  # of the longest sequences in training; longer ones run
     norm_eps: float
     rope: RopeSpec
-    local_rope: RopeSpec | None  # of layers with a window, where it differs (Gemma 3)
-    windows: tuple[int | None, ...]  # per layer: tokens it sees, its own included; None: all
-    attention_scale: float  # scores are multiplied by it before the softmax
-    attention_softcap: float | None  # scores are squashed into +- this (Gemma 2)
-    logit_softcap: float | None  # logits likewise
-    embedding_scale: float | None  # embeddings are multiplied by it (Gemma)
+    local_rope: RopeSpec | None  # of layers with a window (Gemma 3); None: they have `rope`
+    windows: tuple[int | None, ...]  # for each layer: keys a token sees, its own too; None: all
+    attention_scale: float  # multiplies scores before the softmax
+    attention_softcap: float | None  # scores become cap * tanh(scores / cap) (Gemma 2)
+    logit_softcap: float | None  # the same for logits
+    embedding_scale: float | None  # multiplies embeddings (Gemma)
     activation: str  # `silu`, `gelu` or `gelu_tanh`
     norm_offset: bool  # norms multiply by 1 + weight (Gemma)
     post_norms: bool  # attention and MLP have a norm after them too (Gemma 2, 3)
     head_norms: bool  # queries and keys have a norm over each head (Qwen 3, Gemma 3)
-    qkv_bias: bool
-    output_bias: bool  # of attention's output projection
-    mlp_bias: bool
-    tied: bool  # the output projection is the embedding
-    fused_file: bool  # the file holds qkv_proj and gate_up_proj (Phi 3)
+    qkv_bias: bool  # query, key and value projections have biases
+    output_bias: bool  # attention's output projection has one
+    mlp_bias: bool  # the linears of MLPs have biases
+    tied: bool  # the output projection's weight is the embedding's
+    fused_file: bool  # files have qkv_proj and gate_up_proj in place of five matrices (Phi 3)
     init_std: float  # standard deviation of random weights
-    mixture: MixtureSpec | None = None
+    mixture: MixtureSpec | None = None  # experts of layers; None: all layers have an MLP
     width_norms: bool = False  # queries and keys have a norm over all heads together (OLMoE)
-    qkv_clip: float | None = None  # queries, keys and values are clamped into +- this (OLMoE)
-    # Each head has a score that takes part in the softmax and attends to nothing (gpt-oss)
+    qkv_clip: float | None = None  # queries, keys and values are clamped to +- this (OLMoE)
+    # Each head has a score that takes part in the softmax and has no value (gpt-oss).
     sinks: bool = False
-    codes: FileCodes = FileCodes()
-    # rows of a score head, which then is in place of the output projection
+    codes: FileCodes = FileCodes()  # how the files' weights are quantized
+    # Rows of a score head, which takes the place of the output projection; None: there is none.
     num_labels: int | None = None
 
     @property
     def head_rows(self) -> int:
-        """Return the rows of the matrix that comes after the last norm."""
+        """Return the rows of the head's matrix, be it a score head or the output projection."""
         return self.num_labels or self.vocab_size
 
 
@@ -318,7 +318,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _explain_missing_config(file: Path) -> str:
-    """Return what the folder is instead of a model, if that is one of the usual mistakes."""
+    """Return the message for a missing config.json, with the usual mistake if it is one."""
     folder = file.parent
     if (folder / "adapter_config.json").is_file():
         return (
@@ -357,12 +357,10 @@ def read_preset_config(name: str) -> dict[str, Any]:
     )
 
 
-# Folders whose weights are not a Hugging Face model's: what they have, and what to do about it. No
-# torch here.
+# Folders whose weights are not those of a Hugging Face model, and what a user can do about it.
 
 
-# Patterns of file names, the most telling first, and what to do with a folder that has such files
-# alone.
+# (patterns of file names, remedy for a folder that has such files alone), the most telling first.
 _FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("*.gguf",),
@@ -404,14 +402,14 @@ _FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
         ),
     ),
 )
-# Beside a model these are optimizer.pt, training_args.bin and such.
+# Next to a model such files are optimizer.pt, training_args.bin and the like, no weights.
 _STATES = ("*.bin", "*.pt", "*.pth")
 
 
 def list_weight_files(folder: Path) -> list[str]:
     """Return the names of a folder's files with weights of any format, sorted.
 
-    Those of a trainer's state are not among them.
+    Files of a trainer's state are left out.
     """
     patterns = [pattern for kinds, _ in _FORMATS for pattern in kinds if pattern not in _STATES]
     globbed = map(folder.glob, (*patterns, "pytorch_model*.bin"))
@@ -419,9 +417,9 @@ def list_weight_files(folder: Path) -> list[str]:
 
 
 def describe_other_weights(folder: Path, missing: str) -> str | None:
-    """Return one line for a folder that has weights of another kind; None: it has none at all.
+    """Return one line about a folder with weights of another format; None: it has no weights.
 
-    missing: the file that it has not.
+    missing: the name of the file that was looked for.
     """
     for patterns, remedy in _FORMATS:
         paths = chain.from_iterable(map(folder.glob, patterns))

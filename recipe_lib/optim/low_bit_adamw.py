@@ -1,10 +1,10 @@
 """AdamW whose states are kept in 4, 8, 16 or 32 bits, with master weights or stochastic rounding.
 
-`ChunkedOptimizer` steps a rank's part of each parameter by chunks: runs of rows of a bounded number
-of elements, computed in fp32 (fp64 for fp64 parameters), in place. So its temporaries have a fixed
-size whatever that of the model. Each element's values depend on its own block alone: they are the
-same on any number of ranks. Made of torch's own operators, one kernel each; what a GPU's time for
-them is has not been measured (docs/measurements/on_a_gpu.md).
+`optim.optimizers` builds a `ChunkedOptimizer`, a torch optimizer, for configs with such states. It
+steps a rank's part of each parameter in chunks: runs of rows with a bounded number of elements,
+computed in fp32 (fp64 for fp64 parameters), in place. So its temporaries have a fixed size,
+whatever the size of the model. An element's values depend on its own block alone: they are the same
+on any number of ranks. The step is made of torch's own operators, one kernel each.
 """
 
 import math
@@ -47,19 +47,20 @@ from recipe_lib.ops.dtensor_shards import get_detached_local, locate_local_part
 # importing them takes a start 2 s of CPU more, as much again as torch, and its levels are made of
 # tensors, which have no values on a simulated device.
 
-BLOCKS = {8: 256, 4: 128}  # elements that share a scale, at most
-_SMALLEST_SCALE = 1e-12
-_EXPONENTS = {8: 7, 4: 3}  # of signed levels, and of unsigned ones of 8 bits: powers of ten
-_WORD = 2**32
+BLOCKS = {8: 256, 4: 128}  # bits -> the most elements that share a scale
+_SMALLEST_SCALE = 1e-12  # of a block of zeros, whose elements are divided by it
+_EXPONENTS = {8: 7, 4: 3}  # bits -> the number of powers of ten that dynamic levels span
+_WORD = 2**32  # the number of values of a 32-bit word
 
 
 @dataclass(frozen=True)
 class Code:
-    """A code of 8 or 4 bits: its tables on one device."""
+    """A code of 8 or 4 bits for blocks of numbers: its tables on one device."""
 
-    bits: int
-    levels: Tensor  # `[2^bits]` fp32, rising
-    borders: Tensor  # `[2^bits - 1]` fp32: from each of these on the next level is the nearer
+    bits: int  # 8 or 4
+    levels: Tensor  # `[2^bits]` fp32, rising: the number, over its block's scale, of each code
+    # `[2^bits - 1]` fp32: from border i on, a number becomes level i + 1, below it level i.
+    borders: Tensor
 
     def encode(self, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """Return codes and scales of fp32 values `[.., n]`, of which each `block` share a scale.
@@ -79,7 +80,7 @@ class Code:
         return codes, scales
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return the values `[.., n]`, fp32, that codes and scales stand for."""
+        """Return the values `[.., n]`, fp32, of codes and scales from `encode`."""
         if self.bits == 4:
             codes = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(-2)
         values = self.levels.index_select(0, codes.int().flatten()).view(codes.shape)
@@ -88,7 +89,7 @@ class Code:
 
 
 def make_code(bits: int, *, signed: bool, device: torch.device) -> Code:
-    """Return the code of 8 or 4 bits, for values of both signs or for those from 0 on.
+    """Return the code of 8 or 4 bits for values of both signs, or without `signed` of 0 and above.
 
     Its tables take at most 2 KiB.
     """
@@ -102,33 +103,34 @@ def make_code(bits: int, *, signed: bool, device: torch.device) -> Code:
 
 @lru_cache
 def _make_tables(bits: int, signed: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return levels and borders, as Python's numbers, which a simulation does not take away."""
+    """Return levels and borders as Python numbers: simulated tensors have no values."""
     if bits == 4 and not signed:
         levels = np.arange(1, 17, dtype=np.float32) / np.float32(16)
     else:
         levels = _make_dynamic_levels(bits, signed)
     borders = _find_borders(levels)
     if not signed and levels[0] == 0:
-        # Whatever is more than zero has the next level.
+        # No number above zero becomes zero, as the comment on levels above says.
         borders[0] = np.nextafter(np.float32(0), np.float32(1))
     return tuple(levels.tolist()), tuple(borders.tolist())
 
 
 def _make_dynamic_levels(bits: int, signed: bool) -> np.ndarray:
-    """Return the dynamic levels: for each power of ten up to 1 the middles of parts of [0.1, 1].
+    """Return the dynamic levels: for each power of ten up to 1, the middles of parts of [0.1, 1].
 
-    The parts are equal, and twice as many as for the power below.
+    The middles are multiplied by the power. Its parts are equal, and twice as many as those of the
+    power below.
     """
     levels: list[np.ndarray] = [np.array([0, 1], dtype=np.float32)]
     exponents = _EXPONENTS[bits]
     for exponent in range(exponents):
-        parts = 2 ** (exponent + bits - 1 - exponents + (0 if signed else 1))
-        step = np.float64((np.float32(1) - np.float32(0.1)) / np.float32(parts))
-        index = np.arange(parts + 1)
+        num_parts = 2 ** (exponent + bits - 1 - exponents + (0 if signed else 1))
+        step = np.float64((np.float32(1) - np.float32(0.1)) / np.float32(num_parts))
+        index = np.arange(num_parts + 1)
         # Rounded once, from the nearer end: torch.linspace differs by CPU in the last bit.
         from_left = np.float64(np.float32(0.1)) + step * index
-        from_right = 1 - step * (parts - index)
-        ends = np.where(index < (parts + 1) // 2, from_left, from_right).astype(np.float32)
+        from_right = 1 - step * (num_parts - index)
+        ends = np.where(index < (num_parts + 1) // 2, from_left, from_right).astype(np.float32)
         power = np.float32(10.0 ** (exponent - exponents + 1))
         middles = power * ((ends[1:] + ends[:-1]) / np.float32(2))
         levels += [middles, -middles] if signed else [middles]
@@ -139,31 +141,33 @@ def _find_borders(levels: np.ndarray) -> np.ndarray:
     """Return the first fp32 number that is at least half way from each level to the next."""
     lower = levels[:-1]
     half = (levels[1:] - lower) * np.float32(0.5)
-    # In fp32 arithmetic that is next to the middle, on one side or the other.
+    # In fp32 the sum is near the middle, on either side: a few steps down or up find the border.
     border = lower + half
     for _ in range(4):
-        before = np.nextafter(border, np.float32(-np.inf))
-        border = np.where(before - lower >= half, before, border)
-        after = np.nextafter(border, np.float32(np.inf))
-        border = np.where(border - lower >= half, border, after)
+        next_below = np.nextafter(border, np.float32(-np.inf))
+        border = np.where(next_below - lower >= half, next_below, border)
+        next_above = np.nextafter(border, np.float32(np.inf))
+        border = np.where(border - lower >= half, border, next_above)
     return border
 
 
 def round_stochastically(values: Tensor, indices: Tensor, key: tuple[int, int]) -> Tensor:
-    """Return fp32 values as bf16, up or down, so that the mean over keys is the value itself.
+    """Return fp32 values rounded up or down to bf16, so that the mean over keys is the value.
 
-    indices: int32 of the same shape, by which each element draws its own number, used up. key: two
-    words for all of them (`compute_rounding_key`). What is not finite stays what it is.
+    indices: int32 of the same shape, overwritten: each element draws its random number by its own.
+    key: two 32-bit words for all elements, from `compute_rounding_key`. Infinities and NaN stay.
     """
-    drawn = _mix(indices.bitwise_xor_(_wrap_word(key[0]))).bitwise_xor_(_wrap_word(key[1]))
-    # A number below 2^16 is added to the bits that bf16 lacks, then what these hold is cut off.
-    bits = _mix(drawn).bitwise_and_(0xFFFF).add_(values.view(torch.int32)).bitwise_and_(-65536)
+    random_words = _mix(indices.bitwise_xor_(_wrap_word(key[0]))).bitwise_xor_(_wrap_word(key[1]))
+    # A random number below 2^16 is added to the 16 bits that bf16 lacks, which are then set to 0.
+    bits = (
+        _mix(random_words).bitwise_and_(0xFFFF).add_(values.view(torch.int32)).bitwise_and_(-65536)
+    )
     rounded = bits.view(torch.float32)
     return torch.where(values.isfinite(), rounded, values, out=rounded).to(torch.bfloat16)
 
 
 def compute_rounding_key(seed: int, step: int, name: str) -> tuple[int, int]:
-    """Return two words of 32 bits that no other seed, step or name has."""
+    """Return two words of 32 bits, others for each seed, step and name."""
     digest = sha256(f"{seed}\0{step}\0{name}".encode()).digest()
     return int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:8], "big")
 
@@ -174,16 +178,16 @@ def compute_element_indices(
     full_shape: tuple[int, ...],
     device: torch.device,
 ) -> Tensor:
-    """Return the row-major indices, modulo 2^32 as int32, of a part's elements in its tensor.
+    """Return the row-major indices of a part's elements in the full tensor, int32 modulo 2^32.
 
-    shape: of the part. start: where it begins in the tensor of shape `full_shape`. So a number that
-    is drawn for an element does not depend on how many ranks the tensor is sharded over.
+    shape: of the part. start: its offset in the tensor of shape `full_shape`. By these indices the
+    random number of an element does not depend on how many ranks the tensor is sharded over.
     """
     indices = torch.zeros((), dtype=torch.int32, device=device)
     stride = 1
     for dim in reversed(range(len(shape))):
-        along = torch.arange(start[dim], start[dim] + shape[dim], device=device)
-        words = (along * stride + _WORD // 2).bitwise_and_(_WORD - 1).sub_(_WORD // 2)
+        positions = torch.arange(start[dim], start[dim] + shape[dim], device=device)
+        words = (positions * stride + _WORD // 2).bitwise_and_(_WORD - 1).sub_(_WORD // 2)
         words = words.to(torch.int32)
         indices = indices + words.view(-1, *(1,) * (len(shape) - 1 - dim))
         stride = stride * full_shape[dim] % _WORD
@@ -209,33 +213,33 @@ def _mix(words: Tensor) -> Tensor:
     return words
 
 
-# Whatever its bits, a state lies on the ranks as its parameter does: a DTensor on the same mesh
-# with the same placements, whose last dimension may be shorter. Blocks that share a scale lie
-# within a row, so that neither the values nor what is saved depend on how many ranks there are.
+# Whatever its bits, a state is sharded as its parameter is: a DTensor on the same mesh with the
+# same placements, whose last dimension may be shorter. Blocks that share a scale lie within a row,
+# so that neither values nor saved states depend on the number of ranks.
 
 CHUNK_ELEMENTS = 2**22  # elements that a step computes at a time: temporaries of some 20 B for each
-MIN_BLOCKWISE_ELEMENTS = 4096  # elements of a parameter whose states are kept in blocks
-MIN_BLOCK_SIZE = 16  # elements of a block: with fewer the scales would weigh as much as the codes
-MASTER = "master"  # the key of the master weights in a parameter's state
+MIN_BLOCKWISE_ELEMENTS = 4096  # the least elements of a parameter whose states are coded in blocks
+MIN_BLOCK_SIZE = 16  # elements of a block: with fewer, scales would take as many bytes as codes
+MASTER = "master"  # the key of the fp32 master weights in a parameter's state
 ADAMW_STATES = ("exp_avg", "exp_avg_sq")
-_LAYER_INDEX = re.compile(r"\.\d+\.")  # in the name of what is in a list of modules
+_LAYER_INDEX = re.compile(r"\.\d+\.")  # in the names of parameters in a list of modules
 _FLOATS = {16: torch.bfloat16, 32: torch.float32}
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """One tensor of a state."""
+    """The dtype and width of one tensor of a parameter's states."""
 
     dtype: torch.dtype
-    per: int = 1  # elements of the parameter's last dimension for each element of the tensor
+    per: int = 1  # number of elements of the parameter's last dimension for one of the tensor's
 
 
 def get_state_bits(parameter: Tensor, bits: int | None) -> int | None:
     """Return the bits in which a parameter's states are kept; None: those of its own dtype.
 
-    8 and 4 are for matrices (two dimensions or more) of at least `MIN_BLOCKWISE_ELEMENTS` elements
-    whose rows are whole blocks of at least `MIN_BLOCK_SIZE`. All others, together a small part of a
-    model, have 32.
+    bits: `optimizer.state_bits`, None as in the result. 8 and 4 are for matrices (two dimensions or
+    more) of at least `MIN_BLOCKWISE_ELEMENTS` elements whose rows are whole blocks of at least
+    `MIN_BLOCK_SIZE`. All others, together a small part of a model, have 32.
     """
     if bits not in BLOCKS:
         return bits
@@ -248,9 +252,9 @@ def get_state_bits(parameter: Tensor, bits: int | None) -> int | None:
 
 
 def get_block_size(parameter: Tensor, bits: int) -> int:
-    """Return how many elements share a scale: the longest block that rows are made of.
+    """Return the number of elements that share a scale: the longest block that divides a row.
 
-    It is 256 (8 bits) or 128, or less by halves.
+    It is 256 (8 bits) or 128 (4 bits), or a half, quarter, ... of it.
     """
     return math.gcd(parameter.shape[-1], BLOCKS[bits])
 
@@ -258,7 +262,11 @@ def get_block_size(parameter: Tensor, bits: int) -> int:
 def build_state_layouts(
     parameter: Tensor, names: tuple[str, ...], bits: int | None, *, master: bool
 ) -> dict[str, StateLayout]:
-    """Return the tensors of a parameter's states `names`, and of its master weights, by key."""
+    """Return the layouts of a parameter's state tensors, by key in `optimizer.state`.
+
+    names: of the states, such as `exp_avg`. bits: `optimizer.state_bits`. master: with fp32 master
+    weights.
+    """
     state_bits = get_state_bits(parameter, bits)
     layouts: dict[str, StateLayout] = {}
     for name in names:
@@ -275,9 +283,9 @@ def build_state_layouts(
 
 
 def is_layer_matrix(parameter: Tensor, name: str) -> bool:
-    """Return True for a matrix of a layer, an adapter's two among them.
+    """Return True for a matrix of a layer, or of an adapter in it.
 
-    Not for embedding and output head, nor their adapters, nor anything that is no matrix.
+    Return False for embedding and output head, for their adapters, and for vectors.
     """
     return parameter.dim() == 2 and _LAYER_INDEX.search(f".{name}") is not None
 
@@ -286,18 +294,18 @@ def list_state_sizes(
     parameter: Tensor, names: tuple[str, ...], bits: int | None, *, master: bool
 ) -> list[int]:
     """Return the bytes of each of a parameter's state tensors on this rank."""
-    elements = get_detached_local(parameter).numel()
+    num_elements = get_detached_local(parameter).numel()
     layouts = build_state_layouts(parameter, names, bits, master=master)
-    return [elements // layout.per * layout.dtype.itemsize for layout in layouts.values()]
+    return [num_elements // layout.per * layout.dtype.itemsize for layout in layouts.values()]
 
 
 def make_state_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:
-    """Return zeros that lie on the ranks, and on the device, as the parameter does."""
+    """Return a state tensor of zeros, sharded as the parameter is and on its device."""
     local = get_detached_local(parameter)
     part = torch.zeros(_compute_state_shape(local, layout), dtype=layout.dtype, device=local.device)
     if not isinstance(parameter, DTensor):
         return part
-    # Not DTensor.from_local, which would take what is on the host to the mesh's device.
+    # Not DTensor.from_local, which would copy a part on the host to the mesh's device.
     full = torch.empty(_compute_state_shape(parameter, layout), dtype=layout.dtype, device="meta")
     meta = TensorMeta(full.shape, full.stride(), full.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
@@ -305,13 +313,16 @@ def make_state_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:
 
 
 def _compute_state_shape(tensor: Tensor, layout: StateLayout) -> tuple[int, ...]:
-    if layout.per == 1:  # perhaps without dimensions
+    if layout.per == 1:  # the tensor may have no dimensions
         return tuple(tensor.shape)
     return (*tensor.shape[:-1], tensor.shape[-1] // layout.per)
 
 
 def check_blocks(parameter: Tensor, name: str, bits: int | None) -> None:
-    """Raise ConfigError where a matrix is sharded by its columns within a block."""
+    """Raise ConfigError if a matrix is sharded by its columns within a block.
+
+    name: the parameter's, for the message. bits: `optimizer.state_bits`.
+    """
     state_bits = get_state_bits(parameter, bits)
     if state_bits not in BLOCKS:
         return
@@ -327,7 +338,7 @@ def check_blocks(parameter: Tensor, name: str, bits: int | None) -> None:
 
 
 def iterate_chunks(local: Tensor) -> Iterator[slice]:
-    """Yield runs of rows of a rank's part, of at most CHUNK_ELEMENTS (or one longer row)."""
+    """Yield slices of a part's rows of at most CHUNK_ELEMENTS elements, or of one longer row."""
     if not local.numel():
         return
     rows = max(1, CHUNK_ELEMENTS * len(local) // local.numel())
@@ -339,19 +350,19 @@ def iterate_chunks(local: Tensor) -> Iterator[slice]:
 class ChunkValues:
     """A chunk of the weights or of a state: change `values` in place, then `write_back()`."""
 
-    values: Tensor  # in the type that is computed in
-    stored: Tensor  # where they are kept, which may be `values` itself, or their codes
-    scales: Tensor | None  # of codes
-    code: Code | None
-    round_to: Callable[[Tensor, Tensor], None]  # rounds values to where they are kept
+    values: Tensor  # in the dtype of the step's arithmetic
+    stored: Tensor  # rows of the weights or the state: `values` itself, rounded ones, or codes
+    scales: Tensor | None  # of the codes; None: stored has numbers
+    code: Code | None  # None: stored has numbers
+    round_to: Callable[[Tensor, Tensor], None]  # `fn(values, stored)` writes rounded values
 
     @property
     def is_copy(self) -> bool:
-        """Return True if `values` is not what is kept, and free to use after `write_back()`."""
+        """Return True if `values` is a copy, which may be overwritten after `write_back()`."""
         return self.values is not self.stored
 
     def write_back(self) -> None:
-        """Write the values to where they are kept."""
+        """Write `values` to `stored`, encoded or rounded."""
         if self.code is not None and self.scales is not None:
             block = self.values.shape[-1] // self.scales.shape[-1]
             codes, scales = self.code.encode(self.values, block)
@@ -362,7 +373,7 @@ class ChunkValues:
 
 
 class TrainedParameters(list[nn.Parameter]):
-    """The parameters that are trained, and what a builder may need to know besides."""
+    """The parameters that are trained, with facts that builders of optimizers need."""
 
     def __init__(
         self,
@@ -372,7 +383,7 @@ class TrainedParameters(list[nn.Parameter]):
         seed: int,
     ):
         super().__init__(parameters)
-        self.names = names  # of those that have one
+        self.names = names  # parameter -> its name in the model
         self.device = device  # the one that computes
         self.seed = seed  # of stochastic rounding
 
@@ -382,16 +393,19 @@ class ParameterShard:
     """A parameter's part on this rank, in a step, with its gradient and states."""
 
     weights: Tensor
-    gradient: Tensor
-    state: dict[str, Tensor]
-    start: tuple[int, ...]  # where the part begins in the parameter
-    full_shape: tuple[int, ...]  # the parameter's
-    # Seed, step and parameter's name, which tell apart what is drawn; None: rounded to the nearest
+    gradient: Tensor  # of the weights' shape
+    state: dict[str, Tensor]  # key -> this rank's part of the state tensor
+    start: tuple[int, ...]  # the part's offset in the full parameter
+    full_shape: tuple[int, ...]  # of the parameter
+    # (seed, step, parameter's name) of stochastic rounding; None: bf16 is rounded to the nearest.
     rounding: tuple[int, int, str] | None
-    dtype: torch.dtype  # that is computed in: fp32, for fp64 parameters fp64
+    dtype: torch.dtype  # of the step's arithmetic: fp32, for fp64 parameters fp64
 
     def take(self, rows: slice, name: str = "", code: Code | None = None) -> ChunkValues:
-        """Return rows of a state, or without a name of the weights, to compute with."""
+        """Return rows of a state as values to compute with; name "": of the weights.
+
+        code: of the state; None: it has numbers.
+        """
         round_to = partial(self._round_to, rows, name)
         if code is not None:
             codes = self.state[f"{name}_codes"][rows]
@@ -409,7 +423,7 @@ class ParameterShard:
         return ChunkValues(values=values, stored=stored, scales=None, code=None, round_to=round_to)
 
     def _round_to(self, rows: slice, name: str, values: Tensor, stored: Tensor) -> None:
-        """Write values to rows of a state or the weights, rounded as the config says."""
+        """Write values to `stored`, rows of a state or the weights, rounded as the config says."""
         if self.rounding is None or stored.dtype != torch.bfloat16:
             stored.copy_(values)
             return
@@ -418,7 +432,7 @@ class ParameterShard:
             tuple(stored.shape), start, full_shape=self.full_shape, device=stored.device
         )
         seed, step, parameter = self.rounding
-        # No parameter's name has a zero byte: weights and states draw apart.
+        # No parameter's name has a zero byte, so that weights and states have different keys.
         key = compute_rounding_key(seed, step, f"{parameter}\0{name}" if name else parameter)
         stored.copy_(round_stochastically(values.float(), indices, key))
 
@@ -426,8 +440,8 @@ class ParameterShard:
 class ChunkedOptimizer(Optimizer):
     """An optimizer whose step goes through a rank's part of each parameter chunk by chunk.
 
-    `optimizer.state[parameter]` has `step`, a Python number, and the tensors of `new_states`. A
-    step for any of the parameters alone is as good as one for all.
+    `optimizer.state[parameter]` has `step`, a Python number, and the tensors of `make_states`.
+    Parameters may be stepped one at a time, with the same results.
     """
 
     def __init__(self, params: TrainedParameters, cfg: OptimizerConfig, defaults: dict[str, Any]):
@@ -436,21 +450,22 @@ class ChunkedOptimizer(Optimizer):
         self.device = params.device
         self.seed = params.seed
         self.state_bits = resolve_state_bits(cfg)
-        # By device and `signed`, made when first asked for
+        # (device, `signed`) -> code, made when first asked for.
         self._codes: dict[tuple[torch.device, bool], Code] = {}
-        # The last two tell of a saved state what it is made of; what counts is the config.
+        # The last two are saved with the states, to tell their layout; steps read the config.
         defaults = {"lr": cfg.lr, "weight_decay": cfg.weight_decay} | defaults
         defaults |= {"state_bits": self.state_bits, "master_weights": cfg.master_weights}
         # torch refuses an empty list of parameters, but not an empty group.
         super().__init__(list(params) or [{"params": []}], defaults)
         for parameter in params:
             check_blocks(parameter, self.names.get(parameter, ""), self.state_bits)
-        # Found once, as torch takes long to find them.
+        # Parameter -> offset of this rank's part, where bf16 is rounded stochastically. Computed
+        # once, as torch takes long for it.
         rounded = params if cfg.stochastic_rounding else ()
         self._starts = {parameter: locate_local_part(parameter)[1] for parameter in rounded}
 
     def states_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """Return the names of the states that the rule keeps of a parameter."""
+        """Return the names of a parameter's states, without those of codes and scales."""
         return ADAMW_STATES
 
     def add_stand_in(self, parameter: nn.Parameter, owner: nn.Parameter) -> None:
@@ -460,7 +475,7 @@ class ChunkedOptimizer(Optimizer):
             self._starts[parameter] = self._starts[owner]
 
     def make_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return zeros for every state tensor of a parameter, by key, sharded as it is."""
+        """Return a parameter's state tensors, zeros, by key, sharded as the parameter is."""
         layouts = build_state_layouts(
             parameter, self.states_of(parameter), self.state_bits, master=self.cfg.master_weights
         )
@@ -480,7 +495,7 @@ class ChunkedOptimizer(Optimizer):
     def _step_adamw(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         """Step AdamW (Loshchilov and Hutter, arXiv:1711.05101) on this rank's part.
 
-        The update is made of the moments before they are rounded to their bits, as torchao's is.
+        The update is computed of the moments before they are rounded to their bits, as torchao's.
         """
         shard = self._begin(parameter)
         step = self.state[parameter]["step"]
@@ -500,12 +515,13 @@ class ChunkedOptimizer(Optimizer):
             del gradient
             exp_avg_sq.write_back()
             values = exp_avg_sq.values
+            # In place where it is a copy: the state itself has been written already.
             denominator = values.sqrt_() if exp_avg_sq.is_copy else values.sqrt()
             denominator.div_(bias_correction2_sqrt).add_(group["eps"])
             weights = shard.take(rows)
             weights.values.add_(weights.values, alpha=-lr * group["weight_decay"])
             weights.values.addcdiv_(exp_avg.values, denominator, value=-lr / bias_correction1)
-            # Gone before the next chunk's temporaries are made
+            # Freed before the weights are written, and the next chunk's temporaries are made.
             del exp_avg, exp_avg_sq, values, denominator
             weights.write_back()
             del weights
@@ -513,9 +529,9 @@ class ChunkedOptimizer(Optimizer):
     def find_code(
         self, parameter: nn.Parameter, device: torch.device, *, signed: bool
     ) -> Code | None:
-        """Return the code of a parameter's states, for steps on a device.
+        """Return the code of a parameter's states, on a device; None: they are numbers.
 
-        None: they are floating-point numbers.
+        signed: for the first moment; without it for the second.
         """
         state_bits = get_state_bits(parameter, self.state_bits)
         if state_bits not in BLOCKS:
@@ -525,7 +541,7 @@ class ChunkedOptimizer(Optimizer):
         return self._codes[device, signed]
 
     def _begin(self, parameter: nn.Parameter) -> ParameterShard:
-        """Count the step, make the states if it is the first one, and return this rank's part."""
+        """Count the step, make the states before the first one, and return this rank's part."""
         state = self.state[parameter]
         if not state:
             state["step"] = 0
@@ -554,5 +570,5 @@ class ChunkedOptimizer(Optimizer):
 
 
 def _view_as_rows(local: Tensor) -> Tensor:
-    """Return a tensor that has rows: a scalar as one."""
+    """Return a tensor with at least one dimension: a scalar `[]` as `[1]`."""
     return local if local.dim() else local.view(1)

@@ -29,7 +29,7 @@ _NUM_BUCKETS = 2  # at a time: one is filled while the other is summed
 
 @dataclass(frozen=True)
 class Replicas:
-    """How the gradients of a model that every data rank has whole are summed."""
+    """The settings for summing the gradients of a model that every data rank has whole."""
 
     ranks: int  # the number of ranks that have the same parameters
     dtype: torch.dtype | None  # of the sums, `parallel.reduce_dtype`; None: that of each gradient
@@ -39,7 +39,7 @@ def find_replicas(parallel: ParallelConfig, memory: MemoryConfig, world: World) 
     """Return how replicas of a model are summed, if `parallel.strategy` is ddp.
 
     None for a model that is sharded, also by a strategy `auto` that was not resolved, and for one
-    data rank.
+    data rank without `memory.cpu_offload`.
     """
     # The condition is that of `shard_model`, which leaves these models whole.
     if parallel.strategy != "ddp" or (world.copies == 1 and not memory.cpu_offload):

@@ -233,7 +233,7 @@ def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
         for name in modules
         if name in set(names)
     }
-    in_units = {id(parameter) for parameters in owned.values() for parameter in parameters}
+    in_units = {id(parameter) for parameter in chain.from_iterable(owned.values())}
     covered = tuple(f"{name}." for name in owned)
     for name, module in modules.items():
         # A module of the root that shares a unit's parameter joins the unit.
@@ -243,7 +243,7 @@ def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
                 owned[name] = parameters
     # Of each unit, its module names and its parameters by id.
     groups: list[tuple[list[str], dict[int, Tensor]]] = []
-    for name in [name for name in modules if name in owned]:
+    for name in [name for name in modules if name in owned]:  # in module order
         by_id = {id(parameter): parameter for parameter in owned[name]}
         group = next((group for group in groups if group[1].keys() & by_id.keys()), None)
         if group is None:
@@ -253,8 +253,10 @@ def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
         group[1].update(by_id)
     return [
         Unit(
-            tuple(members),
-            sum(count_whole_elements(tensor) * tensor.element_size() for tensor in by_id.values()),
+            names=tuple(members),
+            bytes=sum(
+                count_whole_elements(tensor) * tensor.element_size() for tensor in by_id.values()
+            ),
         )
         for members, by_id in groups
     ]

@@ -317,7 +317,8 @@ class Heartbeat:
             timer.cancel()
 
     # The thread that looks at the main thread and judges the others. It makes no call that might
-    # not return, such as one to the store or the device.
+    # not return, such as one to the store or the device. It runs until the block has ended, or ends
+    # the process.
 
     def _look(self) -> None:
         last_look = time.monotonic()
@@ -418,7 +419,8 @@ class Heartbeat:
         beat = self._make_beat()
         return f"rank {self._rank} waits for {beat.still:.0f} s in {beat.at}"
 
-    # The thread that talks with the store. No other one does while it runs.
+    # The thread that talks with the store, which others do in `_is_first_to_say` alone. It runs
+    # until the block has ended, or the store is gone.
 
     def _talk(self) -> None:
         while True:

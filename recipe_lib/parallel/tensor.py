@@ -77,7 +77,6 @@ def shard_tensors(
     quantized_kinds = [
         module.kind for module in model.modules() if isinstance(module, QuantizedLinear)
     ]
-
     check_tensor(spec, parallel, min(quantized_kinds, default="none"))
     # Where there are more ranks than kv heads, each rank has the weights of all of them.
     copies_kv_heads = spec.num_kv_heads % group.size != 0
@@ -87,6 +86,7 @@ def shard_tensors(
         keep_gathered = memory.activation_checkpointing != "none"
     kv_head = group.rank * spec.num_kv_heads // group.size if copies_kv_heads else None
     sharing = forwards.Sharing(group, keep_gathered, kv_head)
+    # Parameters of quantized modules are divided with all others, below.
     for name, module in model.named_modules():
         if isinstance(module, QuantizedExperts) and spec.mixture is not None:
             _share_quantized_experts(module, name=name, group=group, mixture=spec.mixture)
@@ -103,6 +103,7 @@ def shard_tensors(
         model, world.mesh["tensor"], ("k_proj", "v_proj") if copies_kv_heads else ()
     )
     if spec.mixture is not None:
+        # For loading and saving: which parts of a full tensor a rank's shard consists of.
         model.runs = _list_expert_runs(model, spec.mixture, group.size)
     # Derived classes stand before their bases, as the first match counts.
     replacements: tuple[tuple[type[nn.Module], Callable[..., Any]], ...] = (

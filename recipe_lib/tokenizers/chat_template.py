@@ -1,8 +1,8 @@
-"""Chat templates: programs, and mostly somebody else's, that write a conversation as text.
+"""Render chat templates in a separate process, since they are programs that others have written.
 
-`ChatTemplate` has them rendered in a separate process with bounded memory and time
-(`template_process`). `find_turn_end` finds out how one ends an answer. The process also matches
-patterns of a stranger's file (`match_apart`).
+A `Tokenizer` makes a `ChatTemplate` and calls `render_many`; `template_process` renders with
+bounded memory and time. `find_turn_end` finds how a template ends an answer. `match_apart` matches
+regular expressions from a downloaded file in the same process, because they may never end.
 """
 
 import atexit
@@ -27,18 +27,19 @@ from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import template_process
 from recipe_lib.tokenizers.vocabulary import AddedToken
 
-_ANSWER = "\ue123"  # a letter that no template writes, in the place of an answer
+_ANSWER = "\ue123"  # a private-use letter, which no template writes, as the text of an answer
 
 
 @dataclass(frozen=True)
 class TurnEnd:
     """The end of an answer in a chat template."""
 
-    # The special token that ends it, the last one of several (Command R7B). Empty: none.
+    # The special token that ends an answer, the last if there are several (Command R7B); "": none
     token: str = ""
-    # What follows it where an answer comes last (a line end, Phi-3's EOS): no model is asked.
+    # Text after that token at the end of a conversation (a line end, Phi-3's EOS), which no model
+    # has to write
     closing: str = ""
-    # The special token of the user's next turn, if that alone ends the answer (GLM-4.5).
+    # The special token that begins the user's turn, if only that ends the answer (GLM-4.5); "": no
     next_turn: str = ""
 
 
@@ -48,16 +49,18 @@ def find_turn_end(
     stops: Collection[str],
     bos: str | None,
 ) -> TurnEnd:
-    """Return how a template ends an answer: one that comes last, and one that a question follows.
+    """Return how a template ends an answer.
 
-    render_many: `ChatTemplate.render_many`. split: a text as (what is before a special token, the
-    token). stops: special tokens that are known to end answers. bos: BOS as text, if there is one.
+    Two conversations are compared: one that ends with the answer, one in which a question follows.
+    render_many: `ChatTemplate.render_many`. split: splits a text into (text before a special token,
+    the token). stops: texts of special tokens that are known to end answers. bos: text of BOS;
+    None: there is none.
     """
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
     requests = [template_process.RenderRequest(num_messages) for num_messages in (2, 3)]
     last, followed = render_many([*messages, messages[0]], requests)
     if isinstance(last, DataError) or _ANSWER not in last:
-        return TurnEnd()  # a template for other conversations than this one
+        return TurnEnd()  # the template does not take such a conversation
     pieces_at_end = _list_pieces_after_answer(split, last)
     pieces_before_turn = []
     if not isinstance(followed, DataError) and _ANSWER in followed:
@@ -69,7 +72,7 @@ def find_turn_end(
     if first is not None:
         run = [text for text, _ in takewhile(lambda piece: piece[1], shared[first:])]
         rest = "".join(text for text, _ in pieces_at_end[first + len(run) :])
-        # Some begin the next turn without being asked: that is no part of what the model stops at.
+        # Some templates begin the next turn here already; the model stops before that.
         if rest.strip():
             last_stop = max((at for at, text in enumerate(run) if text in stops), default=0)
             run = run[: last_stop + 1]
@@ -97,10 +100,10 @@ def _list_pieces_after_answer(
     return pieces
 
 
-TIMEOUT_SECONDS = 10.0  # that a template may take to compile, or to write one conversation once
-MAX_ANSWER_BYTES = 1 << 31  # bytes; what the process may answer is far below, by its own limits
+TIMEOUT_SECONDS = 10.0  # for a template to compile, or to render one conversation once
+MAX_ANSWER_BYTES = 1 << 31  # of one answer; the process's own limits keep it far below
 
-START_SECONDS = 60.0  # that the process may take to start, on a busy machine
+START_SECONDS = 60.0  # for the process to start, on a busy machine
 _TOO_LONG = "was stopped: it took more than {:g} s"
 
 Messages = Sequence[Mapping[str, Any]]
@@ -108,44 +111,45 @@ Messages = Sequence[Mapping[str, Any]]
 
 # No error by name: it is turned into a DataError.
 class Stopped(Exception):  # noqa: N818
-    """The process is gone. Its text says why, as the end of a sentence about the template."""
+    """Raised if the process is gone; the text says why, as the end of a sentence."""
 
 
 class _TemplateProcess:
     """The process that renders, started when it is first needed.
 
-    There is one for each process of ours, whatever the number of templates. It is started anew
-    after a fork, since two processes cannot share its pipes, and after it had to be stopped.
+    Each of our processes has one, for all its templates. A fork starts its own, since two processes
+    cannot share its pipes, and a new one is started after one had to be stopped.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._known = set[str]()  # names of the templates that it has compiled
+        self._known = set[str]()  # names of the templates that the process has compiled
 
     def ask(
         self, request: Mapping[str, Any] | None, template: Mapping[str, Any] | None = None
     ) -> Any:
-        """Make the template known, if there is one, then return the answer to the request.
+        """Have the template compiled, if it is not, then return the answer to the request.
 
-        Raises Stopped; the process is gone then.
+        request: a line of `template_process`; None: only compile. Returns the template's fault, a
+        text, if it cannot be compiled. Raises Stopped; the process is gone then.
         """
         with self._lock:  # threads share the pipes
             try:
-                more = 0.0 if self._child else START_SECONDS
+                extra_seconds = 0.0 if self._child else START_SECONDS
                 self._child = self._child or _start()
                 if template is not None and template["name"] not in self._known:
                     fault = _exchange(self._child, template, START_SECONDS)
                     if fault is not None:
                         return fault
                     self._known.add(template["name"])
-                return None if request is None else _exchange(self._child, request, more)
+                return None if request is None else _exchange(self._child, request, extra_seconds)
             except Stopped:
                 self.drop(kill=True)
                 raise
 
     def drop(self, kill: bool) -> None:
-        """Give back the pipes. kill: also end the process."""
+        """Close our ends of the pipes. kill: also end the process."""
         child = self._child
         self._child = None
         self._known.clear()
@@ -158,24 +162,26 @@ class _TemplateProcess:
             child.kill()
             child.wait()
         else:
-            child.returncode = 0  # it is another process' child; ours must not wait for it
+            child.returncode = (
+                0  # after a fork it is our parent's child: Popen must not wait for it
+            )
 
     def reset_after_fork(self) -> None:
-        """Leave the parent's process to it."""
+        """Forget the process of the parent, in a fork."""
         self._lock = threading.Lock()
         self.drop(kill=False)
 
 
 def _start() -> subprocess.Popen[bytes]:
     """Start the process that renders. Raises Stopped."""
-    # Found here and imported there alone, where nothing else is on the path.
+    # Only the folders of these two packages are on the path of the process.
     specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
     folders = sorted({str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin})
     program = (
         "import runpy, sys; sys.path += sys.argv[2:]; runpy.run_path(sys.argv[1],"
         " run_name='__main__')"
     )
-    # No other variable: they may hold tokens and passwords.
+    # No other environment variables: they may hold tokens and passwords.
     environment = {
         name: os.environ[name]
         for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
@@ -189,21 +195,22 @@ def _start() -> subprocess.Popen[bytes]:
             stderr=subprocess.DEVNULL,
             env=environment,
             cwd="/",
-            start_new_session=True,  # Ctrl-C is for us; without us its input ends, and so does it
+            # Ctrl-C goes to us alone. When we end, its input ends, and so does the process.
+            start_new_session=True,
         )
     except OSError as error:
         raise Stopped(f"could not be started in a separate process ({error.strerror})") from None
 
 
 def _exchange(child: subprocess.Popen[bytes], request: Mapping[str, Any], more: float = 0.0) -> Any:
-    """Return what the process answers, within the request's seconds and `more`. Raises Stopped."""
+    """Return the process's answer. Raises Stopped after the request's `seconds` and `more`."""
     assert child.stdin and child.stdout
     try:
         child.stdin.write(json.dumps(request, default=str).encode("ascii") + b"\n")
         child.stdin.flush()
         waiter = select.poll()
         waiter.register(child.stdout, select.POLLIN)
-        # The process watches the time itself: without an answer it does not even do that.
+        # The process has a timer of its own; this one is for a process that hangs.
         if not waiter.poll(1000 * (request["seconds"] + more)):
             raise Stopped(_TOO_LONG.format(TIMEOUT_SECONDS))
         return json.loads(child.stdout.readline(MAX_ANSWER_BYTES))
@@ -212,7 +219,7 @@ def _exchange(child: subprocess.Popen[bytes], request: Mapping[str, Any], more: 
 
 
 def _explain_end(child: subprocess.Popen[bytes]) -> str:
-    """Return why the process has ended; kill one that has not."""
+    """Return why the process has ended; kill it if it has not."""
     try:
         code = child.wait(timeout=5)
     except subprocess.TimeoutExpired:
@@ -235,10 +242,9 @@ atexit.register(_process.drop, kill=True)
 def match_apart(
     patterns: Sequence[str], names: Sequence[str], whole: bool, seconds: float
 ) -> list[int | None] | str:
-    """Return what `template_process.match_patterns` does, from the process that renders.
+    """Call `template_process.match_patterns` in the process that renders, for at most `seconds`.
 
-    A pattern of a stranger's file may take for ever to match. seconds: that it may take. Raises
-    Stopped.
+    A pattern from a downloaded file may take forever to match. Raises Stopped.
     """
     answer: list[int | None] | str = _process.ask(
         {"patterns": patterns, "names": names, "whole": whole, "seconds": seconds}
@@ -261,14 +267,14 @@ class ChatTemplate:
     ) -> None:
         """Compile a template. Raises DataError for a source that is not Jinja.
 
-        special_tokens: by their names, `bos_token` etc. remedy: what to do about a template that is
-        of no use, for error lines.
+        special_tokens: text by role, `bos_token` etc. remedy: what to do about a template that
+        cannot be used, for error lines.
         """
         self.source = source
         self.place = place
         self._remedy = remedy
         tokens = {role: text for role, text in special_tokens.items() if text is not None}
-        # By its contents: the process knows a template that two tokenizers have once.
+        # Named by its contents, so that a template of two tokenizers is compiled once.
         name = hashlib.sha256(json.dumps([source, tokens], sort_keys=True).encode()).hexdigest()
         self._template = {
             "name": name,
@@ -288,11 +294,11 @@ class ChatTemplate:
         tools: Messages | None = None,
         options: template_process.Options | None = None,
     ) -> list[str | DataError]:
-        """Return renderings of one conversation; where the template objects, an error of its words.
+        """Return a rendering of a conversation for each request, or the error of one that fails.
 
-        options: `marks`, two letters to write around what `{% generation %}` holds; `variables`,
-        more that the template sees. Raises DataError if the template took too long or had to be
-        stopped.
+        options: `marks`, two letters to write around the contents of `{% generation %}`;
+        `variables`, further variables of the template. Raises DataError if the template took too
+        long or had to be stopped.
         """
         pairs = self._ask(
             {

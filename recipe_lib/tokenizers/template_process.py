@@ -1,13 +1,13 @@
 """Render chat templates in a sandbox, and match patterns; as a program, in a separate process.
 
-Templates see what they see elsewhere: `messages`, `add_generation_prompt`, `tools`, the special
-tokens by name, `raise_exception`, `strftime_now`, `tojson`, `{% break %}`, and `{% generation %}`
-(which marks what an answer is).
+`chat_template` starts this file as a program, which reads requests as lines of JSON from standard
+input and answers each with a line. It can open no file or socket, and has bounded memory and time,
+because a checkpoint's template is somebody else's code. Only Jinja and the standard library are
+imported, so that it starts quickly and holds no secrets.
 
-As a program it reads requests as lines of JSON from standard input and answers with one line each.
-It can open no file or socket, and has bounded memory and time: a template that came with a
-checkpoint is somebody else's code. This file imports nothing but Jinja and the standard library, so
-that it starts quickly and holds nothing to steal.
+Templates see what transformers gives them: `messages`, `add_generation_prompt`, `tools`, the
+special tokens by role, `raise_exception`, `strftime_now`, `tojson`, `{% break %}`, and
+`{% generation %}` (which marks the text of an answer).
 """
 
 import contextlib
@@ -30,33 +30,33 @@ except ImportError:  # a system without limits still has the sandbox and the tim
 # html.entities, pprint and textwrap are for Jinja, which imports them when it first uses them: no
 # file can be opened by then (see `_warm_up` for the rest).
 
-# The clock is frozen, or the same samples would be other tokens tomorrow and a run could not be
-# resumed. It shows the date that Llama 3's templates fall back to where there is no clock.
+# `strftime_now` has a fixed date. With today's, the same samples would have other tokens tomorrow,
+# and a run could not be resumed. It is the date that Llama 3's templates use without a clock.
 DATE = datetime.datetime(2024, 7, 26)
 
-SPARE_CHARACTERS = 1 << 20  # a rendering may be this much longer than 16 times what it is made from
-MEMORY = 1 << 30  # bytes that the process may have
+SPARE_CHARACTERS = 1 << 20  # a rendering may have 16 times the characters of its input, and these
+MEMORY = 1 << 30  # bytes of address space that the process may have
 
 
 class RenderRequest(NamedTuple):
-    """Asks for one rendering of a conversation."""
+    """A request for one rendering of a conversation."""
 
-    num_messages: int  # how many of its first messages
-    add_generation_prompt: bool = False  # a prompt for the next answer follows
-    # (number of a message, what stands in place of its content)
+    num_messages: int  # number of leading messages to render
+    add_generation_prompt: bool = False  # whether a prompt for the next answer follows
+    # (index of a message, text that replaces its content)
     replacements: Sequence[tuple[int, str]] = ()
 
 
-# `marks`: two letters to write around what `{% generation %}` holds; `variables`: more that the
-# template sees.
+# `marks`: two letters to write around the contents of `{% generation %}`; `variables`: further
+# variables of the template, by name
 Options = Mapping[str, Any]
 
 
 # No error by name: an outcome, which whoever asks turns into a DataError.
 class TemplateFault(Exception):  # noqa: N818
-    """A template that is not valid Jinja or has failed.
+    """Raised for a template that is not valid Jinja or fails.
 
-    Its text is one line, without the file that the template came from.
+    The text is one line, without the file that the template came from.
     """
 
 
@@ -69,10 +69,10 @@ def _make_sandbox() -> Any:
     import jinja2.sandbox
 
     class GenerationTag(jinja2.ext.Extension):
-        """`{% generation %} ... {% endgeneration %}`, which renders as what is between.
+        """The tag `{% generation %} ... {% endgeneration %}`, which renders as its contents.
 
-        That has a scope of its own, as in transformers. The environment's `marks` stand around it,
-        a letter each or nothing.
+        They have a scope of their own, as in transformers. The environment's `marks`, two letters
+        or two empty texts, are written around them.
         """
 
         tags = {"generation"}
@@ -102,7 +102,7 @@ def _make_sandbox() -> Any:
         ) -> Any:
             sides = (left, right)
             are_numbers = all(isinstance(side, (int, float)) for side in sides)
-            # Any power, as 9**9**9 never ends; and a text or list that is repeated too often.
+            # Refuses large powers (9**9**9 never ends), and texts or lists repeated too often.
             if operator == "**" or not are_numbers:
                 sizes = [len(side) if hasattr(side, "__len__") else abs(side) for side in sides]
                 if operator == "**" or sizes[0] * sizes[1] > self.largest:
@@ -133,8 +133,8 @@ class Renderer:
     def __init__(self, source: str, tokens: Mapping[str, str], remedy: str = "") -> None:
         """Compile a template. Raises TemplateFault for a source that is not Jinja.
 
-        tokens: the special tokens by their names, `bos_token` etc. remedy: what helps, besides to
-        correct the template.
+        tokens: text of the special tokens by role, `bos_token` etc. remedy: what to do other than
+        correct the template, for error lines.
         """
         from jinja2 import TemplateSyntaxError
 
@@ -163,11 +163,11 @@ class Renderer:
         tools: Any = None,
         options: Options | None = None,
     ) -> str:
-        """Return the first messages of a conversation as text, the contents of some replaced.
+        """Return the rendering that a request asks for.
 
-        Raises TemplateFault with what the template itself objects to.
+        Raises TemplateFault, with the template's own message if it raises one.
         """
-        # Unpacked, since a request that has come as JSON is a list.
+        # Unpacked by position, since a request that has come as JSON is a list.
         num_messages, add_generation_prompt, replacements = request
         shown = list(messages[:num_messages])
         for number, content in replacements:
@@ -179,7 +179,7 @@ class Renderer:
         max_length = SPARE_CHARACTERS + 16 * input_length
         variables: dict[str, Any] = {**self._tokens, "documents": None}
         variables |= options.get("variables") or {}
-        # Last: no sample replaces the conversation itself.
+        # Set last, so that no sample's variables replace the conversation itself.
         variables["messages"] = shown
         variables["add_generation_prompt"] = add_generation_prompt
         variables["tools"] = tools
@@ -200,7 +200,7 @@ class Renderer:
             message = " ".join(str(error).split()) or type(error).__name__
             raise TemplateFault(f"the chat template failed ({message})") from None
         text = "".join(parts)
-        # A lone surrogate, which no tokenizer takes.
+        # A lone surrogate, which no tokenizer can encode.
         if not text.isascii() and re.search("[\ud800-\udfff]", text):
             raise TemplateFault("the chat template failed (it writes half of a character)")
         return text
@@ -209,17 +209,16 @@ class Renderer:
 def match_patterns(
     patterns: Sequence[str], names: Sequence[str], whole: bool
 ) -> list[int | None] | str:
-    """Return for each name the number of the first pattern that matches it, None without one.
+    """Return for each name the index of the first pattern that matches it, None without one.
 
-    For a pattern that is no regular expression, return a text: the end of a sentence about it.
-
-    whole: a pattern takes all of a name, not its end after a dot.
+    If a pattern is no regular expression, return a text instead, the end of an error line. whole: a
+    pattern has to match a whole name; else its end, after a dot.
     """
     compiled = []
     for pattern in patterns:
         try:
-            # As `peft.utils.other.get_pattern_key` has it: no other spelling is the same for
-            # `a)|(b`.
+            # The same text as in `peft.utils.other.get_pattern_key`: any other would match
+            # differently for patterns such as `a)|(b`.
             compiled.append(re.compile(pattern if whole else rf"(.*\.)?({pattern})$"))
         except (re.error, OverflowError, RecursionError) as error:
             return f"is no regular expression ({error})"
@@ -233,7 +232,7 @@ def match_patterns(
 
 
 def _warm_up() -> None:
-    """Import what Jinja imports only when it is used: afterwards no file can be opened."""
+    """Use Jinja once, so that it imports its modules now; afterwards no file can be opened."""
     import jinja2.constants
     import jinja2.debug  # noqa: F401
 
@@ -245,10 +244,7 @@ def _warm_up() -> None:
 
 
 def _limit_process() -> None:
-    """Forbid the process new files, growing files, cores and children, and bound its memory.
-
-    It cannot undo that.
-    """
+    """Limit this process for good: no new or growing files, cores or children, little memory."""
     if resource is None:
         return
     limits = {
@@ -260,7 +256,7 @@ def _limit_process() -> None:
     }
     for name, limit in limits.items():
         if hasattr(resource, name):
-            # A system may know a limit without allowing it.
+            # A system may know a limit but not allow to set it.
             with contextlib.suppress(ValueError, OSError):
                 resource.setrlimit(getattr(resource, name), (limit, limit))
 
@@ -268,9 +264,9 @@ def _limit_process() -> None:
 def _answer_request(request: Any, renderers: dict[str, Renderer]) -> Any:
     """Match patterns, compile the template `name`, or render with it; return the answer.
 
-    request: one of three kinds, which its keys tell: `patterns`, `names`, `whole`; or `name`,
-    `source`, `tokens`, `remedy`; or `name`, `messages`, `wanted`, `tools`, `options`. renderers:
-    the templates that are compiled, by name.
+    request: has the keys `patterns`, `names`, `whole` to match; `name`, `source`, `tokens`,
+    `remedy` to compile; or `name`, `messages`, `wanted` (RenderRequests), `tools`, `options` to
+    render. renderers: compiled templates by name, to which a new one is added.
     """
     if "patterns" in request:
         return match_patterns(request["patterns"], request["names"], request["whole"])

@@ -1,7 +1,8 @@
-"""A tokenizer: a vocabulary, the special tokens around it, and the chat template that came with it.
+"""Define a tokenizer: a vocabulary, its special tokens, and the chat template that came with it.
 
-`load_tokenizer` finds it in a checkpoint folder by what is there. `read_settings` gathers special
-tokens, added tokens and the chat template from the JSON files of the folder.
+`load_tokenizer` returns the `Tokenizer` of a checkpoint folder or tokenizer file, whose kind it
+finds by its contents; `read_settings` reads special tokens, added tokens and chat template from the
+folder's JSON files. A `StreamDecoder` decodes ids while they are generated.
 """
 
 import codecs
@@ -34,62 +35,64 @@ from recipe_lib.tokenizers.vocabulary import (
 )
 
 TEMPLATE_LIMIT = 2**24  # bytes; the longest template in use has some 20 KB
+# Keys of tokenizer_config.json that name a special token
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+# `strftime_now("...")` of a chat template with a plain format, which is group 2
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])([^"'\\{}]*)\1\s*\)""")
-KEPT_TEXTS = 256  # texts whose ids are remembered
-KEPT_LENGTH = 16_384  # letters that such a text has at most
+KEPT_TEXTS = 256  # texts whose ids are cached
+KEPT_LENGTH = 16_384  # characters of a text whose ids are cached, at most
 
 
 @dataclass
 class Settings:
-    """The settings in a tokenizer's folder, of all its files."""
+    """The settings of a tokenizer, from all JSON files of its folder."""
 
-    # `bos_token` etc. -> its text; None: said to have none.
+    # `bos_token` etc. -> its text; None: a file says that there is none
     roles: dict[str, str | None] = field(default_factory=dict)
-    # Text -> token, of added_tokens.json, which knows no more than ids.
+    # Text -> token, of added_tokens.json, which has nothing but ids
     listed: dict[str, AddedToken] = field(default_factory=dict)
-    # Text -> token, of the other files.
+    # Text -> token, of the other files
     added: dict[str, AddedToken] = field(default_factory=dict)
-    # Texts begin with BOS; None: not said.
+    # Whether texts begin with BOS; None: no file says it
     add_bos: bool | None = None
-    # Text after a special token begins like a new text (Llama 2's sentencepiece).
+    # Whether text after a special token is encoded like the start of a text (Llama 2)
     legacy: bool = True
-    # Ids at which generation stops.
+    # Ids at which generation stops
     stop_ids: set[int] = field(default_factory=set)
-    eos_id: int | None = None
-    bos_id: int | None = None
-    # Jinja source.
+    eos_id: int | None = None  # of config.json or generation_config.json
+    bos_id: int | None = None  # of the same files
+    # Jinja source; None: there is none
     chat_template: str | None = None
-    # File and key that the template came from, for errors.
+    # File and key that the template came from, for error lines
     chat_template_place: str = ""
-    # What to do about a template that is of no use, for errors.
+    # What to do about a template that cannot be used, for error lines
     template_remedy: str = OTHER_TEMPLATE
 
 
 class Tokenizer:
-    """Turns text into ids and back.
+    """An encoder of text as ids, and decoder of ids.
 
     vocabulary: encodes ordinary text. vocab_size: one more than the largest id. ordinary_size: the
     same, of ids that are not special. bos_id, eos_id, pad_id: None where the tokenizer has none.
-    add_bos_by_default: the tokenizer begins a text with BOS by default. place: its file, for error
-    lines.
+    add_bos_by_default: whether the tokenizer itself begins texts with BOS. place: its file, for
+    error lines.
     """
 
     def __init__(self, vocabulary: Vocabulary, settings: Settings, place: str) -> None:
         self.place = place
         self.vocabulary = vocabulary
-        # A sample is encoded whole and in pieces, and templates repeat themselves: most texts come
-        # again at once.
+        # A sample is encoded both whole and in pieces, and templates repeat texts, so most texts
+        # come again soon.
         self._encode = lru_cache(maxsize=KEPT_TEXTS)(self._encode_text)
         declared = {token.content: token for token in vocabulary.added}
-        # The later ones know more of a token than its id.
+        # Later sources win, since they know more of a token than its id.
         self._added = settings.listed | declared | settings.added
         self._by_id = {token.id: token for token in self._added.values()}
         self.bos_id = self._find_role_id(settings, "bos_token", settings.bos_id)
         self.eos_id = self._find_role_id(settings, "eos_token", settings.eos_id)
         self.pad_id = self._find_role_id(settings, "pad_token", None)
         for token_id in (self.bos_id, self.eos_id):
-            # Known by a number alone: it is special all the same.
+            # A token that is named by its id alone is special too.
             if token_id is not None and token_id not in self._by_id:
                 content = vocabulary.get_token_bytes(token_id).decode("utf-8", errors="replace")
                 self._by_id[token_id] = self._added[content] = AddedToken(content, token_id)
@@ -104,27 +107,27 @@ class Tokenizer:
         eos_ids = set() if self.eos_id is None else {self.eos_id}
         self._known_stops = frozenset(settings.stop_ids | eos_ids)
         self._special_ids = frozenset(token.id for token in self._by_id.values() if token.special)
-        # Added tokens that are not special are found in any text: by the vocabulary, or here.
+        # Added tokens that are not special are found in any text, by the vocabulary or by us.
         found_by_vocabulary = declared if vocabulary.matches_added else {}
-        always = {
+        always_matched = {
             content: token
             for content, token in self._added.items()
             if not token.special
             and token.id >= vocabulary.size
             and content not in found_by_vocabulary
         }
-        self._always_ids = frozenset(token.id for token in always.values())
+        self._always_ids = frozenset(token.id for token in always_matched.values())
         specials = {content: token for content, token in self._added.items() if token.special}
-        # The special tokens as text.
+        # The texts of the special tokens
         self.special_texts = tuple(specials)
-        # The tokens beside the vocabulary's ordinary ones.
+        # All tokens that are not ordinary tokens of the vocabulary
         self.added_tokens = tuple(self._added.values())
-        self._split_ordinary = (compile_alternation(always), always)
-        always_or_special = always | specials
+        self._split_ordinary = (compile_alternation(always_matched), always_matched)
+        always_or_special = always_matched | specials
         self._split_special = (compile_alternation(always_or_special), always_or_special)
-        # Jinja source; None: the tokenizer has none.
+        # Jinja source; None: the tokenizer has no chat template
         self.chat_template = settings.chat_template
-        # The file the template came from; without one, the tokenizer's own.
+        # The file that the template came from; without a template, the tokenizer's file
         self.chat_template_place = settings.chat_template_place or place
         self._template: ChatTemplate | None = None
         if settings.chat_template is not None:
@@ -143,10 +146,10 @@ class Tokenizer:
 
     @property
     def dated_template(self) -> str | None:
-        """The chat template with the date of training in the place of each `strftime_now(...)`.
+        """Return the chat template with the date of training in place of each `strftime_now(...)`.
 
-        Other programs then write the text of training, whatever the day. A format that is no plain
-        text stays as it is.
+        With it other programs render the same text as training, on any day. A call whose format is
+        not a plain literal stays as it is.
         """
         return self.chat_template and _TODAY.sub(
             lambda match: f'"{DATE.strftime(match[2])}"', self.chat_template
@@ -154,13 +157,13 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end an answer: configured ones, EOS, and what the template puts after it."""
+        """Return the ids that end an answer: configured ones, EOS, and the template's end token."""
         end = self.turn_end.token or self.turn_end.next_turn
         return self._known_stops | ({self._added[end].id} if end else set())
 
     @cached_property
     def turn_end(self) -> TurnEnd:
-        """The end of an answer in the chat template."""
+        """Return how the chat template ends an answer; an empty TurnEnd without a template."""
         if self._template is None:
             return TurnEnd()
         stops = {
@@ -194,8 +197,8 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Return the ids of each piece of one text; no token reaches from one into the next.
 
-        literal: a character that is taken out again after special tokens were looked for. A special
-        token with it inside is not found: so a user's text with one in it stays text.
+        allow_special: as for `encode`. literal: a character that is removed after the search for
+        special tokens. A special token with it inside is not found, and is encoded as text.
         """
         ids_of_pieces: list[list[int]] = []
         splitter = self._split_special if allow_special else self._split_ordinary
@@ -226,15 +229,15 @@ class Tokenizer:
         return tuple(self.vocabulary.encode(text, position))
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """Return the text of the ids; bytes that are no UTF-8 become U+FFFD.
+        """Return the text of the ids; invalid UTF-8 becomes U+FFFD.
 
-        skip_special: special tokens leave no text.
+        skip_special: leave out special tokens.
         """
         decoder = StreamDecoder(self, skip_special=skip_special)
         return "".join([decoder.push(int(i)) for i in ids]) + decoder.finish()
 
     def get_token_bytes(self, token: int) -> bytes:
-        """Return the bytes that an id stands for, special tokens as they are written.
+        """Return the bytes of a token; of a special token, those of its text.
 
         Raises DataError for an id that the tokenizer does not have.
         """
@@ -266,18 +269,19 @@ class Tokenizer:
         return self._template.render_many(messages, requests, tools=tools, options=options)
 
     def eats_space(self, token_before: int | None) -> bool:
-        """Return True if a text after this id is encoded with a first space that is not its own.
+        """Return True if the tokenizer puts a space before a text that follows this id.
 
-        token_before: None at the start.
+        Decoding has to drop that space. token_before: None: the text is at the start.
         """
         if token_before is None or token_before == self.bos_id:
             return self.vocabulary.eats_first_space
         return self.vocabulary.eats_space_after_special
 
     def _find_role_id(self, settings: Settings, role: str, config_id: int | None) -> int | None:
-        """Return the id of a special token.
+        """Return the id of the special token of a role, such as `bos_token`; None: there is none.
 
-        It is known by its text, else by what the vocabulary says, else by a config's `config_id`.
+        It is found by its text in the settings, else it is the vocabulary's, else `config_id`.
+        Raises DataError for a text that is no token.
         """
         if role in settings.roles:
             content = settings.roles[role]
@@ -300,12 +304,10 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Turns ids into text one at a time.
+    """A decoder of ids to text, one id at a time.
 
-    Half a character is held back until the rest of its bytes has come.
-
-    prompt: the ids that the text goes on from, so that its first space is kept or dropped as it
-    would be there.
+    An incomplete character is held back until the rest of its bytes has come. prompt: the ids
+    before the text, which decide whether its first space is the tokenizer's and is dropped.
     """
 
     def __init__(
@@ -316,7 +318,7 @@ class StreamDecoder:
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
         last = prompt[-1] if prompt else None
         is_after_text = last is not None and not tokenizer.is_special(last)
-        # The first piece has a space that the tokenizer itself put before the text.
+        # Whether the next token begins with a space that the tokenizer itself has put there
         self._drop_space = not is_after_text and tokenizer.eats_space(last)
 
     def push(self, token: int) -> str:
@@ -334,14 +336,17 @@ class StreamDecoder:
         return self._bytes.decode(written)
 
     def finish(self) -> str:
-        """Return what an incomplete last character leaves: U+FFFD, or nothing."""
+        """Return U+FFFD for an incomplete last character; else an empty text."""
         return self._bytes.decode(b"", final=True)
 
 
 def _split(
     text: str, splitter: tuple[re.Pattern[str] | None, Mapping[str, AddedToken]]
 ) -> Iterable[tuple[str, AddedToken | None]]:
-    """Yield the text as (what is before a token, the token); the last has none."""
+    """Yield (text before a token, the token) in order; the last pair has None for the token.
+
+    splitter: pattern of the tokens' texts, None: there are none; and text -> token.
+    """
     pattern, tokens = splitter
     start = 0
     for match in pattern.finditer(text) if pattern else ():
@@ -350,8 +355,8 @@ def _split(
     yield text[start:], None
 
 
-LLAMA3_SIZE = 128_000  # pieces of Llama 3's vocabulary, without special tokens
-MAX_BYTES = 2**28  # of a tokenizer's file; the largest in use has some 35 MiB
+LLAMA3_SIZE = 128_000  # tokens of Llama 3's vocabulary, without special ones
+MAX_BYTES = 2**28  # bytes of a tokenizer's file; the largest in use has some 35 MiB
 
 
 def load_tokenizer(
@@ -422,7 +427,7 @@ def _add_llama3_tokens(vocabulary: TiktokenVocabulary, settings: Settings, file:
             f" 3's {LLAMA3_SIZE} or a tokenizer_config.json with added_tokens_decoder next to the"
             " file"
         )
-    # Offset -> name; the others are reserved, and numbered in their order.
+    # Offset -> name; the other offsets are reserved tokens, which are numbered in order.
     named = {
         0: "begin_of_text",
         1: "end_of_text",
@@ -453,7 +458,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_settings(folder: Path, template_remedy: str = OTHER_TEMPLATE) -> Settings:
-    """Read what the files of a tokenizer's folder say, as far as they are there.
+    """Read the settings from the files of a tokenizer's folder; each of them may be missing.
 
     They are tokenizer_config.json, special_tokens_map.json, added_tokens.json,
     generation_config.json, config.json and chat_template.jinja. Raises DataError.
@@ -467,11 +472,11 @@ def read_settings(folder: Path, template_remedy: str = OTHER_TEMPLATE) -> Settin
         for content, id in _read_object(list_file).items()
     }
     for key, entry in (config.get("added_tokens_decoder") or {}).items():
-        # JSON has the ids as texts; what is none is refused with the entry.
+        # JSON has ids as texts; a key that is no id becomes None, which AddedToken.read refuses.
         id = int(key) if str(key).isdigit() else None
         token = AddedToken.read(entry, str(config_file), id)
         settings.added[token.content] = token
-    # tokenizer_config.json last: it wins.
+    # tokenizer_config.json comes last, so that it wins.
     for source in (_read_object(folder / "special_tokens_map.json"), config):
         for role in ROLES:
             if role in source:

@@ -112,11 +112,11 @@ def monkey_patch_alone(parallel: Parallel) -> None:
         def __init__(self) -> None:
             pass
 
-        def receive(self, shape: Any, dtype: Any, *_: Any, **__: Any) -> driver.OnItsWay:
-            return driver.OnItsWay(torch.ones(shape, dtype=dtype), None)
+        def receive(self, shape: Any, dtype: Any, *_: Any, **__: Any) -> driver.PendingTensor:
+            return driver.PendingTensor(torch.ones(shape, dtype=dtype), None)
 
-        def send(self, tensor: torch.Tensor, *_: Any, **__: Any) -> driver.OnItsWay:
-            return driver.OnItsWay(tensor, None)
+        def send(self, tensor: torch.Tensor, *_: Any, **__: Any) -> driver.PendingTensor:
+            return driver.PendingTensor(tensor, None)
 
     pipeline = parallel.pipeline
     assert pipeline is not None

@@ -255,26 +255,32 @@ def make_memory_cost(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
     # Bytes on a rank of a weight of embedding and head, with its gradient and states if trained.
     entry_width = ((2 * width + vocabulary_states if adapters is None else width) + copies) / parts
     if adapters is None:
-        layer = count_layer_weights(spec) * ((2 * width + states + copies) / parts)
+        layer_bytes = count_layer_weights(spec) * ((2 * width + states + copies) / parts)
     else:
-        layer = count_layer_weights(spec) * (
+        layer_bytes = count_layer_weights(spec) * (
             (_QUANTIZED_BYTES.get(adapters.quantize_base) or width) / parts
         )
         adapts_experts = "experts" in adapters.target_modules
         adapter_weights = _count_adapter_weights(spec, adapters.rank, adapts_experts)
-        layer += adapter_weights * (2 * width + states) / parts
+        layer_bytes += adapter_weights * (2 * width + states) / parts
+    # Elements of a token.
     kept = count_kept_elements(spec, cfg.memory.activation_checkpointing)
     deferred = count_deferred_elements(spec) if adapters is None else 0
-    embedding = spec.vocab_size * spec.width * entry_width
+    embedding_bytes = spec.vocab_size * spec.width * entry_width
     num_head_weights = spec.head_rows * spec.width
     chunk_tokens = tokens * parallel.tensor / cfg.memory.loss_chunks
-    logits = chunk_tokens * spec.head_rows * (width + 8) / parallel.tensor
-    gradient = num_head_weights * width / parallel.tensor if adapters is None else 0
-    head = num_head_weights * entry_width + logits + gradient
-    ends = {find_stage_rank(parallel, 0): embedding}  # bytes outside of the layers, by rank
+    logits_bytes = chunk_tokens * spec.head_rows * (width + 8) / parallel.tensor
+    gradient_bytes = num_head_weights * width / parallel.tensor if adapters is None else 0
+    head_bytes = num_head_weights * entry_width + logits_bytes + gradient_bytes
+    # By rank, the bytes of embedding and head.
+    end_bytes = {find_stage_rank(parallel, 0): embedding_bytes}
     last = find_stage_rank(parallel, count_stages(parallel) - 1)
     # With ZBV the first rank has the last stage too, and a tied head there is the embedding itself.
-    ends[last] = ends.get(last, 0) + head - (embedding if spec.tied and last in ends else 0)
+    end_bytes[last] = (
+        end_bytes.get(last, 0)
+        + head_bytes
+        - (embedding_bytes if spec.tied and last in end_bytes else 0)
+    )
     # By rank, the different sets of (stage, micro-batches ahead, micro-batches deferred) of a step.
     moments_by_rank = {
         rank: {
@@ -289,7 +295,9 @@ def make_memory_cost(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
             sum(counts[stage] * (ahead * kept + later * deferred) for stage, ahead, later in moment)
             for moment in moments_by_rank[rank]
         )
-        return layer * sum(counts.values()) + ends.get(rank, 0) + elements * tokens * width
+        return (
+            layer_bytes * sum(counts.values()) + end_bytes.get(rank, 0) + elements * tokens * width
+        )
 
     return compute_bytes
 

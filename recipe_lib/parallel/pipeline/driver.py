@@ -472,6 +472,8 @@ class _Step:
         words = f"the {kinds.WORDS[action.kind]} of micro-batch {action.micro_batch}"
         self._heartbeat.action = f"{words} in stage {action.stage}"
 
+    # Run the forward of a stage, and hand its output to the next stage. In the last stage the
+    # caller runs the head on it: in training when backward begins, in evaluation at once.
     def _run_forward(self, action: Action) -> Iterator[tuple[int, Batch]]:
         stage = action.stage
         index = action.micro_batch
@@ -557,7 +559,7 @@ class _Step:
 
     def _receive(self, action: Action) -> None:
         if action.kind == kinds.RECEIVE_GRADIENT and not self._has_input_gradient(action.stage + 1):
-            return
+            return  # nothing before the next stage is trained, so it sends no gradient
         shape, dtype = self._get_shape(action.micro_batch)
         place = find_stage_rank(self._pipeline._parallel, get_partner(action).stage)
         self._arriving[action] = self._transport.receive(

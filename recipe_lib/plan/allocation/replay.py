@@ -1,9 +1,9 @@
-"""A trace replayed through the caching allocator: what each phase reserves, and a snapshot of it.
+"""Replay a trace through a model of the caching allocator.
 
-With a cap in the settings, `Replay.survived` says whether that much memory is enough.
-`write_snapshot` makes a memory snapshot of torch, for the viewers that read those:
-https://pytorch.org/memory_viz shows the file, and `python -m torch.cuda._memory_viz
-trace_plot|segments|stats path` reads it.
+`replay` returns the memory that each phase of a trace reserves; with `cap` in the settings,
+`Replay.survived` tells whether that much memory is enough. `write_snapshot` writes the replay as a
+memory snapshot of torch: https://pytorch.org/memory_viz shows the file, and
+`python -m torch.cuda._memory_viz trace_plot|segments|stats path` reads it.
 """
 
 import pickle
@@ -26,20 +26,21 @@ from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, USE, Trace
 class Replay:
     """The memory that a trace takes from the allocator."""
 
-    # By name, in order. What is reserved has what earlier phases left there.
+    # Name of a phase -> its peaks, in order. Segments that earlier phases reserved count too.
     phases: dict[str, MemoryPeaks] = field(default_factory=dict)
-    retries: int = 0  # how often everything unused was given back to make room
-    events: int = 0  # allocations and frees replayed
-    survived: bool = True  # memory did not run out; else the phases after that are missing
+    retries: int = 0  # times that all unused segments were given back to make room
+    events: int = 0  # allocations and releases that were replayed
+    # False: memory ran out; later phases are missing.
+    survived: bool = True
 
     @property
     def reserved(self) -> int:
-        """Return the most that is reserved in any phase, bytes."""
+        """Return the most bytes that are reserved in any phase."""
         return max((phase.reserved for phase in self.phases.values()), default=0)
 
     @property
     def active(self) -> int:
-        """Return the most that is active in any phase, bytes."""
+        """Return the most bytes that are active in any phase."""
         return max((phase.active for phase in self.phases.values()), default=0)
 
 
@@ -48,40 +49,41 @@ def replay(
 ) -> Replay:
     """Replay the device's storages of a trace through an allocator.
 
-    emptied_after: the phase at whose end the allocator gives back what is unused, for one that no
-    run has. What is allocated before the first phase counts from there on.
+    settings: None: those of an allocator without PYTORCH_CUDA_ALLOC_CONF or a cap. emptied_after:
+    the phase at whose end the allocator gives back unused segments, for a phase that no real run
+    has; "": none. Allocations before the first phase count to the first.
     """
     result = Replay()
     allocator = CachingAllocator(settings)
-    blocks: dict[int, Block] = {}  # by the number of their storage
-    streams = set[int]()  # that `record_stream` named
-    phase = ""
-    for kind, number in trace.events:
+    blocks: dict[int, Block] = {}  # index of a storage -> its block
+    streams = set[int]()  # streams that `record_stream` named
+    phase = ""  # name; "": none has begun
+    for kind, index in trace.events:
         if kind == ALLOC:
-            storage = trace.storages[number]
+            storage = trace.storages[index]
             if not storage.device or not storage.bytes:  # empty storages take no memory
                 continue
             result.events += 1
             try:
-                blocks[number] = allocator.malloc(storage.bytes, storage.stream)
+                blocks[index] = allocator.malloc(storage.bytes, storage.stream)
             except OutOfMemory:
                 result.survived = False
                 break
         elif kind == FREE:
-            if block := blocks.pop(number, None):
+            if block := blocks.pop(index, None):
                 result.events += 1
                 allocator.free(block)
         elif kind == USE:
-            # When the named stream is done with the block nobody can foretell. So it is held for as
-            # long as the host can be ahead of that stream (`LAUNCH_QUEUE`), or until memory runs
-            # out.
-            used, stream = trace.uses[number]
-            if used in blocks:
-                allocator.record_stream(blocks[used], stream)
+            # It is not known when the named stream is done with the block. So the block is held for
+            # as long as the host can be ahead of that stream (`LAUNCH_QUEUE` kernels), or until
+            # memory runs out.
+            storage_index, stream = trace.uses[index]
+            if storage_index in blocks:
+                allocator.record_stream(blocks[storage_index], stream)
                 streams.add(stream)
         elif kind == OP:
-            # It counts as one kernel, which is the fewest that it can be.
-            op = trace.ops[number]
+            # An operator counts as one kernel, which is the fewest that it can be.
+            op = trace.ops[index]
             if op.stream in streams and not op.on_host:
                 allocator.issue(op.stream, op.repeats)
         elif kind == PHASE:
@@ -92,49 +94,50 @@ def replay(
             if phase and phase == emptied_after:
                 allocator.empty_cache()
                 allocator.reset_peaks()
-            phase = trace.phases[number]
+            phase = trace.phases[index]
     _record_peaks(result, allocator, phase)
     result.retries = allocator.num_alloc_retries
     return result
 
 
 def _record_peaks(result: Replay, allocator: CachingAllocator, phase: str) -> None:
-    """Note the peaks of a phase that ends; one that came before keeps the larger ones."""
+    """Note the peaks of a phase that ends, or the larger ones if the phase ran before."""
     if phase:
-        before = result.phases.get(phase, MemoryPeaks())
-        result.phases[phase] = MemoryPeaks(*map(max, astuple(before), astuple(allocator.peaks)))
+        earlier = result.phases.get(phase, MemoryPeaks())
+        result.phases[phase] = MemoryPeaks(*map(max, astuple(earlier), astuple(allocator.peaks)))
     allocator.reset_peaks()
 
 
-Frames = list[dict[str, Any]]  # of a stack, the innermost first
+Frames = list[dict[str, Any]]  # frames of a stack as in a snapshot, the innermost first
 
 
 def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None = None) -> None:
-    """Write what the allocator does on the device's storages of a trace as a memory snapshot.
+    """Write a memory snapshot of the allocator's work on the device's storages of a trace.
 
-    The file is as `torch.cuda.memory._dump_snapshot` writes it. Phases are annotations. If memory
+    The file has the format of `torch.cuda.memory._dump_snapshot`. Phases are annotations. If memory
     runs out under a cap, the snapshot ends there, with the entry `oom`. Raises StorageError if the
     file cannot be written.
     """
     settings = settings or AllocatorSettings()
     allocator = CachingAllocator(settings)
     allocator.log = []
-    # For each entry of the log, (index of the event in the trace, which stands for a time; frames).
+    # For each entry of the log: (time, frames). A trace has no times: an event's index stands for
+    # its microseconds.
     sources: list[tuple[int, Frames]] = []
     annotations: list[dict[str, Any]] = []
-    blocks: dict[int, Block] = {}  # by the number of their storage
+    blocks: dict[int, Block] = {}  # index of a storage -> its block
     block_frames: dict[Block, Frames] = {}
-    for time, (kind, number) in enumerate(trace.events):
+    for time, (kind, index) in enumerate(trace.events):
         if kind == PHASE:
             annotations += [
                 _make_annotation(last["name"], "END", time) for last in annotations[-1:]
             ]
-            annotations.append(_make_annotation(trace.phases[number], "START", time))
+            annotations.append(_make_annotation(trace.phases[index], "START", time))
             continue
-        storage = trace.storages[number] if kind in (ALLOC, FREE) else None
+        storage = trace.storages[index] if kind in (ALLOC, FREE) else None
         if storage is None or not storage.device or not storage.bytes:
             continue
-        # What a viewer shows of an allocation in place of a stack of calls.
+        # A viewer shows these in place of the stack of calls of an allocation.
         lines = (
             ("operator", storage.op or "-"),
             ("module", storage.module or "-"),
@@ -144,15 +147,15 @@ def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None 
         frames = [{"filename": filename, "line": 0, "name": name} for filename, name in lines]
         is_out_of_memory = False
         if kind == FREE:
-            if block := blocks.pop(number, None):
+            if block := blocks.pop(index, None):
                 allocator.free(block)
         else:
             try:
-                blocks[number] = allocator.malloc(storage.bytes, storage.stream)
-                block_frames[blocks[number]] = frames
+                blocks[index] = allocator.malloc(storage.bytes, storage.stream)
+                block_frames[blocks[index]] = frames
             except OutOfMemory:
                 is_out_of_memory = True
-        # One event may make several entries: of a segment that is taken, of blocks that are freed.
+        # One event may make several entries, such as for a segment that is taken for a block.
         sources += [(time, frames)] * (len(allocator.log) - len(sources))
         if is_out_of_memory:
             break
@@ -185,8 +188,9 @@ def _make_annotation(name: str, stage: str, time: int) -> dict[str, Any]:
 def _make_entry(
     event: tuple[str, int, int, int], time: int, frames: Frames, *, cap: int
 ) -> dict[str, Any]:
+    # event: of the allocator's log. cap: bytes; 0: no limit.
     action, address, size, stream = event
-    # An entry `oom` has in place of an address what the device had free.
+    # In place of an address, an entry `oom` has the bytes that the device had free.
     location = {"device_free": cap} if action == "oom" else {"addr": address}
     return {
         "action": action,
@@ -201,7 +205,7 @@ def _make_entry(
 def _list_segments(
     allocator: CachingAllocator, block_frames: dict[Block, Frames]
 ) -> list[dict[str, Any]]:
-    """Return the segments at the end: each is made of neighboring blocks with memory."""
+    """Return a snapshot's segments at the end: runs of neighboring blocks that have memory."""
     segments: list[dict[str, Any]] = []
     for block in allocator.list_blocks():
         if not block.previous or not block.previous.mapped:

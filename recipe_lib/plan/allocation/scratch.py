@@ -1,7 +1,8 @@
-"""Scratch memory of kernels, which the simulated device adds to a trace.
+"""Compute the scratch memory of kernels, which no tensor of a trace shows.
 
-`make_kernel_memory` reads the shapes from an operator's arguments; `untraced_memory` has the
-formulas and their sources.
+A plan passes the result of `make_kernel_memory` to a `Tracer`, which calls it for each operator.
+This module reads the shapes from an operator's arguments; `untraced_memory` has the formulas and
+their sources.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,9 @@ from recipe_lib.plan.allocation.untraced_memory import (
 from recipe_lib.plan.timing.cost import has_grouped_kernel
 from recipe_lib.plan.tracing.tracer import KernelMemory
 
+# Operators that take a workspace of cuBLAS.
 _MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
+# Backward of attention `[b, h, s, d]`, and of attention over packed documents `[s, h, d]`.
 _ATTENTION = frozenset(
     {
         "aten::_scaled_dot_product_flash_attention_backward",
@@ -48,7 +51,7 @@ def _compute_attention_scratch(args: Sequence[Any]) -> list[int]:
 def _compute_varlen_scratch(args: Sequence[Any]) -> list[int]:
     _, query, key = args[:3]
     tokens, heads, width = query.shape[-3:]
-    bounds = [
+    bounds = [  # cu_seqlens of queries and keys
         value
         for value in args[3:]
         if isinstance(value, torch.Tensor) and value.dtype == torch.int32
@@ -63,12 +66,12 @@ def _compute_varlen_scratch(args: Sequence[Any]) -> list[int]:
     )
 
 
-# Operator -> the bytes of each of its scratch tensors, from its arguments.
+# Operator -> a function of its arguments that returns the bytes of each of its scratch tensors.
 _SIZES: dict[str, Callable[[Sequence[Any]], list[int]]] = {
     **dict.fromkeys(_ATTENTION, _compute_attention_scratch),
     **dict.fromkeys(_VARLEN, _compute_varlen_scratch),
-    # Pointers and strides of each expert, for one kernel; the third argument has the ends of their
-    # rows.
+    # Pointers and strides of each expert's matmul, for one kernel. The third argument has the end
+    # of each expert's rows.
     "aten::_grouped_mm": lambda args: [count_grouped_arguments(groups=len(args[2]))],
     "aten::embedding_dense_backward": lambda args: compute_embedding_backward_scratch(
         tokens=args[1].numel(), width=args[0].shape[-1]
@@ -76,19 +79,20 @@ _SIZES: dict[str, Callable[[Sequence[Any]], list[int]]] = {
     "aten::_softmax_backward_data": lambda args: compute_softmax_backward_scratch(
         numbers=args[0].numel(), element_bytes=args[0].element_size()
     ),
-    # NF4's scales in the type of its result, which a first kernel makes from 8 bits.
+    # A first kernel makes NF4's scales in the type of the result, from 8 bits.
     "tune_recipes::dequantize_nf4": lambda args: [len(args[0]) * args[3].element_size()],
 }
 
 
 def make_kernel_memory(architecture: str) -> KernelMemory:
-    """Return what a tracer asks for the scratch of kernels on a device of this architecture.
+    """Return the function that a tracer calls for the scratch of kernels.
 
-    It remembers the workspaces that are taken, so each simulation needs one of its own.
+    architecture: of the GPU, such as `sm90`, or `cpu`. The function remembers the workspaces that
+    are taken, so each simulation needs a function of its own.
     """
-    taken: set[tuple[int, bool]] = set()
+    taken: set[tuple[int, bool]] = set()  # (stream, True in backward) that has a workspace
     workspace = get_workspace_bytes(architecture)
-    if not workspace:
+    if not workspace:  # a CPU
         return lambda name, args, stream: []
     matmuls = _MATMULS if has_grouped_kernel(architecture) else _MATMULS | {"aten::_grouped_mm"}
 

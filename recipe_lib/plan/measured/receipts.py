@@ -81,8 +81,8 @@ class Receipt:
         }
 
 
-def are_receipts_off() -> bool:
-    """Return True if the environment turns receipts off (VARIABLE)."""
+def has_disabled_receipts() -> bool:
+    """Return True if the user has turned receipts off, by the environment (VARIABLE)."""
     return os.environ.get(VARIABLE, "").lower() in ("off", "0", "no")
 
 

@@ -1,1 +1,1 @@
-"""The simulated world: devices, ranks and data of sizes without bytes."""
+"""Simulate a device, ranks and data whose tensors have sizes and no bytes."""

@@ -1,8 +1,9 @@
-"""A cache over FakeTensorMode: operators seen with the same shapes are answered without a run.
+"""Cache FakeTensorMode's answers: an operator is run once for each kind of arguments.
 
-torch's own cache builds keys and results at about 100 us an operator; a step of a 70B model has
-fifty thousand. This one costs a fifth of that. A call that it cannot be sure of (`NotCacheable`)
-goes to FakeTensorMode as before.
+The tracer calls `CachedFakeMode.call` for each operator. A second call with the same shapes, types
+and devices is answered from the first one. torch's own cache takes about 100 us an operator; a step
+of a 70B model has fifty thousand. This one takes a fifth of that. A call whose result may depend on
+more (`NotCacheable`) goes to FakeTensorMode.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch._prims_common import compute_required_storage_length
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-# Parts of names of operators whose result depends on more than shapes, or that change a storage.
+# Parts of names of operators that are not cached: the result depends on more than shapes, or the
+# storage of an argument changes.
 _NEVER = (
     "set_",
     "resize_",
@@ -27,8 +29,9 @@ _NEVER = (
     "item",
     "_to_cpu",
 )
-# Namespaces whose operators do to shapes what their schemas say.
+# Namespaces whose operators are cached: they alias and change only what their schemas say.
 _KNOWN = ("aten::", "prims::", "torch_attn::", "tune_recipes::", "fsdp::", "_c10d_functional::")
+# Types of arguments that are a part of the key by value.
 _PLAIN_TYPES = frozenset(
     (
         int,
@@ -44,25 +47,26 @@ _PLAIN_TYPES = frozenset(
 )
 
 
-class NotCacheable(Exception):  # noqa: N818 - not an error: the call is made as ever
-    """The call cannot be remembered."""
+class NotCacheable(Exception):  # noqa: N818 - not an error: the call is made without the cache
+    """Raised for a call whose result is not determined by its key."""
 
 
 @dataclass(slots=True)
 class _Output:
     """A description from which one output of an operator is made."""
 
-    same: int = -1  # index of the tensor argument that it is, or -1
-    view_of: int = -1  # index of the tensor argument whose storage it shares, or -1
+    same: int = -1  # index of the tensor argument that it is; -1: it is none
+    view_of: int = -1  # index of the tensor argument whose storage it shares; -1: of none
     constant: Any = None  # an output that is no tensor; `dtype` is then None
     shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()  # in elements
     offset: int = 0  # elements before its first one in its storage
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # None: it is no tensor
     device: torch.device | None = None
-    elements: int = 0  # of its storage, where that is larger than shape and stride need
+    elements: int = 0  # size of its storage; 0: as shape and stride need
 
     def make(self, tensors: list[FakeTensor], mode: FakeTensorMode) -> Any:
+        # tensors: the tensors among the arguments, in order.
         if self.same >= 0:
             return tensors[self.same]
         if self.dtype is None:
@@ -87,9 +91,9 @@ class _Output:
 class CachedCall:
     """A remembered call of an operator."""
 
-    outputs: "_Output | list[_Output] | None"  # None: it returns nothing
-    sequence: type | None  # `list` or `tuple` where it returns one
-    cost: Any = None  # that the tracer has computed for it
+    outputs: "_Output | list[_Output] | None"  # None: it returns None
+    sequence: type | None  # `list` or `tuple` if it returns one; None: it returns one value
+    cost: Any = None  # `Cost` of the call, set by the tracer; None: not computed yet
 
     def make(self, tensors: list[FakeTensor], mode: FakeTensorMode) -> Any:
         """Return the result. tensors: the tensors among the arguments, in order."""
@@ -101,32 +105,32 @@ class CachedCall:
 
 
 class CachedFakeMode:
-    """Calls operators under one FakeTensorMode, which is active outside."""
+    """Calls operators under one FakeTensorMode, which the caller has entered."""
 
     def __init__(
         self, mode: FakeTensorMode, calls: dict[Any, CachedCall | None] | None = None
     ) -> None:
         """Make a cache.
 
-        calls: by operator and shapes. They hold nothing of a mode, so several simulations may share
-        them.
+        calls: the cache, by operator and shapes; None: an empty one. Entries hold nothing of a
+        mode, so several simulations may share them.
         """
         self.mode = mode
-        self.calls = {} if calls is None else calls
+        self.calls = {} if calls is None else calls  # value None: this call cannot be cached
         _read_attributes.cache_clear()  # they hold the modes of earlier simulations
 
     def call(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, CachedCall | None]:
-        """Return the operator's result, and what is remembered of the call (None: nothing)."""
-        if func.namespace == "c10d":  # fake groups do nothing, and give back what they were given
+        """Return (the operator's result, the entry of the cache or None for a call without one)."""
+        if func.namespace == "c10d":  # fake groups do nothing, and return their arguments
             with in_kernel_invocation_manager(self.mode):
                 return func(*args, **kwargs), None
         tensors: list[FakeTensor] = []
         try:
             options = make_key(tuple(kwargs.items()), tensors) if kwargs else None
-            # By its id: an operator hashes itself in Python, which is slow. It lives as long as
-            # torch, so its id is no other's.
+            # By id, as an operator hashes itself in Python, which is slow. Operators live as long
+            # as torch, so that no other object has such an id.
             key = (id(func), make_key(args, tensors), options, torch.get_default_dtype())
             call = self.calls.get(key)
         except (NotCacheable, TypeError):
@@ -141,8 +145,8 @@ class CachedFakeMode:
 
 
 def wrap(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
-    """Return a FakeTensor as its constructor would make it."""
-    # Faster than the constructor: the attributes are copied from a tensor that it made once.
+    """Return a FakeTensor over a meta tensor, as its constructor would make it."""
+    # Faster than the constructor: attributes are copied from a tensor that was made by it once.
     fake = Tensor._make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
@@ -153,6 +157,7 @@ def wrap(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor
 
 @cache
 def _read_attributes(mode: FakeTensorMode, device: torch.device) -> dict[str, Any]:
+    # These attributes are set by FakeTensor's constructor.
     with torch._C._DisableTorchDispatch():
         element = torch.empty(0, device="meta")
     return dict(FakeTensor(mode, element, device).__dict__)
@@ -160,10 +165,10 @@ def _read_attributes(mode: FakeTensorMode, device: torch.device) -> dict[str, An
 
 @cache
 def _is_never_cached(func: Any) -> bool:
-    """Return whether an operator's result may depend on more than the shapes of its arguments."""
+    """Return True if an operator's result may depend on more than the shapes of its arguments."""
     schema = func._schema
     tags = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-    # An `out` may be resized, but not by FSDP's operators.
+    # An `out` argument may be resized, but FSDP's operators do not.
     writes_out = func.namespace != "fsdp" and any(argument.is_out for argument in schema.arguments)
     return (
         writes_out
@@ -174,15 +179,16 @@ def _is_never_cached(func: Any) -> bool:
 
 
 def make_key(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
-    """Return all that the shapes and devices of a result depend on.
+    """Return all of the arguments that the shapes and devices of a result depend on.
 
-    tensors: the tensors among the values are appended to it, in order.
+    tensors: the tensors among the values are appended to it, in order. Raises NotCacheable for a
+    value of an unknown type, or a tensor that has a value.
     """
     parts: list[Any] = []
     for value in values:
         kind = type(value)
         if kind in _PLAIN_TYPES:
-            # 1, 1.0 and True are equal, but make results of different types.
+            # 1, 1.0 and True are equal, but lead to results of different types.
             parts.append(value if kind is not float else (kind, value))
             if kind is bool:
                 parts.append("?")
@@ -210,10 +216,14 @@ def make_key(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...
 
 
 def remember(result: Any, tensors: list[FakeTensor]) -> CachedCall | None:
-    """Return how to answer the same call again; None if that is not certain."""
+    """Return an entry that answers the same call again; None if that is not certain.
+
+    tensors: the tensors among the call's arguments, as from `make_key`.
+    """
     if result is None:
         return CachedCall(None, None)
-    last_first = list(enumerate(tensors))[::-1]  # so that the first of several alike stays
+    # Last first, so that the dicts have the first index of a tensor that is passed twice.
+    last_first = list(enumerate(tensors))[::-1]
     arguments = {id(tensor): index for index, tensor in last_first}
     storages = {tensor.untyped_storage()._cdata: index for index, tensor in last_first}
     new_storages: set[int] = set()
@@ -236,10 +246,10 @@ def remember(result: Any, tensors: list[FakeTensor]) -> CachedCall | None:
 def _describe(
     value: Any, arguments: dict[int, int], storages: dict[int, int], new_storages: set[int]
 ) -> _Output:
-    """Return how to make an output. Raises NotCacheable.
+    """Return the description of an output. Raises NotCacheable if there is none.
 
-    arguments, storages: index of a tensor argument, by its id and by its storage's address.
-    new_storages: addresses of the storages of outputs; this one's is added.
+    arguments, storages: id, and address of the storage, of a tensor argument -> its index.
+    new_storages: addresses of the new storages of outputs; this one's is added.
     """
     if value is None or isinstance(value, (int, float, bool)):
         return _Output(constant=value)
@@ -264,7 +274,7 @@ def _describe(
         return _Output(view_of=storages[storage._cdata], offset=value.storage_offset(), **geometry)
     elements, remainder = divmod(storage.nbytes(), value.element_size())
     if storage._cdata in new_storages or remainder:
-        raise NotCacheable  # two outputs that share new memory
+        raise NotCacheable  # outputs share new memory, or it is no whole number of elements
     new_storages.add(storage._cdata)
     if not value.storage_offset() and elements == compute_required_storage_length(
         value.shape, value.stride(), 0

@@ -1,9 +1,10 @@
-"""torch.compile on the simulated device: inductor's own code, with kernels that do nothing.
+"""Run torch.compile on the simulated device: inductor's own code, with kernels that do nothing.
 
-Dynamo, AOTAutograd's partitioner and inductor's scheduler run as in a real run, so they decide what
-is kept for backward, what is fused and which buffers there are. Inductor writes a module in Python
-that takes its buffers, calls kernels, and frees or reuses them. It is run before a compiler for C++
-or Triton is asked: its buffers are the simulated device's, and its kernels are noted in the trace.
+`trace_rank.simulate` enters `trace_compiled_code` for a config with `compile: true`. Dynamo,
+AOTAutograd's partitioner and inductor's scheduler run as in a real run, so they decide what is kept
+for backward, what is fused and which buffers there are. Inductor writes a Python module that takes
+buffers, calls kernels, and frees or reuses buffers. It is run without a compiler for C++ or Triton:
+its buffers are the simulated device's, and its kernels only note their calls in the trace.
 
 The code is that for a CPU, with the attention kernel of the planned device. For a GPU inductor
 fuses by the same rules but for reductions, which it can split otherwise.
@@ -37,35 +38,35 @@ from recipe_lib.units import pluralize
 if TYPE_CHECKING:
     from recipe_lib.plan.tracing.tracer import Tracer
 
-# Matmuls that inductor's code calls by name.
+# Matmuls that inductor's code calls, by their names in it.
 _MATMULS = {
     "mm": torch.ops.aten.mm.out,
     "addmm": torch.ops.aten.addmm.out,
     "bmm": torch.ops.aten.bmm.out,
     "baddbmm": torch.ops.aten.baddbmm.out,
 }
-# Operators of ours that the compiler does not look into; their backwards too.
+# Operators of recipe_lib that the compiler does not look into; their backwards neither.
 _OPAQUE = (
     "tune_recipes::quantized_linear",
     "tune_recipes::quantized_experts",
     "tune_recipes::gather_linears",
     "tune_recipes::gated_linear",
 )
-# What inductor wrote for a graph, by its operators, its inputs and whether it is a backward's: a
-# plan simulates a model more than once.
+# Code that inductor wrote, by (the graph, shapes and types of its inputs, True for a backward). It
+# is kept, as a plan simulates a model more than once.
 _written: dict[tuple[str, str, bool], str] = {}
 
 
 class NotCompiled(Exception):  # noqa: N818 - not an error: the run is planned without
-    """A graph that inductor has no code for here; the message says why."""
+    """Raised for a graph that inductor has no code for here; the message says why."""
 
 
 @dataclass
 class CompiledCode:
     """A record of what was compiled in a simulation."""
 
-    graphs: int = 0  # that dynamo found
-    faults: list[str] = field(default_factory=list)  # why there is no code for a graph
+    graphs: int = 0  # number of graphs that dynamo found
+    faults: list[str] = field(default_factory=list)  # one for each graph without code: its error
 
     def describe(self) -> str:
         """Return a line for a report."""
@@ -77,7 +78,7 @@ class CompiledCode:
 
 
 def find_opaque_function(operator: Any) -> Callable[..., Any] | None:
-    """Return the function inside an operator of ours that is opaque to the compiler, else None."""
+    """Return the Python function of an operator of `_OPAQUE`; None for any other operator."""
     name = operator._schema.name
     return OPDEFS[name]._init_fn if name.removesuffix("_backward") in _OPAQUE else None
 
@@ -86,8 +87,8 @@ def find_opaque_function(operator: Any) -> Callable[..., Any] | None:
 def trace_compiled_code(tracer: "Tracer") -> Iterator[CompiledCode]:
     """Trace the code that torch.compile makes with inductor inside the block.
 
-    What the compiler does is no part of the trace. Raises NotCompiled for what inductor has no code
-    for.
+    Operators that run while the compiler works are not traced. Raises NotCompiled for a graph that
+    inductor has no code for.
     """
     from torch._inductor import compile_fx
     from torch._inductor.fx_passes import joint_graph
@@ -129,13 +130,13 @@ def trace_compiled_code(tracer: "Tracer") -> Iterator[CompiledCode]:
     try:
         with (
             mock.patch.object(compile_fx, "compile_fx", compile_graph),
-            # Patterns of attention are made once, on the device that is asked for first, with
-            # tensors of it.
+            # Inductor makes its patterns of attention once, with tensors of the device that it is
+            # first asked for.
             mock.patch.object(joint_graph, "lazy_init", lambda *_: lazy_init(torch.device("cpu"))),
         ):
             yield compiled
     except Exception as error:
-        # dynamo and autograd wrap what is raised in them, so its type does not tell.
+        # dynamo and autograd wrap errors raised inside of them, so the type does not tell.
         if compiled.faults:
             raise NotCompiled(compiled.faults[0]) from error
         raise
@@ -156,16 +157,16 @@ def _make_cpu_input(tensor: Tensor) -> Tensor:
 
 def _move_to_cpu(graph: GraphModule) -> None:
     """Change a graph in place to run on the CPU, but with the attention of the planned device."""
-    for part in graph.modules():
-        if not isinstance(part, GraphModule):
+    for subgraph in graph.modules():
+        if not isinstance(subgraph, GraphModule):
             continue
-        for node in part.graph.nodes:
+        for node in subgraph.graph.nodes:
             node.meta.pop("example_value", None)  # a tensor of the simulated device
             if node.target is F.scaled_dot_product_attention and MODULE.kernels != "cpu":
                 node.target = dispatch_attention
             node.args = tree_map(_replace_device, node.args)
             node.kwargs = tree_map(_replace_device, node.kwargs)
-        part.recompile()
+        subgraph.recompile()
 
 
 def _replace_device(value: Any) -> Any:
@@ -173,15 +174,18 @@ def _replace_device(value: Any) -> Any:
 
 
 def _generate_code(graph: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> str:
-    """Return the text of the module that inductor writes for a graph of aten's operators."""
+    """Return the text of the module that inductor writes for a graph of aten's operators.
+
+    options: keyword arguments of inductor's `compile_fx_inner`.
+    """
     from torch._inductor import compile_fx, config
     from torch._inductor.graph import GraphLowering
 
-    input_facts = [
+    input_types = [
         (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
         for value in inputs
     ]
-    key = (str(graph.graph), str(input_facts), bool(options.get("is_backward")))
+    key = (str(graph.graph), str(input_types), bool(options.get("is_backward")))
     if key in _written:
         return _written[key]
     codes: list[str] = []
@@ -201,22 +205,23 @@ def _generate_code(graph: GraphModule, inputs: Sequence[Any], options: dict[str,
 
 
 def _load_code(text: str, tracer: "Tracer") -> Callable[[list[Any]], Any]:
-    """Return the module's `call`, which takes its buffers from the simulated device."""
-    scope: dict[str, Any] = {}
-    # A kernel is bound before the code gives it a name.
+    """Return the function `call` of a module's text, with buffers of the simulated device."""
+    scope: dict[str, Any] = {}  # the module's globals
+    # `cpp_pybinding` returns a function of the kernel's name: the name is known only when the code
+    # has assigned it to a variable, below.
     compiles_nothing = SimpleNamespace(
         cpp_pybinding=lambda types, _: partial(_make_kernel, tracer, types),
         wait=lambda scope: None,
     )
     with mock.patch("torch._inductor.async_compile.AsyncCompile", lambda: compiles_nothing):
-        # What inductor wrote, as it would run it.
+        # The text is inductor's, which would run it too.
         exec(compile(text, "<inductor>", "exec"), scope)  # noqa: S102
     bindings = {name: value for name, value in scope.items() if isinstance(value, partial)}
     kernels = {name: bind(name.removeprefix("cpp_")) for name, bind in bindings.items()}
     matmuls = {name: partial(_note_matmul, tracer, operator) for name, operator in _MATMULS.items()}
     scope |= {
         **kernels,
-        # `_grouped_mm` is into a tensor of its own, which it notes as any operator.
+        # `_grouped_mm` returns a new tensor, so the tracer notes it as any operator.
         "extern_kernels": SimpleNamespace(_grouped_mm=torch._grouped_mm, **matmuls),
         "empty_strided_cpu": partial(_take_buffer, tracer),
         "reinterpret_tensor": _reinterpret_tensor,
@@ -228,13 +233,15 @@ def _load_code(text: str, tracer: "Tracer") -> Callable[[list[Any]], Any]:
     def run(args: list[Any]) -> Any:
         return call(args)
 
-    run._boxed_call = True  # type: ignore[attr-defined]  # it empties its list of arguments
+    # Tells AOTAutograd that `run` takes its arguments as a list and empties it.
+    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
 def _take_buffer(
     tracer: "Tracer", shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
+    """Return a new buffer of the simulated device, noted in the trace as `inductor::buffer`."""
     assert tracer.cached_mode is not None
     with torch._C._DisableTorchDispatch():
         meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -244,11 +251,11 @@ def _take_buffer(
 
 
 def _make_kernel(tracer: "Tracer", types: Sequence[str], name: str) -> Callable[..., None]:
-    """Return a kernel that notes its calls and does nothing else.
+    """Return a kernel that notes its calls in the trace and does nothing else.
 
-    types: of its arguments in C++.
+    types: the C++ types of its arguments.
     """
-    # What C++ takes as const it does not write.
+    # The kernel does not write an argument that C++ takes as const.
     is_const = [kind.startswith("const") for kind in types]
 
     def call(*args: Any) -> None:
@@ -275,6 +282,7 @@ def _make_kernel(tracer: "Tracer", types: Sequence[str], name: str) -> Callable[
 
 
 def _note_matmul(tracer: "Tracer", operator: Any, *args: Any, out: Tensor, **options: Any) -> None:
+    # It is noted in the trace and not run. out: the buffer of its result.
     kwargs = {**options, "out": out}
     cost = compute_cost(operator, args=args, kwargs=kwargs, result=out)
     tracer.note_operator(operator, args=args, kwargs=kwargs, result=out, cost=cost)
@@ -283,7 +291,10 @@ def _note_matmul(tracer: "Tracer", operator: Any, *args: Any, out: Tensor, **opt
 def run_higher_order_operator(
     tracer: "Tracer", func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run an operator that draws random numbers in compiled code's wrapper for recomputing it."""
+    """Run an operator with random numbers, inside the wrapper that compiled code recomputes it by.
+
+    Raises RuntimeError for any other higher-order operator.
+    """
     if func.name() == "run_and_save_rng_state":
         state = torch.get_device_module(tracer.device_type).get_rng_state()
         with tracer:
@@ -297,10 +308,10 @@ def run_higher_order_operator(
 def _reinterpret_tensor(
     tensor: Any, shape: Sequence[int], stride: Sequence[int], offset: int = 0
 ) -> Tensor:
-    """Return the same memory by another shape; no view, as compiled code has none."""
-    first = tensor.storage_offset() + offset
+    """Return a tensor of another shape on the same memory; no view, as compiled code has none."""
+    first_element = tensor.storage_offset() + offset
     with torch._C._DisableTorchDispatch():
         meta = torch.empty(0, dtype=tensor.dtype, device="meta").set_(
-            tensor.untyped_storage(), first, shape, stride
+            tensor.untyped_storage(), first_element, shape, stride
         )
     return wrap(meta, tensor.fake_mode, tensor.fake_device)

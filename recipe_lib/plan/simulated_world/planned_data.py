@@ -156,7 +156,7 @@ def _measure_dataset(cfg: Any, dataset: Dataset, choice: str, ranks: int) -> Pla
 
 
 def _order_dataset(cfg: Any, dataset: Dataset, slots_per_step: int) -> DataPlan:
-    """Return the order of a dataset in a run. slots_per_step: packs, or items, of all ranks."""
+    # slots_per_step: packs, or without packing items, of all ranks.
     return DataPlan(
         dataset,
         seed=cfg.seed,
@@ -240,7 +240,6 @@ def _check_validation(cfg: Any, tokenizer: Tokenizer) -> None:
 
 
 def _load_tokenizer(cfg: Any) -> Tokenizer:
-    """Load the tokenizer of a config from this machine. Raises UserErrors."""
     path = cfg.tokenizer.path or (find_checkpoint(cfg.model.path) if cfg.model.path else "")
     return load_tokenizer(Path(path), cfg.tokenizer.chat_template)
 
@@ -323,7 +322,7 @@ class PlannedData:
         return {}
 
     def _make_step(self, batch_size: int, accumulation: int) -> StepBatches:
-        """Make a step of `accumulation` micro-batches of `batch_size` slots."""
+        # accumulation: micro-batches of a step. batch_size: packs, or items, of a micro-batch.
         ranks = self._world.data_ranks
         packing = self._cfg.data.packing
         slot = np.arange(self.dataset.items if packing else 1)

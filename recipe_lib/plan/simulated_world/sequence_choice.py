@@ -1,13 +1,16 @@
-"""The values of `--sequence`. No torch: a wrong command line is refused before it is imported."""
+"""Check the value of `tune plan --sequence`, which `planned_data.choose_sequence` takes.
+
+No torch: a wrong command line is refused before it is imported.
+"""
 
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 
-PERCENTILES = ("p50", "p90", "p99")
+PERCENTILES = ("p50", "p90", "p99")  # of the lengths of the sequences
 
 
 def check_choice(choice: str) -> None:
-    """Raise ConfigError for a text that is no choice of `choose_sequence`, whatever the config."""
+    """Raise ConfigError for a text that `choose_sequence` accepts with no config."""
     if choice not in ("auto", "max", *PERCENTILES) and not (
         choice.isascii() and choice.isdigit() and int(choice)
     ):

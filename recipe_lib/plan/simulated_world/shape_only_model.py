@@ -1,7 +1,8 @@
-"""The shape of a config's model without its weights, which is all that a plan needs.
+"""Find the shape of a config's model without its weights, which is all that a plan needs.
 
-`make_plannable` turns a config into one that can be set up on any machine; `limit_layers` cuts its
-model to the first layers, and `find_layer_pattern` tells which of them are alike.
+`make_plannable` turns a config into one that can be set up on any machine. For such a config
+`limit_layers` cuts the model to its first layers, and `find_layer_pattern` returns which layers are
+alike. The shape is a `model.preset`: the name of a shipped one, or the path of a config.json.
 """
 
 import atexit
@@ -28,27 +29,27 @@ from recipe_lib.models import ExternalSpec, ModelSpec, read_config, read_preset_
 from recipe_lib.models.families import get_text_config, read_run_spec
 
 CONFIG_FILE = "config.json"
-_SIZE = re.compile(r"(?<![\d.])\d+(?:\.\d+)?[bm]\b")  # of a model, in its lower-case name
+_SIZE = re.compile(r"(?<![\d.])\d+(?:\.\d+)?[bm]\b")  # such as 1.5b in a lower-case name
 
 
 def make_plannable(cfg: Any) -> tuple[Any, list[str]]:
-    """Return a copy of a config that can be set up without files, and what was assumed for it.
+    """Return (a copy of a config that can be set up without files, assumptions as sentences).
 
-    model.path becomes the model.preset of its shape: that of the folder's config.json, of the hub
-    cache's, or of the shipped preset whose config names that hub id. output_dir is a new name in
-    the temporary folder, not made. Raises ConfigError where the shape is not known, CheckpointError
-    where config.json cannot be read or is not covered.
+    model.path becomes a model.preset of the same shape: the folder's config.json, that of the hub's
+    cache, or the shipped preset whose config names that hub id. output_dir becomes a path in the
+    temporary folder that does not exist. Raises ConfigError if the shape is not known,
+    CheckpointError if config.json cannot be read or describes no model that recipes know.
     """
     cfg = copy.deepcopy(cfg)
     assumed: list[str] = []
     for path_key, preset_key in {"model.path": "model.preset", **cfg.other_models}.items():
-        section, path_name = path_key.split(".")
-        keys = getattr(cfg, section)
-        path = getattr(keys, path_name)
+        section_name, path_name = path_key.split(".")
+        section = getattr(cfg, section_name)
+        path = getattr(section, path_name)
         if path is not None:
             shape, assumption = find_shape(path, path_key, preset_key)
-            setattr(keys, preset_key.partition(".")[2], shape)
-            setattr(keys, path_name, None)
+            setattr(section, preset_key.partition(".")[2], shape)
+            setattr(section, path_name, None)
             assumed += [assumption] if assumption else []
     cfg.output_dir = str(Path(_make_folder()) / "output")
     cfg.resume = None
@@ -69,10 +70,10 @@ def make_plannable(cfg: Any) -> tuple[Any, list[str]]:
 
 
 def find_shape(name: str, key: str = "model.path", preset: str = "model.preset") -> tuple[str, str]:
-    """Return (value for a preset's key, what was assumed or "") for a folder or a hub id.
+    """Return (value for the preset's key, an assumption or "") for a checkpoint.
 
-    key, preset: the keys that `name` and the result are of. Raises ConfigError where nothing on
-    this machine says what shape it has.
+    name: a folder or a hub id. key: the config key that has `name`. preset: the key that gets the
+    value. Raises ConfigError if nothing on this machine tells the checkpoint's shape.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -87,7 +88,8 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
             shipped[name],
             f"{name} is not on this machine: its shape is that of the preset {shipped[name]}",
         )
-    # `...-8B-Instruct` has the shape of `...-8B`, and a misspelled name that of one of its size.
+    # To suggest a shape: `...-8B-Instruct` has that of `...-8B`, and a misspelled name is near one
+    # of the same size.
     prefixes = [known for known in shipped if name.lower().startswith(known.lower())]
     same_size = [
         known for known in shipped if _SIZE.findall(known.lower()) == _SIZE.findall(name.lower())
@@ -115,7 +117,7 @@ def find_in_hub_cache(name: str) -> str | None:
 
 @cache
 def list_shipped_shapes() -> dict[str, str]:
-    """Return model.path -> preset, by the shipped configs."""
+    """Return model.path of each shipped config -> the preset that has the model's shape."""
     shapes = {}
     for preset in list_presets():
         # `FAMILY/SIZE_METHOD` trains the preset FAMILY/SIZE; all configs of a size have one model.
@@ -135,12 +137,14 @@ def _read_yaml(file: Path) -> Any:
 def limit_layers(cfg: Any, layers: int) -> Any:
     """Return a copy of a plannable config whose model has only the first `layers` layers.
 
-    Raises ValueError if the model has fewer, ConfigError where config.json has no key for them.
+    The shorter config.json is written to the temporary folder. Raises ValueError if the model has
+    fewer layers, ConfigError if its config.json has no number of layers.
     """
     config = read_preset_config(cfg.model.preset)
     if cfg.model.implementation == "native":
-        read_spec(cfg)  # raises where the config is not covered
+        read_spec(cfg)  # raises CheckpointError for a model that recipes do not know
         config = get_text_config(config)
+    # Models of other libraries have other names for it.
     keys = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     layers_key = next((key for key in keys if isinstance(config.get(key), int)), None)
     if layers_key is None:
@@ -152,7 +156,8 @@ def limit_layers(cfg: Any, layers: int) -> Any:
     if not 1 <= layers <= num_layers:
         raise ValueError(f"found {layers} layers, expected 1 to {num_layers}")
     changes: dict[str, Any] = {layers_key: layers}
-    # Lists have an entry for each layer: `layer_types`, and others in models of other libraries.
+    # These lists have an entry for each layer: `layer_types`, and in models of other libraries any
+    # of this length.
     for key, value in config.items():
         if (
             isinstance(value, list)
@@ -161,7 +166,7 @@ def limit_layers(cfg: Any, layers: int) -> Any:
         ):
             changes[key] = value[:layers]
     name = cfg.model.preset.replace(os.sep, "_")[-100:].removesuffix(".json")
-    # A fork has this process' folder, so the file's name has the process' id.
+    # A forked process uses the same folder, so the file's name has the id of the process.
     file = Path(_make_folder()) / f"{name}-{layers}-{os.getpid()}.json"
     replace_text(file, json.dumps(dict(config) | changes))
     cfg = copy.deepcopy(cfg)
@@ -170,11 +175,11 @@ def limit_layers(cfg: Any, layers: int) -> Any:
 
 
 def find_layer_pattern(cfg: Any) -> tuple[int, int]:
-    """Return (leading layers that are never repeated, period after which the others repeat).
+    """Return (number of leading layers that are never repeated, period of the other layers).
 
-    cfg: a plannable config. It is (0, 6) for Gemma 3, whose layers differ in their windows, and
-    (1, 1) for experts in all layers but the first. Where the sum is near the number of layers, few
-    or none repeat.
+    Layer i is like layer i + period. It is (0, 6) for Gemma 3, whose layers differ in their
+    windows, and (1, 1) for a model with experts in all layers but the first. Where the sum is near
+    the number of layers, few or none repeat. cfg: a plannable config.
     """
     kinds = _list_layer_kinds(read_spec(cfg))
     for length in range(1, len(kinds) + 1):
@@ -185,10 +190,10 @@ def find_layer_pattern(cfg: Any) -> tuple[int, int]:
 
 
 def _list_layer_kinds(spec: ModelSpec) -> list[Any]:
-    """Return what each layer is, equal for those that are alike."""
+    """Return a value for each layer, equal for layers that are alike."""
     if isinstance(spec, ExternalSpec):
         return spec.list_layer_kinds()
-    # Layers are alike where all fields are that have a value for each layer.
+    # Layers are alike if all fields that have a value for each layer are equal for them.
     values = [*vars(spec).values(), *(vars(spec.mixture).values() if spec.mixture else ())]
     per_layer = [
         value for value in values if isinstance(value, tuple) and len(value) == spec.num_layers

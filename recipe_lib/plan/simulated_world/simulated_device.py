@@ -1,11 +1,11 @@
-"""A device without memory, registered with torch from Python as `sim`, and the kernels it chooses.
+"""Register a device without memory with torch, as `sim`, and choose its kernels.
 
-A fake `cuda` device aborts the process on a CPU build of torch and raises in backward on a CUDA
-build without a driver; a backend behind the PrivateUse1 key (torch.utils.backend_registration)
-works on both. Its streams and events are ours, so a tracer sees on which stream memory was taken
-and which stream waits for which. torch knows one such device a process and does not forget it: a
-plan is made in a separate process. `pin_kernels` makes torch choose the kernels (attention, norm)
-of the device that is planned for.
+`register_device` is called before a recipe is planned on fake tensors, `pin_kernels` makes torch
+choose the kernels (attention, norm) of the device that is planned for. A fake `cuda` device aborts
+the process on a CPU build of torch and raises in backward on a CUDA build without a driver; a
+backend behind the PrivateUse1 key (torch.utils.backend_registration) works on both. Its streams and
+events are Python objects that report to `MODULE.listener`, a tracer. torch knows one such device a
+process and does not forget it: a plan is made in a separate process.
 """
 
 import itertools
@@ -25,11 +25,11 @@ from torch.utils.backend_registration import (
 
 from recipe_lib.config.precision import VARLEN_CAPABILITY
 
-NAME = "sim"
+NAME = "sim"  # the device type, as in `torch.device("sim")`
 
 
 class Stream:
-    """A queue of the device; number 0 is the one that computes."""
+    """A stream of the device, as `torch.cuda.Stream`; number 0 is the one that computes."""
 
     # From torch 2.15 on FSDP reads these two, to hand on which stream reads a gradient.
     device_index = 0
@@ -38,7 +38,7 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device = torch.device(NAME, 0)
         self.number = self.stream_id = next(MODULE.streams)
-        # Streams that were current when a block of this one began, the innermost block's last.
+        # Streams that were current before each open `with` block of this one, the innermost last.
         self._before: list[Stream] = []
 
     def wait_event(self, event: "Event") -> None:
@@ -46,11 +46,11 @@ class Stream:
         event.wait(self)
 
     def wait_stream(self, other: "Stream") -> None:
-        """Let it wait for all that was issued on another stream."""
+        """Let what is issued here later wait for all that was issued on another stream so far."""
         other.record_event().wait(self)
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        """Return an event that comes when all that was issued here is done."""
+        """Record an event (None: a new one) behind all that was issued here, and return it."""
         event = event or Event()
         event.record(self)
         return event
@@ -64,7 +64,7 @@ class Stream:
         return True
 
     def is_capturing(self) -> bool:
-        """Return False: no graph of kernels is recorded; from 2.15 on torch's optimizers ask."""
+        """Return False: no CUDA graph is captured. torch's optimizers ask from 2.15 on."""
         return False
 
     def __enter__(self) -> "Stream":
@@ -80,17 +80,17 @@ class Event:
     """An event on a stream, as `torch.cuda.Event`."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        # Of its last record, -1 before the first. An event that is recorded again has another
-        # number, so that those who wait for it wait for the right record.
+        # Number of its last record, -1 before the first. Each record has another number, so that a
+        # wait is for the record before it.
         self.number = -1
 
     def record(self, stream: Stream | None = None) -> None:
-        """Record the event behind what was issued on the stream."""
+        """Record the event behind all that was issued on a stream; None: on the current one."""
         self.number = next(MODULE.events)
         MODULE.listener.record((stream or MODULE.stream_now).number, self.number)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait for the event."""
+        """Let a stream wait for the event; None: the current one."""
         MODULE.listener.wait((stream or MODULE.stream_now).number, self.number)
 
     def synchronize(self) -> None:
@@ -107,36 +107,36 @@ class Event:
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """Do nothing: there is no device."""
+    """Do nothing, in place of a method of the device or of a listener."""
 
 
 class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
     """The part of torch.cuda's interface that recipes and FSDP use.
 
-    `torch.get_device_module("sim")` returns it. torch's own class says that there is one device,
-    which is ready.
+    `torch.get_device_module("sim")` returns its one object, `MODULE`. torch's base class answers
+    that there is one device, which is ready.
     """
 
-    __name__ = NAME  # by which torch.compile speaks of a device's module
+    __name__ = NAME  # torch.compile asks a device's module for its name
 
     def __init__(self) -> None:
         # torch looks these two up as attributes of the module.
         self.Stream = Stream
         self.Event = Event
-        self.streams = itertools.count()  # numbers of streams
-        self.events = itertools.count()  # numbers of records of events
-        self.holds_values = False
-        self.kernels = "cuda"  # whose kernels it has, for code that goes by the device; or "cpu"
+        self.streams = itertools.count()  # gives the numbers of streams
+        self.events = itertools.count()  # gives the numbers of records of events
+        self.holds_values = False  # tensors have no values; read by `ops.device.holds_values`
+        self.kernels = "cuda"  # "cuda" or "cpu": the device whose kernels are chosen
         self.capability = (8, 0)  # compute capability of the GPU that it stands for
         self.stream_now: Any = None  # the stream that operators are issued on
-        # A tracer. It hears of every event that a stream records or waits for, each use of a tensor
-        # on another stream that `record_stream` names, and each time that the host waits.
+        # A Tracer. Its methods are called for every event that a stream records or waits for, each
+        # `Tensor.record_stream`, and each wait of the host.
         self.listener: Any = SimpleNamespace(
             **dict.fromkeys(("record", "wait", "use_on", "synchronize"), _do_nothing)
         )
 
     def reset(self) -> None:
-        """Begin anew: one stream, no events, nobody who listens."""
+        """Set the state of a device with one stream, no events and no listener."""
         self.__init__()  # type: ignore[misc]
         self.stream_now = Stream()
 
@@ -145,7 +145,7 @@ class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
         return self.stream_now
 
     def stream(self, stream: Stream | None) -> Any:
-        """Return a context that issues operators on another stream; None: on the current one."""
+        """Return a context that issues operators on `stream`; None: on the current one."""
         return stream or nullcontext()
 
     def device(self, device: Any) -> Any:
@@ -160,15 +160,16 @@ class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
         """Tell the listener that the host would wait; nothing runs."""
         self.listener.synchronize("synchronize", None, None)
 
-    # There is one device; nothing is cached, nothing is random, and the trace has the peaks.
+    # They have no effect: there is one device, nothing is cached or random, and peaks of memory are
+    # read from the trace.
     set_device = empty_cache = manual_seed = set_rng_state = reset_peak_memory_stats = _do_nothing
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """Return a state of the size that CUDA's generator has."""
+        """Return a state of 16 bytes, as CUDA's generator has."""
         return torch.zeros(16, dtype=torch.uint8)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the types that CUDA supports."""
+        """Return the types that autocast supports on CUDA."""
         return [torch.float16, torch.bfloat16]
 
 
@@ -176,13 +177,14 @@ MODULE = SimulatedModule()
 
 
 def register_device() -> torch.device:
-    """Register the device with torch, once a process, and return it with nothing issued on it."""
+    """Register the device with torch, once a process, reset its state, and return it."""
     if torch._C._get_privateuse1_backend_name() != NAME:
         _setup_privateuseone_for_python_backend(NAME, MODULE, hook=_Hook())
     MODULE.reset()
     return torch.device(NAME, 0)
 
 
+# Functions that torch's C++ calls for the device.
 class _Hook(_DummyPrivateUse1Hook):  # type: ignore[misc]
     def get_default_generator(self, index: int) -> torch.Generator:
         return torch.default_generator
@@ -193,16 +195,16 @@ class _Hook(_DummyPrivateUse1Hook):  # type: ignore[misc]
 
 # Kernels of the simulated device, where torch would choose them by the device.
 #
-# On an unknown device attention falls to the path that holds scores of `[s, s]`, and the norm to a
-# chain of elementwise operators. These registrations make the simulated device choose what CUDA
-# chooses; for `cpu`, what a CPU does.
+# On a device that torch does not know, attention takes the path that keeps scores `[s, s]`, and the
+# norm a chain of elementwise operators. These registrations make the simulated device choose the
+# kernels that CUDA chooses, or with `kernels = "cpu"` those that a CPU does.
 
 
 def pin_kernels(like_cpu: bool, capability: tuple[int, int] = (8, 0)) -> None:
-    """Choose the kernels of the simulated device, for the process.
+    """Set which kernels the simulated device has from here on.
 
-    like_cpu: those of a CPU, for comparison with real runs there; else of a GPU with this compute
-    capability.
+    like_cpu: True: those of a CPU, for comparison with real runs there. False: those of a GPU with
+    this compute capability.
     """
     MODULE.capability = capability
     MODULE.kernels = "cpu" if like_cpu else "cuda"
@@ -223,10 +225,11 @@ def _register_kernels() -> torch.library.Library:
     }
     for name, kernel in kernels.items():
         library.impl(name, kernel, "AutogradPrivateUse1")
-    # A kernel of its own, never called, is what makes autograd take the fused norm as one node.
+    # Autograd takes the fused norm as one node only if the device has a kernel for it, though this
+    # one is never called.
     library.impl("_fused_rms_norm", _fused_rms_norm, "PrivateUse1")
-    # torch has a shape rule for the fused AdamW and none for the fused SGD; both write into what
-    # they are given.
+    # torch has a shape rule (a meta kernel) for the fused AdamW and none for the fused SGD. It has
+    # nothing to do, as they write into their arguments.
     for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr"):
         library.impl(name, lambda *args, **kwargs: None, "Meta")
     return library
@@ -243,7 +246,7 @@ def dispatch_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute what `F.scaled_dot_product_attention` does on the planned device."""
+    """Run `F.scaled_dot_product_attention` by the kernel that torch picks on the planned device."""
     aten = torch.ops.aten
     if MODULE.kernels == "cpu" and query.shape[-1] == value.shape[-1] and dropout_p == 0.0:
         return aten._scaled_dot_product_flash_attention_for_cpu(
@@ -257,15 +260,15 @@ def dispatch_attention(
         and MODULE.capability >= VARLEN_CAPABILITY
     )
     if attn_mask is None and can_flash:
-        # The kernel takes head widths that are a multiple of 8; the scale is that of the width as
-        # it was.
+        # The kernel takes head widths that are a multiple of 8. The default scale is that of the
+        # width before padding.
         query, key, value = (_pad(tensor, 8) for tensor in (query, key, value))
         scale = scale if scale is not None else width**-0.5
         output = aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale
         )[0]
         return output[..., :width]
-    # The memory-efficient kernel does not share keys among query heads.
+    # The memory-efficient kernel cannot share keys among query heads (GQA).
     if MODULE.kernels == "cpu" or (enable_gqa and query.shape[-3] != key.shape[-3]):
         return _run_composite(
             aten.scaled_dot_product_attention.default,
@@ -298,12 +301,14 @@ def dispatch_attention(
 def _rms_norm(
     hidden: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
+    # The fused norm, or its parts where the planned device has no fused one.
     if MODULE.kernels == "cpu" or (weight is not None and weight.dtype != hidden.dtype):
         return _run_composite(torch.ops.aten._fused_rms_norm.default, hidden, shape, weight, eps)[0]
     return torch.ops.aten._fused_rms_norm(hidden, shape, weight, eps)[0]
 
 
 def _fused_rms_norm(*args: Any) -> Any:
+    # A norm by its parts. Why it is there: `_register_kernels`.
     return _run_composite(torch.ops.aten._fused_rms_norm.default, *args)
 
 
@@ -315,15 +320,15 @@ def _dropout(hidden: Tensor, rate: float, train: bool) -> Tensor:
 
 
 def _softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    # CUDA has a kernel that reads fp16 and writes fp32, without a copy of what it reads; for no
-    # other type.
+    # CUDA has a kernel that reads fp16 and writes fp32, without a copy in fp32. It has none for
+    # other types.
     if MODULE.kernels == "cuda" and scores.dtype == torch.float16 and dtype == torch.float32:
         return torch.ops.aten._softmax(scores, dim, True)
     return _run_composite(torch.ops.aten.softmax.int, scores, dim, dtype)
 
 
 def _fuse(operator: Any) -> Callable[..., Tensor]:
-    """Return a kernel for an operator that an unknown device takes apart; CPU and CUDA do not."""
+    """Return a kernel that runs an operator as one, where an unknown device would decompose it."""
 
     def run(*args: Any) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
@@ -333,7 +338,7 @@ def _fuse(operator: Any) -> Callable[..., Tensor]:
 
 
 def _run_composite(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator as torch does on a device that has no kernel of its own for it."""
+    """Run an operator by its decomposition, as on a device that has no kernel for it."""
     return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 

@@ -1,9 +1,9 @@
-"""The simulated world: rank r of N in one process, on a device whose tensors have no bytes.
+"""Simulate rank r of N in one process, on a device whose tensors have no bytes.
 
-`enter_simulated_world` gives the rank its mesh over a fake process group, whose collectives move
-nothing, and `use_fake_tensors` the tensors. What of torch and transformers would make a trace wrong
-or slow, or do what no dispatch mode sees, is replaced meanwhile: functions return such patches, and
-`apply_patches` puts them in place.
+`trace_rank.simulate` enters `enter_simulated_world`, which gives the rank its mesh over a fake
+process group, whose collectives move nothing, and `use_fake_tensors`. Functions of torch and
+transformers that would make a trace wrong or slow, or act where no dispatch mode sees it, are
+replaced meanwhile: functions here return such patches, and `apply_patches` applies them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,9 +38,9 @@ from recipe_lib.plan.tracing.trace import OP, WORK_WAIT, Op
 if TYPE_CHECKING:
     from recipe_lib.plan.tracing.tracer import Tracer
 
-Patch = tuple[Any, str, Any]  # the owner of an attribute, its name, its replacement
+Patch = tuple[Any, str, Any]  # (object or class, name of its attribute, the replacement)
 
-# Methods of a DeviceMesh that compute with its ranks' numbers.
+# Methods of a DeviceMesh that need the values of its tensor of ranks.
 _MESH_METHODS = (
     "__init__",
     "__getitem__",
@@ -63,18 +63,18 @@ def enter_simulated_world(
 ) -> Iterator[World]:
     """Make this process rank `rank` of `ranks` on the simulated device inside the block.
 
-    One such world at a time, in a process without another group. like_cpu: kernels are those of a
-    CPU; else those of a GPU with this compute capability. Raises SetupError when mesh and ranks do
-    not fit.
+    A process can be in one such world at a time, and in no other process group. like_cpu: True:
+    kernels are those of a CPU. False: those of a GPU with this compute capability. Raises
+    SetupError if the mesh of `parallel` does not fit the number of ranks.
     """
     shape = tuple(compute_mesh_shape(parallel, ranks).values())
     device = register_device()
     pin_kernels(like_cpu, capability)
     with _make_fake_group(rank, ranks), apply_patches(_tell_meshes_apart(hash((rank, shape)))):
         mesh = dist.device_mesh.init_device_mesh(NAME, shape, mesh_dim_names=MESH_DIMS)
-        # Streams are kept away from C++, which does not know ours.
+        # torch's C++ does not know the streams of this device.
         stream_patches: list[Patch] = [
-            # FSDP asks it in one place, and it asks a C++ guard that this device does not have.
+            # FSDP calls it, and it would call a C++ guard that this device does not have.
             (torch.accelerator, "current_stream", MODULE.current_stream),
             (Tensor, "record_stream", lambda t, stream: MODULE.listener.use_on(t, stream.number)),
         ]
@@ -85,7 +85,7 @@ def enter_simulated_world(
 
 
 class _SizesOnly(FakeTensorMode):
-    """A fake mode for a device without kernels."""
+    """A FakeTensorMode for a device that is not there."""
 
     # `torch.tensor(..., device=...)` makes its tensor on the host and copies it, as it does for a
     # GPU that is not there; torch takes the simulated device for one that is.
@@ -94,9 +94,9 @@ class _SizesOnly(FakeTensorMode):
 
 @contextmanager
 def use_fake_tensors() -> Iterator[FakeTensorMode]:
-    """Make every tensor without memory inside the block."""
-    # `module.to(...)` swaps fake parameters, and refuses where somebody knows one by a weak
-    # reference: the fake mode does, for a table that nobody reads any more.
+    """Make every new tensor a fake one, without memory, inside the block."""
+    # `module.to(...)` swaps fake parameters, and refuses where there is a weak reference to one.
+    # The fake mode has some, in a table that is not read again.
     no_references = SimpleNamespace(getweakrefs=lambda tensor: [])
     with (
         apply_patches([(torch.utils, "weakref", no_references)]),
@@ -108,7 +108,8 @@ def use_fake_tensors() -> Iterator[FakeTensorMode]:
 
 @contextmanager
 def _make_fake_group(rank: int, ranks: int) -> Iterator[None]:
-    # torch has not registered its fake backend for our device.
+    # Collectives of torch's fake process group return at once.
+    # torch has not registered its fake backend for the simulated device.
     if NAME not in dist.Backend.backend_capability.get("fake", []):
         dist.Backend.register_backend(
             "fake", fake_pg._create_fake_pg, extended_api=True, devices=["cpu", NAME]
@@ -121,12 +122,13 @@ def _make_fake_group(rank: int, ranks: int) -> Iterator[None]:
 
 
 def _tell_meshes_apart(world: int) -> list[Patch]:
-    """Return the patch that makes meshes of another world unequal to those of this one.
+    """Return the patch that makes this world's meshes unequal to those of other worlds.
 
-    world: a number that no other rank and mesh shape has.
+    world: a number for the rank and the shape of the mesh.
     """
-    # DTensor's caches are global and go by equal meshes, but the groups of another world have other
-    # names. A mesh compares `_thread_id`, which torch sets for tests alone.
+    # DTensor's caches are global, with meshes in their keys, but the process groups of another
+    # world have other names. Meshes are compared by `_thread_id` too, which torch sets only in
+    # tests.
     original = DeviceMesh.__init__
 
     def initialize(mesh: Any, *args: Any, **kwargs: Any) -> None:
@@ -138,7 +140,7 @@ def _tell_meshes_apart(world: int) -> list[Patch]:
 
 
 def _make_meshes_real() -> list[Patch]:
-    """Return patches that let a mesh compute with its ranks' numbers, which need values."""
+    """Return patches that run a mesh's methods without the fake mode: they need real ranks."""
 
     def make_real(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -155,7 +157,7 @@ def _make_meshes_real() -> list[Patch]:
 
 
 def connect_streams(tracer: "Tracer") -> None:
-    """Let a tracer hear what the device's streams and the host do, and read the current stream."""
+    """Let the device call a tracer for its streams' events, and the tracer read the stream."""
     MODULE.listener = tracer
     tracer.get_stream = lambda: MODULE.stream_now.number
 
@@ -168,7 +170,7 @@ _PROPAGATIONS = (
     "propagate_tensor_meta",
     "propagate_op_sharding_non_cached",
 )
-# Methods of a process group that return a work.
+# Methods of a process group that start a collective and return a `Work`.
 _STARTING = (
     "send",
     "recv",
@@ -190,7 +192,7 @@ _STARTING = (
 
 @contextmanager
 def apply_patches(patches: Iterable[Patch]) -> Iterator[None]:
-    """Replace attributes inside the block, in order."""
+    """Replace attributes inside the block, in the order of the patches."""
     with ExitStack() as stack:
         for owner, name, replacement in patches:
             stack.enter_context(mock.patch.object(owner, name, replacement))
@@ -205,8 +207,8 @@ def hide_propagation(tracer: "Tracer") -> list[Patch]:
 
     def hide(original: Callable[..., Any], finds_shapes: bool) -> Callable[..., Any]:
         def run(propagator: Any, schema: Any, *args: Any, **kwargs: Any) -> Any:
-            # An operator without results has no shapes to find out, and an optimizer's would do it
-            # with thousands of tensors.
+            # An operator without results has no shapes to find out. That of a fused optimizer would
+            # be run on thousands of tensors.
             if finds_shapes and not schema.op._schema.returns:
                 return None
             tracer.muted += 1
@@ -228,14 +230,13 @@ def hide_propagation(tracer: "Tracer") -> list[Patch]:
 def unwrap_shards(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any] | None:
-    """Return an optimizer's arguments, lists of DTensors that are sharded alike, as local tensors.
+    """Return a fused optimizer's (args, kwargs) with local tensors in place of its DTensors.
 
-    None for any other operator.
+    Return None for any other operator, and where the DTensors are not sharded alike.
     """
     if func._schema.returns or not args or not isinstance(args[0], (list, tuple)):
         return None
-    # DTensor itself looks at each of thousands of tensors to find out that they are sharded alike,
-    # which takes seconds.
+    # DTensor's own dispatch compares the sharding of thousands of tensors, which takes seconds.
     shards = [tensor for tensor in list_tensors(args) if isinstance(tensor, DTensor)]
     if len({(shard.device_mesh, shard.placements) for shard in shards}) != 1:
         return None
@@ -246,9 +247,9 @@ def unwrap_shards(
 
 
 def patch_document_search(cfg: FullFinetuneConfig, documents: int) -> list[Patch]:
-    """Return the patch that lets transformers find as many documents as it does in a run.
+    """Return the patch that lets transformers find packed documents where a run has some.
 
-    documents: of a packed sequence.
+    documents: how many a packed sequence has. Return [] for models that are not of transformers.
     """
     if cfg.model.implementation != "transformers":
         return []
@@ -256,27 +257,28 @@ def patch_document_search(cfg: FullFinetuneConfig, documents: int) -> list[Patch
 
     original = masking_utils.find_packed_sequence_indices
 
-    # It reads positions. In a run it finds that a sequence is one document, and makes no mask;
-    # without values it takes sequences for packed ones and makes a mask of b s s bytes.
+    # The original reads positions. In a run it finds that a sequence is one document, and makes no
+    # mask. Without values it would take sequences for packed ones and make a mask `[b, s, s]`.
     def find(positions: Tensor) -> Tensor | None:
         document_ids = original(positions)
         if document_ids is None or (cfg.data.packing and documents > 1):
             return document_ids
-        (document_ids[:, -1] == 0).all()  # what a run looks at, with the memory that it takes
+        (document_ids[:, -1] == 0).all()  # a run computes this too, which takes memory
         return None
 
     return [(masking_utils, "find_packed_sequence_indices", find)]
 
 
 def follow_works(tracer: "Tracer") -> list[Patch]:
-    """Return patches that tell a tracer and its checker of collectives' works and waits for them.
+    """Return patches that note waits for asynchronous collectives (`Work.wait`) in the trace.
 
-    A work is what an asynchronous collective of a fake process group returns.
+    The tracer's checker, if it has one, is told of all `Work` objects and waits.
     """
     checker = tracer.checker
-    asynchronous = set[int]()  # ids of works that nobody has waited for
+    asynchronous = set[int]()  # ids of `Work` objects of asynchronous collectives not waited for
     fake_work = torch._C._distributed_c10d.FakeWork
-    alive: list[Any] = []  # works are known by their id, which another may have when one is gone
+    # Works are known by id. They are kept alive, as another object may get the id of one that ends.
+    alive: list[Any] = []
 
     def follow_start(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -296,7 +298,7 @@ def follow_works(tracer: "Tracer") -> list[Patch]:
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         if id(self) in asynchronous:
             asynchronous.discard(id(self))
-            # It stands for a wait for the oldest collective of its stream.
+            # It stands for a wait for the oldest collective that its stream has not waited for.
             part, module = tracer.locate()
             tracer.trace.add(
                 OP,

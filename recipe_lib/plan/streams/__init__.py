@@ -1,4 +1,4 @@
-"""Faults that only a GPU would show, found on the simulated device.
+"""Find faults that only a GPU would show, on the simulated device.
 
-They are races between streams, waits of the host, and collectives that do not meet.
+They are races between streams, waits of the host, and collectives that ranks do not call alike.
 """

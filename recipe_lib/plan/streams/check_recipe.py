@@ -1,7 +1,8 @@
-"""The checks of `tune plan --check-streams`.
+"""Run the checks of `tune plan --check-streams`.
 
-`check_streams` follows a recipe's streams and waits of the host on the traced ranks, and compares
-the collectives of all ranks; `render_check` writes what it found as text.
+`check_streams` simulates a recipe under a `StreamChecker`, to find races between streams and waits
+of the host on the traced ranks, and compares the collectives of all ranks. `render_check` formats
+the result as text.
 """
 
 from collections import Counter
@@ -23,10 +24,10 @@ from recipe_lib.plan.streams.stream_checker import StreamChecker, format_line
 from recipe_lib.plan.summary.step_time import list_first_ranks
 from recipe_lib.units import pluralize
 
-MOST_RANKS = 64  # whose collectives are compared
-_MICRO_BATCHES = 4  # that are followed for each stage, at most
-# Files whose waits are for gradients that the host adds up and steps: one a micro-batch, and one
-# for each unit that has sums.
+MOST_RANKS = 64  # ranks whose collectives are compared, at most
+_MICRO_BATCHES = 4  # micro-batches of a step that are followed for each pipeline stage, at most
+# Files whose waits are needed, where the host sums gradients and steps the optimizer: one wait for
+# each micro-batch, and one for each FSDP unit that has sums.
 _FOR_GRADIENTS = ("torch/distributed/fsdp/", "ops/host_copies.py")
 
 
@@ -35,29 +36,29 @@ class RankCheck:
     """The faults and waits of one rank's steps."""
 
     rank: int
-    faults: list[str]  # in words
-    # Waits of the host in a step, `what at file:line` -> how often, the most frequent first.
+    faults: list[str]  # races and the like, a sentence each
+    # Waits of the host in a step: `how at file:line` -> how often, the most frequent first.
     waits: dict[str, int]
 
     @property
     def unneeded(self) -> int:
-        """Return the waits beyond those for gradients and the one for the logged numbers."""
-        count = sum(
+        """Return the number of waits beyond those for gradients and one for the logged numbers."""
+        num_waits = sum(
             times
             for words, times in self.waits.items()
             if not any(file in words for file in _FOR_GRADIENTS)
         )
-        return max(0, count - 1)
+        return max(0, num_waits - 1)
 
 
 @dataclass
 class StreamCheck:
     """The faults of a recipe's steps on all ranks."""
 
-    ranks: list[RankCheck]  # those whose streams were followed
-    faults: list[str]  # of the collectives of all ranks, in words
-    compared: str  # which collectives those are; "" if none
-    followed: str  # how many micro-batches; "" if all of a step's
+    ranks: list[RankCheck]  # one for each rank whose streams were followed
+    faults: list[str]  # of the collectives of all ranks, a sentence each
+    compared: str  # a phrase for the collectives that were compared; "": none were
+    followed: str  # a sentence on how many micro-batches were followed; "": all of a step's
 
     @property
     def is_clean(self) -> bool:
@@ -70,13 +71,13 @@ def check_streams(
 ) -> StreamCheck:
     """Follow two steps of each traced rank, and compare the collectives of all ranks.
 
-    cfg: plannable. compares: whether collectives are compared. Raises UserErrors of the recipe, and
-    ConfigError where a step needs values of tensors.
+    cfg: plannable (`make_plannable`). compares: True to compare collectives. Raises UserErrors of
+    the recipe, and ConfigError where a step needs values of tensors.
     """
     cfg = replace(cfg, compile=False)  # operators are followed one by one
     settings = replace(settings, phases=())
-    count = compute_micro_batches(cfg)[1]
-    traced = min(count, _MICRO_BATCHES * count_stages(cfg.parallel))
+    num_micro_batches = compute_micro_batches(cfg)[1]
+    traced = min(num_micro_batches, _MICRO_BATCHES * count_stages(cfg.parallel))
 
     def follow(rank: int) -> RankCheck:
         checker = StreamChecker(NAME)
@@ -91,19 +92,19 @@ def check_streams(
         ranks=run_in_processes(follow, list(ranks), "following streams", unit="ranks"),
         faults=[],
         compared="",
-        followed=f"{traced} of a step's {count} micro-batches are followed"
-        if traced < count
+        followed=f"{traced} of a step's {num_micro_batches} micro-batches are followed"
+        if traced < num_micro_batches
         else "",
     )
     if settings.ranks > 1 and compares:
-        # Of a smaller model: here all ranks are simulated, not one of each stage.
-        small, layers = _limit_layers(cfg)
+        # With few layers, to save time: all ranks are simulated here, not one of each stage.
+        small_cfg, num_layers = _limit_layers(cfg)
 
         def list_calls(rank: int) -> list[CollectiveCall]:
             checker = StreamChecker(NAME)
             simulate_rank(
                 recipe_class,
-                cfg=small,
+                cfg=small_cfg,
                 settings=settings,
                 rank=rank,
                 traced=traced,
@@ -111,36 +112,36 @@ def check_streams(
             )
             return checker.calls
 
-        compared = list(range(min(settings.ranks, MOST_RANKS)))
-        calls = run_in_processes(list_calls, compared, "comparing collectives", unit="ranks")
-        check.faults = list_order_faults(dict(zip(compared, calls, strict=True)))
+        compared_ranks = list(range(min(settings.ranks, MOST_RANKS)))
+        calls = run_in_processes(list_calls, compared_ranks, "comparing collectives", unit="ranks")
+        check.faults = list_order_faults(dict(zip(compared_ranks, calls, strict=True)))
         check.compared = (
-            f"collectives: {sum(map(len, calls)):,} calls of {len(compared)} ranks (a model of"
-            f" {layers} layers)"
+            f"collectives: {sum(map(len, calls)):,} calls of {len(compared_ranks)} ranks (a model"
+            f" of {num_layers} layers)"
         )
     return check
 
 
 def _limit_layers(cfg: Any) -> tuple[Any, int]:
-    """Return the config with as few layers as have every kind of them on each stage, and how many.
+    """Return (the config with few layers, how many it has), with every kind of layer on each stage.
 
-    It is the whole model where one of its settings names layers that there would not be.
+    It is the same config where a setting names layers that a smaller model would not have.
     """
     num_layers = count_layers(cfg)
     lead, period = find_layer_pattern(cfg)
-    few = lead + 2 * max(
+    few_layers = lead + 2 * max(
         period, count_stages(cfg.parallel), cfg.memory.activation_offload_prefetch_layers
     )
-    if few >= num_layers or not isinstance(cfg.parallel.fsdp_wrap_policy, str):
+    if few_layers >= num_layers or not isinstance(cfg.parallel.fsdp_wrap_policy, str):
         return cfg, num_layers
     try:
-        return limit_layers(cfg, few), few
+        return limit_layers(cfg, few_layers), few_layers
     except ConfigError:
         return cfg, num_layers
 
 
 def render_check(check: StreamCheck) -> str:
-    """Return a report: a part for streams, one for waits of the host, one for collectives."""
+    """Return the report: for each rank its streams and waits of the host, then collectives."""
     lines = [check.followed] if check.followed else []
     for rank in check.ranks:
         lines += _list_faults(
@@ -154,8 +155,8 @@ def render_check(check: StreamCheck) -> str:
             if rank.unneeded
             else ""
         )
-        count = pluralize(sum(rank.waits.values()), "time")
-        lines.append(f"rank {rank.rank}: the host waits for the device {count} a step{verdict}")
+        num_times = pluralize(sum(rank.waits.values()), "time")
+        lines.append(f"rank {rank.rank}: the host waits for the device {num_times} a step{verdict}")
         lines += [f"  {times:,} x {words}" for words, times in rank.waits.items()]
     if check.compared:
         lines += _list_faults(
@@ -168,7 +169,10 @@ def render_check(check: StreamCheck) -> str:
 
 
 def _list_faults(title: str, *, good: str, bad: str, faults: list[str]) -> list[str]:
-    """Return a line that says how many faults there are, and a line for each."""
+    """Return a line with the number of faults, and a line for each.
+
+    good, bad: what the first line says without and with faults.
+    """
     if not faults:
         return [f"{title}: {good}"]
     return [f"{title}: {len(faults)} {bad}", *(f"  {fault}" for fault in faults)]

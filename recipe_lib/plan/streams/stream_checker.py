@@ -401,8 +401,8 @@ class StreamChecker:
             self._note_host_wait(reason, self._clocks.take_snapshot(stream))
 
     def _has_mask(self, indices: Sequence[Tensor | None]) -> bool:
-        """Return True if one of an indexing's index tensors is a mask on the device."""
-        # The host waits for the number of its True elements (`nonzero`).
+        # Indexing by a mask on the device: the host waits for the number of its True elements, as
+        # of `nonzero`.
         return any(
             index.dtype in (torch.bool, torch.uint8) and index.device.type == self.device
             for index in list_tensors(indices)

@@ -1,1 +1,1 @@
-"""A recipe run in the simulated world, noted as a trace."""
+"""Run a recipe on fake tensors, and note its allocations and operators as a trace."""

@@ -1,14 +1,15 @@
-"""Two sequences, of which the longer has one more iteration of every loop, continued to any number.
+"""Continue two runs of a program, of n and n + 1 iterations of its loops, to any number of them.
 
-What a program does for a model of n layers is loops of about n iterations between things that it
-does once. Two runs tell which parts are loops: those that the longer one has once more. An item has
+A run is a list of items (`LoopItems`). For a model of n layers, some are in loops of about n
+iterations, the others between these. The two runs tell which are loops: the parts that the longer
+run has once more. `trace_deep_model` continues traces by `continue_items`. An item has
 
 - a key, the same from iteration to iteration;
 - whole numbers, which may grow with the iteration or with the number of iterations;
 - a target, an earlier item that it refers to, such as the allocation that a release frees.
 
-Numbers and targets are continued on a straight line. Where an iteration that was seen does not lie
-on it, `continue_items` returns None. No torch.
+Numbers and targets are continued linearly. Where an iteration that was seen does not fit that,
+`continue_items` returns None. No torch.
 """
 
 from bisect import bisect_right
@@ -19,23 +20,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Iterations that a loop has in the longer run at the least. Those at either end may differ from the
-# others, as many as here (before, after), tried in this order; between them the shorter run has to
-# have one and the longer two.
+# Iterations that a loop has to have in the longer run.
 _FEWEST = 4
+# (iterations at the begin, at the end of a loop) that may differ from the others, tried in this
+# order. Between them the shorter run has to have one iteration at least and the longer run two.
 _DIFFERENT_ENDS = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2))
 
-# Indices of the three runs.
+# Indices of the shorter, the longer and the continued run in the tuples below.
 _SHORT, _LONG, _NEW = range(3)
 
 
 @dataclass
 class LoopItems:
-    """The items of a run, field by field."""
+    """The items of a run: entry i of each list belongs to item i."""
 
-    keys: list[int] = field(default_factory=list)
-    numbers: list[tuple[int, ...]] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)  # index of an earlier item, or -1
+    keys: list[int] = field(default_factory=list)  # equal for items that are alike
+    numbers: list[tuple[int, ...]] = field(default_factory=list)  # such as sizes and layer numbers
+    targets: list[int] = field(default_factory=list)  # index of an earlier item; -1: none
 
     def add(self, key: int, numbers: tuple[int, ...] = (), target: int = -1) -> None:
         """Add an item."""
@@ -44,51 +45,52 @@ class LoopItems:
         self.targets.append(target)
 
 
-# A part of the longer run that repeats: (start, items of an iteration, iterations).
+# A loop in the longer run: (index of its first item, items of an iteration, iterations).
 _Loop = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A loop, or what lies between two of them, which is one iteration."""
+    """A loop, or the items between two loops, which count as one iteration."""
 
     length: int  # items of an iteration
-    starts: tuple[int, int, int]  # in the shorter, longer and continued run
-    iterations: tuple[int, int, int]  # in the same runs
+    starts: tuple[int, int, int]  # index of its first item, by run
+    iterations: tuple[int, int, int]  # number of its iterations, by run
 
     def find_item(self, run: int, iteration: int, offset: int) -> int:
-        """Return the index in a run of the item `offset` items behind an iteration's begin."""
+        """Return the index in a run of item `offset` of an iteration."""
         return self.starts[run] + iteration * self.length + offset
 
 
-# The target of an item, (index of its part, offset in an iteration) or None; and the item's
-# numbers, to which the target's iteration is appended.
+# (target, numbers) of an item. The target is (index of its part, offset in an iteration), or None;
+# its iteration is appended to the numbers.
 _Location = tuple[tuple[int, int] | None, tuple[int, ...]]
 
 
 class _Rule(NamedTuple):
-    """The course of an item from iteration to iteration."""
+    """A rule for an item of a loop in each iteration of the continued run."""
 
     like: int  # index of the item in the longer run
     target: tuple[int, int] | None  # as in `_Location`
-    numbers: tuple[int, ...]  # in the first iteration of the continued run
-    slopes: list[int]  # by what they grow an iteration; []: all stay
+    numbers: tuple[int, ...]  # in the first iteration, as in `_Location`
+    slopes: list[int]  # by how much each number grows from one iteration to the next; []: none does
 
 
 class _Stretch(NamedTuple):
-    """Iterations of a loop that are alike."""
+    """Successive iterations of a loop that are alike."""
 
-    long_first: int  # the first one in the longer run
-    short_first: int  # the same one in the shorter run
-    long_count: int  # of the longer run that have to be alike; 0: just the first
-    new_count: int  # how many the continued run has
+    long_first: int  # index of its first iteration in the longer run
+    short_first: int  # index of the same iteration in the shorter run
+    long_count: int  # iterations in the longer run that have to be alike; 0: only one, not compared
+    new_count: int  # iterations in the continued run
 
 
 def continue_items(short: LoopItems, long: LoopItems, more: int, step: int = 1) -> LoopItems | None:
     """Continue two runs to one with `more` iterations of each loop beyond the longer one.
 
-    step: what numbers differ by from iteration to iteration, if they do. A key of the result is the
-    index of the longer run's item that the item is like. None where that is not certain.
+    step: by how much numbers may grow or fall from iteration to iteration. Return None where the
+    two runs do not show how they go on. A key of the result is the index of the longer run's item
+    that the item is like.
     """
     loops = _find_loops(np.array(short.keys), np.array(long.keys))
     if loops is None:
@@ -113,13 +115,14 @@ def continue_items(short: LoopItems, long: LoopItems, more: int, step: int = 1) 
 def _find_loops(short: Any, long: Any) -> list[_Loop] | None:
     """Return the loops that the longer run has one more iteration of.
 
-    short, long: arrays of keys. None where the shorter run is not the longer one with an iteration
-    of some loops left out.
+    short, long: arrays of keys. Return None where the shorter run is not the longer one with an
+    iteration of some loops left out.
     """
     loops: list[_Loop] = []
-    positions: dict[int, list[int]] = defaultdict(list)  # key -> where the longer run has it
+    positions: dict[int, list[int]] = defaultdict(list)  # key -> its indices in the longer run
     for index, key in enumerate(long.tolist()):
         positions[key].append(index)
+    # Items before short_at and long_at are compared. last_end: end of the last loop in `long`.
     short_at = long_at = last_end = 0
     while True:
         num_common = _count_common(short[short_at:], long[long_at:])
@@ -135,6 +138,7 @@ def _find_loops(short: Any, long: Any) -> list[_Loop] | None:
         )
         if not length:
             return None
+        # The missing iteration is the loop's last one: look for its iterations before.
         start = long_at
         iterations = 1
         body = long[long_at : long_at + length]
@@ -149,10 +153,11 @@ def _find_loops(short: Any, long: Any) -> list[_Loop] | None:
 def _find_missing_iteration(
     short: Any, long: Any, long_at: int, *, missing: int, known: list[int]
 ) -> int:
-    """Return the items of the iteration at `long_at` that the shorter run does not have; 0: none.
+    """Return the length of the iteration at `long_at` that the shorter run does not have; 0: none.
 
-    It repeats the one before it. short: what is left of the shorter run. missing: by how many items
-    that is shorter. known: where the longer run has the key at `long_at`.
+    It has the keys of the iteration before it. short: keys of the shorter run that are not compared
+    yet. missing: by how many items these are fewer than the longer run's. known: indices of the key
+    at `long_at` in the longer run.
     """
     best_length = 0
     longest = 0
@@ -167,7 +172,7 @@ def _find_missing_iteration(
             if len(short)
             else int(long_at + length == len(long))
         )
-        # Of several that it could be, the one after which both runs agree for longest.
+        # Of several lengths, take the one after which both runs agree for the most items.
         if num_common > longest:
             best_length = length
             longest = num_common
@@ -175,14 +180,14 @@ def _find_missing_iteration(
 
 
 def _count_common(first: Any, second: Any) -> int:
-    """Return how many keys two arrays begin with alike."""
+    """Return the length of the longest common beginning of two arrays of keys."""
     limit = min(len(first), len(second))
     differences = np.flatnonzero(first[:limit] != second[:limit])
     return int(differences[0]) if len(differences) else limit
 
 
 def _split_parts(loops: list[_Loop], num_long: int, more: int) -> list[_Part]:
-    """Return the loops and what lies between them. num_long: items of the longer run."""
+    """Return the loops and the items between them as parts. num_long: items of the longer run."""
     parts: list[_Part] = []
     starts = [0, 0, 0]
 
@@ -199,7 +204,7 @@ def _split_parts(loops: list[_Loop], num_long: int, more: int) -> list[_Part]:
 
 
 def _locate(items: LoopItems, parts: list[_Part], run: int) -> list[_Location]:
-    """Find each item's target in the parts, in the shorter or the longer run."""
+    """Return each item's location. run: _SHORT or _LONG, the run that the items are of."""
     starts = [part.starts[run] for part in parts]
     located: list[_Location] = []
     for numbers, target in zip(items.numbers, items.targets, strict=True):
@@ -213,7 +218,7 @@ def _locate(items: LoopItems, parts: list[_Part], run: int) -> list[_Location]:
 
 
 def _list_stretches(part: _Part) -> Iterator[list[_Stretch]]:
-    """Yield the ways to divide a part's iterations into stretches that are alike."""
+    """Yield the ways to divide a part's iterations into stretches, the strictest first."""
     num_short, num_long, num_new = part.iterations
     if num_short == num_long:
         yield [_Stretch(0, short_first=0, long_count=0, new_count=1)]
@@ -235,9 +240,12 @@ def _list_stretches(part: _Part) -> Iterator[list[_Stretch]]:
                 )
                 stretches += [
                     _Stretch(
-                        num_long - left, short_first=num_short - left, long_count=0, new_count=1
+                        num_long - from_end,
+                        short_first=num_short - from_end,
+                        long_count=0,
+                        new_count=1,
                     )
-                    for left in range(after, 0, -1)
+                    for from_end in range(after, 0, -1)
                 ]
                 yield stretches
 
@@ -252,10 +260,12 @@ def _find_rules(
 ) -> list[tuple[list[_Rule], int]] | None:
     """Return (rules of its items, iterations in the continued run) of each stretch of a part.
 
-    None where it cannot be continued in this way.
+    Return None where the part cannot be divided into these stretches. more, step: as in
+    `continue_items`.
     """
     rules: list[tuple[list[_Rule], int]] = []
     for stretch in stretches:
+        # (run, distance from the stretch's first iteration) of its later iterations.
         seen = [(_LONG, distance) for distance in range(1, stretch.long_count)]
         seen += [(_SHORT, distance) for distance in range(1, stretch.long_count - 1)]
         stretch_rules: list[_Rule] = []
@@ -288,10 +298,11 @@ def _find_rule(
     more: int,
     step: int,
 ) -> _Rule | None:
-    """Return how an item of the longer run goes on, which is the shorter run's `short_item`.
+    """Return the rule of an item of a stretch's first iteration.
 
-    later_items: (run, item, iterations from the first) in the same position of later iterations.
-    None where they are not on a line.
+    long_item, short_item: its index in the longer and the shorter run. later_items: (run, index of
+    the same item in a later iteration, iterations between). Return None where targets differ or
+    numbers do not grow linearly.
     """
     target, numbers = located[_LONG][long_item]
     short_target, short_numbers = located[_SHORT][short_item]
@@ -308,11 +319,12 @@ def _find_rule(
             slopes = grown
         if grown != [slope * distance for slope in slopes]:
             return None
-    # In a loop a number goes up or down by an iteration's worth, or not at all. The last number, a
-    # target's iteration, is counted one by one.
+    # In a loop a number grows or falls by `step`, or stays. The last number of an item with a
+    # target is the target's iteration, which grows by 1.
     steps = [step] * (len(numbers) - (target is not None)) + [1] * (target is not None)
-    if any(slope not in (-worth, 0, worth) for slope, worth in zip(slopes, steps, strict=True)):
+    if any(slope not in (-most, 0, most) for slope, most in zip(slopes, steps, strict=True)):
         return None
+    # From the shorter to the longer run a number grows by as much as it does for each of `more`.
     continued = tuple(
         long + more * (long - short) for long, short in zip(numbers, short_numbers, strict=True)
     )
@@ -320,11 +332,11 @@ def _find_rule(
 
 
 def _apply_rules(rules: list[_Rule], iteration: int, parts: list[_Part], result: LoopItems) -> None:
-    """Add an iteration to the result. iteration: counted from the one that the rules are of."""
+    """Add an iteration of a stretch to the result. iteration: counted from its first one."""
     for like, target, numbers, slopes in rules:
         if slopes and iteration:
             numbers = tuple(
-                [number + iteration * by for number, by in zip(numbers, slopes, strict=True)]
+                [number + iteration * slope for number, slope in zip(numbers, slopes, strict=True)]
             )
         if target is None:
             result.add(like, numbers)

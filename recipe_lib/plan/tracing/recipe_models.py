@@ -1,7 +1,8 @@
-"""The models of a recipe in a trace: whose parameter a storage is, and the table of modules.
+"""Label the memory in a trace with the parameters of a recipe's models, and list their modules.
 
-The labels are set while the recipe runs, as FSDP's and the optimizer's tensors come and go;
-`list_module_rows` reads the finished models.
+`trace_rank` calls `label_models` after each step and `label_sums` between micro-batches, as FSDP's
+and the optimizer's tensors come and go. `list_module_rows` returns the rows of a report on modules.
+Models are passed as a dict: prefix of their parameters' names -> module.
 """
 
 import itertools
@@ -23,10 +24,10 @@ from recipe_lib.plan.tracing.tracer import Tracer
 
 
 def list_models(recipe: Any) -> dict[str, nn.Module]:
-    """Return a recipe's modules by the prefix of their names.
+    """Return the models of a recipe: prefix of their parameters' names -> module.
 
-    `model` has no prefix and comes last; another one has its attribute's name and a dot. A recipe
-    without `model` has its last module in its place.
+    `recipe.model` has the prefix "" and comes last; another model has its attribute's name and a
+    dot. A recipe without `model` has its last module in its place. {}: it has no modules.
     """
     modules = {name: value for name, value in vars(recipe).items() if isinstance(value, nn.Module)}
     if not modules:
@@ -37,7 +38,10 @@ def list_models(recipe: Any) -> dict[str, nn.Module]:
 
 
 def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
-    """Label what is alive with the parameter that it belongs to."""
+    """Label parameters, gradients, optimizer states and gathered tensors that are alive.
+
+    The label is the name of the parameter that they belong to, with its model's prefix.
+    """
     names: dict[int, str] = {}
     for prefix, model in models.items():
         for name, parameter in model.named_parameters():
@@ -50,7 +54,7 @@ def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
     for label, fsdp_parameter in _list_fsdp_parameters(models):
         for gathered in getattr(fsdp_parameter, "all_gather_outputs", ()):
             tracer.label(gathered, "gathered", label)
-        # FSDP pads shards: this is the memory that the parameter is a view of.
+        # FSDP pads shards: the parameter is a view of this memory.
         tracer.label(fsdp_parameter._sharded_param_data, "parameters", label)
     tracer.parameter_names = names
     for optimizer in tracer.optimizers.values():
@@ -69,7 +73,7 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
     """Label the gradients that are summed over a step's micro-batches, and streamed layers.
 
     The sums are unsharded gradients that FSDP reduces once a step, and sums in fp32. Streamed
-    layers have tensors on the device that stand for parameters in host memory.
+    layers keep their parameters in host memory, with copies on the device while they run.
     """
     for parallel in vars(recipe).values():
         if not isinstance(parallel, Parallel):
@@ -91,13 +95,13 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
 
 
 def list_module_rows(prefix: str, model: nn.Module) -> list[LayerRow]:
-    """Return a row for each module that holds parameters and no list of layers, in order.
+    """Return a row for each module that has parameters and contains no ModuleList, in order.
 
-    Tied parameters count at their first owner.
+    prefix: of the model's names. Tied parameters count only in the first module that has them.
     """
     rows: list[LayerRow] = []
-    stored = find_stored_weights(model)
-    owners: dict[int, str] = {}
+    stored = find_stored_weights(model)  # name of a quantized weight -> its module
+    owners: dict[int, str] = {}  # id of a parameter -> name of the first module that has it
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), name)
@@ -129,24 +133,24 @@ def list_module_rows(prefix: str, model: nn.Module) -> list[LayerRow]:
 
 
 def _count_unpacked(model: nn.Module, quantized: Mapping[str, StoredWeight]) -> int:
-    """Return by how many elements quantized weights outnumber the parameters that keep them.
+    """Return how many more elements quantized weights have than the parameters that store them.
 
-    quantized: name of a weight -> its module, which keeps codes and scales as `weight_*`.
+    quantized: name of a weight -> its module, whose parameters `weight_*` store codes and scales.
     """
     difference = 0
     for name, linear in quantized.items():
         difference += linear.in_features * linear.out_features
-        keeper = model.get_submodule(name.rpartition(".")[0])
-        for part, value in keeper.named_parameters(recurse=False):
-            difference -= value.numel() if part.startswith("weight_") else 0
+        owner = model.get_submodule(name.rpartition(".")[0])
+        for parameter_name, value in owner.named_parameters(recurse=False):
+            difference -= value.numel() if parameter_name.startswith("weight_") else 0
     return difference
 
 
 def _list_weight_shapes(module: nn.Module) -> dict[str, list[int]]:
-    """Return the shapes of a module's own parameters, by name, as this rank computes with them."""
+    """Return the shapes of a module's own parameters, by name, that this rank computes with."""
     shapes = {}
     is_quantized = isinstance(module, QuantizedLinear)
-    if is_quantized:  # it computes with what it dequantizes
+    if is_quantized:  # it computes with the dequantized weight: this rank's rows and columns
         shapes["weight"] = [last - first for first, last in (module.rows, module.columns)]
     for name, value in module.named_parameters(recurse=False):
         if not (is_quantized and name.startswith("weight_")):
@@ -155,9 +159,9 @@ def _list_weight_shapes(module: nn.Module) -> dict[str, list[int]]:
 
 
 def _compute_local_shape(value: torch.Tensor) -> list[int]:
-    """Return the shape of a parameter, divided where tensor parallel shards it."""
+    """Return the shape of a parameter, divided where tensor parallelism shards it."""
     shape = list(value.shape)
-    # FSDP's dimensions do not divide it: it is gathered before it is used.
+    # Mesh dimensions of FSDP do not divide it: it is gathered before it is used.
     if isinstance(value, DTensor):
         names = value.device_mesh.mesh_dim_names or ()
         for name, size, placement in zip(

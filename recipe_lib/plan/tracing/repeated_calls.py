@@ -1,8 +1,9 @@
-"""Functions that do the same for the same shapes: traced once, then repeated from notes.
+"""Trace functions that do the same for the same shapes once, then repeat them from notes.
 
 A QLoRA step of a 70B model dequantizes 1700 matrices, each in dozens of pieces: three hundred
-thousand operators. Inside `repeat_shaped_work` the functions that `follows_from_shapes` marks run
-once for each kind of arguments; later calls add the noted allocations and operators to the trace.
+thousand operators. `trace_rank.simulate` runs a recipe inside `repeat_shaped_work`. There,
+functions with the decorator `follows_from_shapes` run once for each kind of arguments; later calls
+only add the allocations and operators of that call to the trace.
 """
 
 import functools
@@ -26,31 +27,33 @@ from recipe_lib.plan.tracing.operator_costs import list_tensors
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP
 from recipe_lib.plan.tracing.tracer import Tracer
 
-_LONGEST_LOOP = 48  # events in one iteration
+_LONGEST_LOOP = 48  # events in one iteration; longer loops are not looked for
 
-# Notes: (ALLOC, (its number, storage)), (FREE, the allocation's number), (OP, operator).
+# (ALLOC, (order, storage)), (FREE, order of the allocation) or (OP, operator). The order of an
+# allocation counts the allocations of the call from 0 on.
 Note = tuple[int, Any]
-Returned: TypeAlias = Tensor | tuple[Tensor, ...] | None
+Returned: TypeAlias = Tensor | tuple[Tensor, ...] | None  # by the functions
 _Function: TypeAlias = Callable[..., Returned]
 
 
 @dataclass
 class _Notes:
-    """Notes of one call of a marked function."""
+    """Notes of one call of a function."""
 
     notes: list[Note]  # in the order of the trace
-    call: CachedCall  # how to make the results
-    outputs: list[int]  # numbers of the allocations that are the results', in their order
+    call: CachedCall  # makes the results
+    outputs: list[int]  # for each result the order of its allocation
 
 
 @contextmanager
 def repeat_shaped_work(tracer: Tracer) -> Iterator[None]:
-    """Run functions that `follows_from_shapes` marks once for each kind of arguments.
+    """Run functions marked by `follows_from_shapes` once for each kind of arguments, in the block.
 
-    Holds inside the block, for the arguments of one simulation.
+    Calls are remembered for one simulation.
     """
-    known: dict[Any, _Notes | None] = {}
+    known: dict[Any, _Notes | None] = {}  # None: such a call cannot be repeated
 
+    # decisive: returns those of the arguments that the work depends on; None: it depends on all.
     def repeat(original: _Function, decisive: Callable[..., Sequence[Any]] | None) -> _Function:
         def run(*args: Any) -> Returned:
             if tracer.muted:
@@ -79,41 +82,44 @@ def repeat_shaped_work(tracer: Tracer) -> Iterator[None]:
 
 
 def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None:
-    """Return notes of what happened since event `begin`; None if it cannot be repeated."""
+    """Return notes of a call, from the events since `begin`; None if it cannot be repeated.
+
+    returned: the results of the call.
+    """
     trace = tracer.trace
-    order: dict[int, int] = {}  # number of a storage -> its place among those of the call
+    order: dict[int, int] = {}  # index of a storage -> its order among those of the call
     notes: list[Note] = []
-    for kind, number in trace.events[begin:]:
+    for kind, index in trace.events[begin:]:
         if kind == ALLOC:
-            order[number] = len(order)
-            notes.append((ALLOC, (order[number], trace.storages[number])))
-        elif kind == FREE and number in order:
-            notes.append((FREE, order[number]))
+            order[index] = len(order)
+            notes.append((ALLOC, (order[index], trace.storages[index])))
+        elif kind == FREE and index in order:
+            notes.append((FREE, order[index]))
         elif kind == OP:
-            notes.append((OP, trace.ops[number]))
+            notes.append((OP, trace.ops[index]))
         else:
             return None
-    numbers = [tracer.find_storage_index(result) for result in list_tensors(returned)]
+    indices = [tracer.find_storage_index(result) for result in list_tensors(returned)]
     num_left = len(order) - sum(kind == FREE for kind, _ in notes)
     call = remember(returned, [])
-    # All that is left has to be the results', each with memory of its own: what else the call keeps
-    # (a cache, say) would not be kept again by a repeated one.
+    # All memory that is left has to be the results', each with its own. A call that keeps other
+    # memory, such as a cache, would not keep it a second time.
     if (
         call is None
-        or num_left != len(set(numbers))
-        or num_left != len(numbers)
-        or any(number not in order for number in numbers)
+        or num_left != len(set(indices))
+        or num_left != len(indices)
+        or any(index not in order for index in indices)
     ):
         return None
     short, renamed = shorten(notes)
-    return _Notes(short, call, [renamed.get(order[number], order[number]) for number in numbers])
+    return _Notes(short, call, [renamed.get(order[index], order[index]) for index in indices])
 
 
 def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
-    """Return the notes with every loop cut to two iterations, and what became of the others.
+    """Return (the notes with every loop cut to two iterations, the allocations that were cut out).
 
-    The operators of the second iteration count for all later ones. The second result maps each
-    allocation that was cut out to the one of the second iteration that it is like.
+    The operators of the second iteration count for all later ones. The second result maps the order
+    of each allocation that was cut out to that of the allocation of the second iteration like it.
     """
     tokens = _make_tokens(notes)
     short: list[Note] = []
@@ -124,8 +130,8 @@ def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
         if iterations < 3:
             length = iterations = 1
         short += notes[position : position + length]
-        # Two are enough: after the second iteration an allocator has the same free blocks as after
-        # all of them.
+        # Two iterations are enough: after the second one an allocator has the same free blocks as
+        # after all of them.
         second = notes[position + length : position + 2 * length] if iterations > 1 else []
         allocations: list[int] = []
         for kind, entry in second:
@@ -142,7 +148,7 @@ def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
 
 
 def _make_tokens(notes: list[Note]) -> list[tuple[Any, ...]]:
-    """Return for each note what is the same for notes that are alike."""
+    """Return for each note a tuple that is equal for notes that are alike."""
     tokens: list[tuple[Any, ...]] = []
     num_allocated = 0
     for kind, entry in notes:
@@ -151,7 +157,7 @@ def _make_tokens(notes: list[Note]) -> list[tuple[Any, ...]]:
             num_allocated += 1
             tokens.append((kind, storage.bytes, storage.device, storage.stream, storage.op))
         elif kind == FREE:
-            # How many allocations ago its memory came: the same in every iteration of a loop.
+            # How many allocations ago its memory was taken: equal in every iteration of a loop.
             tokens.append((kind, num_allocated - entry))
         else:
             tokens.append((kind, entry.name, entry.flops, entry.bytes, entry.stream))
@@ -161,7 +167,7 @@ def _make_tokens(notes: list[Note]) -> list[tuple[Any, ...]]:
 def _find_loop(tokens: list[tuple[Any, ...]], start: int) -> tuple[int, int]:
     """Return (events of an iteration, iterations) of the longest loop that begins at `start`.
 
-    An iteration that leaves memory behind makes no loop.
+    Without a loop it is (1, 1). Iterations that leave memory behind are no loop.
     """
     best = (1, 1)
     for length in range(2, min(_LONGEST_LOOP, (len(tokens) - start) // 3) + 1):
@@ -182,15 +188,15 @@ def _repeat(notes: _Notes, tracer: Tracer) -> Returned:
     """Add a call's notes to the trace once more, and return new results."""
     assert tracer.cached_mode is not None
     part, module = tracer.locate()
-    numbers: dict[int, int] = {}  # in the notes -> of the storage in the trace
+    indices: dict[int, int] = {}  # order of an allocation -> index of its storage in the trace
     for kind, entry in notes.notes:
         if kind == ALLOC:
-            index, storage = entry
-            numbers[index] = tracer.note_allocation(
+            order, storage = entry
+            indices[order] = tracer.note_allocation(
                 storage.bytes, device=storage.device, name=storage.op, kind=storage.kind
             )
         elif kind == FREE:
-            tracer.trace.events.append((FREE, numbers[entry]))
+            tracer.trace.events.append((FREE, indices[entry]))
         else:
             stream = tracer.get_stream()
             tracer.trace.add(
@@ -198,5 +204,5 @@ def _repeat(notes: _Notes, tracer: Tracer) -> Returned:
             )
     result: Returned = notes.call.make([], tracer.cached_mode.mode)
     for tensor, output in zip(list_tensors(result), notes.outputs, strict=True):
-        tracer.follow_storage(tensor.untyped_storage(), numbers[output])
+        tracer.follow_storage(tensor.untyped_storage(), indices[output])
     return result

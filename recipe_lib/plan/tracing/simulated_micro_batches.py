@@ -368,7 +368,6 @@ def _make_key(parallel: ParallelConfig) -> _Key:
 
 @cache
 def _compute_orders(key: _Key, count: int, training: bool) -> Orders:
-    """Compute what `get_orders` returns. count: micro-batches of a step."""
     parallel = ParallelConfig(**dict(key))
     order_actions = compute_orders if training else compute_forward_orders
     return add_transfers(order_actions(parallel, count), parallel)
