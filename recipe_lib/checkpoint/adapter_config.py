@@ -1,8 +1,9 @@
 """Read and make PEFT's `adapter_config.json`.
 
-Every key of the file is one that is read, one that changes nothing of what an adapter computes, or
-one that is refused by name: none is dropped without a word. Its regular expressions are matched as
-PEFT matches them.
+`adapter_files.read_adapter` calls `read_adapter_config(folder)`, and `peft_folders.export_adapter`
+calls `make_config_fields`. Every key of the file is read (`READ`), has no effect on what an adapter
+computes (`IRRELEVANT`), or is refused by name: none is silently ignored. Regular expressions are
+matched as PEFT matches them.
 """
 
 import json
@@ -28,19 +29,19 @@ from recipe_lib.tokenizers.template_process import MEMORY, match_patterns
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
-_MAX_BYTES = 16 * 1024**2
+_MAX_BYTES = 16 * 1024**2  # size of the file
 MAX_RANK = 2**20
-MAX_ROWS = 2**31  # of a vocabulary
-# Keys that say which modules have an adapter.
+MAX_ROWS = 2**31  # tokens of a vocabulary
+# Keys that select the modules with an adapter.
 SELECTING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 _TYPE_REMEDY = "correct the key, or take the file from where the adapter was trained"
-_EMPTY: tuple[Any, ...] = (None, False, "", [], {}, "none")  # with which an unread key is harmless
-# Keys that change nothing of what a trained adapter computes: who made it, how it began, how PEFT
-# is to run it.
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {}, "none")  # values that turn a feature off
+# Keys without effect on what a trained adapter computes: who made it, how its training started, how
+# PEFT runs it.
 IRRELEVANT = {
     "auto_mapping",
     "bias",  # which biases were trained: those are in the file
-    # These four are read for a start that is refused, or that changed nothing but A
+    # These four belong to initializations that are refused, or that changed only A.
     "corda_config",
     "eva_config",
     "loftq_config",
@@ -77,7 +78,7 @@ READ = {
 }
 _AGAIN = "train an adapter without it"
 _WITH_PEFT = f"{_AGAIN}, or merge this one with PEFT first (merge_and_unload)"
-# What we do not compute, and what to do: PEFT merges some of it, and some it cannot merge either.
+# Key of a feature that is not supported -> remedy. PEFT can merge some of these, but not all.
 REFUSED = {
     "alora_invocation_tokens": _AGAIN,
     "arrow_config": _AGAIN,
@@ -94,18 +95,19 @@ _UNKNOWN = (
     "remove the key if it changes nothing, or merge the adapter with the release of PEFT that"
     " made it"
 )
-# Other starts change the frozen weights, so that the adapter belongs to weights that are in no
-# checkpoint. Two of them PEFT repeats, to the bit, when it loads such an adapter.
+# Initializations (init_lora_weights) that leave the frozen weights as they are. Others change them,
+# so that the adapter belongs to weights of no checkpoint; two of those PEFT repeats, bit for bit,
+# when it loads such an adapter.
 _STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 _REPEATED = ("pissa", "olora")
 
 
-# Patterns are somebody else's, and some never come to an end, so all but plain names are matched in
-# the process that renders chat templates, which has bounded time and memory.
+# Patterns come with the adapter, and some would take forever to match. So all but plain names are
+# matched in the process that renders chat templates, whose time and memory are limited.
 
-MAX_PATTERN_CHARACTERS = 10_000  # of a pattern: those that tools write have some hundreds
-PATTERN_SECONDS = 10  # that all patterns of a config may take with all names of a file
-# A name, or the end of one: the time that it takes grows with its length alone.
+MAX_PATTERN_CHARACTERS = 10_000  # patterns that tools write have some hundreds
+PATTERN_SECONDS = 10  # time limit of matching all patterns of a config with all names of a file
+# A plain name, or the end of one: matching it takes time linear in its length.
 _PLAIN = re.compile(r"\^?(\.\*\\\.)?([\w.]|\\\.)+\$?")
 
 
@@ -115,9 +117,9 @@ def find_first_matches(
 ) -> tuple[int | None, ...]:
     """Return for each name the index of the first pattern that matches it, None without one.
 
-    where: begins the error. whole: patterns match all of a name, as those of `target_modules`, not
-    its end after a dot, as those of `rank_pattern`. Raises CheckpointError for a pattern that is no
-    regular expression, is too long or does not end.
+    where: beginning of the error. whole: patterns must match the full name, as `target_modules`
+    does; otherwise its end after a dot, as `rank_pattern` does. Raises CheckpointError for a
+    pattern that is no regular expression, is too long, or takes too long to match.
     """
     too_long = [pattern for pattern in patterns if len(pattern) > MAX_PATTERN_CHARACTERS]
     try:
@@ -140,30 +142,34 @@ def find_first_matches(
 class AdapterConfig:
     """The values of an `adapter_config.json` that decide what the adapter computes."""
 
+    # r, of modules that match no rank_pattern.
     rank: int
+    # lora_alpha, of modules that match no alpha_pattern.
     alpha: float
-    # Scaled by alpha / sqrt(rank).
+    # Whether B A is scaled by alpha / sqrt(rank), not by alpha / rank.
     rslora: bool
+    # Whether it is a DoRA adapter, with magnitudes.
     dora: bool
-    # Name of the model that it was trained on.
+    # Name or folder of the model that it was trained on.
     base: str = ""
     # Pattern of a module's or parameter's name -> its own rank.
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     # Pattern of a module's or parameter's name -> its own alpha.
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    # Ends of the names of parameters that have an adapter by themselves, as experts' have.
+    # Ends of the names of parameters that are adapted without their module (target_parameters).
     parameters: tuple[str, ...] = ()
     # Ends of the names of modules that are in the file as a whole (modules_to_save).
     saved: tuple[str, ...] = ()
-    # End of a module's name, empty for the embedding -> rows of its weight that are in the file.
+    # End of a module's name, empty for the embedding -> tokens whose rows of its weight are in the
+    # file (trainable_token_indices).
     token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    # B has a bias (lora_bias).
+    # Whether B has a bias (lora_bias).
     biases: bool = False
     # Values of the keys SELECTING.
     selection: Mapping[str, Any] = field(default_factory=dict)
     # The file, named in errors.
     path: Path = Path(CONFIG_FILE)
-    # Key of the file, name of a module -> the number of the pattern that matches it.
+    # Cache: (key of the file, name of a module) -> index of the pattern that matches it.
     _matches: dict[tuple[str, str], int | None] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -173,14 +179,15 @@ class AdapterConfig:
         return int(self._find_number("rank_pattern", module, self.rank))
 
     def compute_scaling(self, module: FileModule) -> float:
-        """Return what the product of a module's two matrices is multiplied by."""
+        """Return the scaling, by which a module's product B A is multiplied."""
         alpha = self._find_number("alpha_pattern", module, self.alpha)
         return compute_scaling(alpha, self.get_rank(module), self.rslora)
 
     def match_patterns(self, modules: Iterable[FileModule]) -> None:
-        """Match the names of all modules at once. Raises CheckpointError for what is no pattern.
+        """Match the names of all modules at once, for later calls of `get_rank`.
 
-        Patterns are matched in a separate process: `get_rank` need not ask it for each module.
+        Patterns are matched in a separate process, which is slow to ask for each module. Raises
+        CheckpointError as `find_first_matches` does.
         """
         names = list(chain.from_iterable(map(self._list_spellings, modules)))
         for key in ("rank_pattern", "alpha_pattern"):
@@ -192,10 +199,7 @@ class AdapterConfig:
             )
 
     def _list_spellings(self, module: FileModule) -> list[str]:
-        """Return the names that PEFT compares patterns with.
-
-        Where a parameter has the adapter by itself, they are the parameter's.
-        """
+        """Return the names of a module, or of a parameter adapted alone, that PEFT matches."""
         parameter = module.full_name if module.parameter else f"{module.name}.weight"
         is_named = any(f".{parameter}".endswith(f".{end}") for end in self.parameters)
         return list_spellings(parameter if is_named or module.experts else module.name)
@@ -220,7 +224,7 @@ def compute_scaling(alpha: float, rank: int, rslora: bool) -> float:
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Read and check an adapter's config.
 
-    Raises CheckpointError, all faults at once, also for features of PEFT that we do not have.
+    Raises CheckpointError, with all faults at once, also for unsupported features of PEFT.
     """
     path = folder / CONFIG_FILE
     fields = _read_json(path, folder)
@@ -246,7 +250,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             faults.append(f"{path}: {key}: found no such key, expected {expected}; {_TYPE_REMEDY}")
     raise_faults(CheckpointError, faults)
     token_indices = fields.get("trainable_token_indices") or {}
-    # A list without a name is of the embedding.
+    # A plain list, without names of modules, is about the embedding.
     token_rows = token_indices if isinstance(token_indices, dict) else {"": token_indices}
     config = AdapterConfig(
         rank=fields["r"],

@@ -1,8 +1,8 @@
-"""Every key of a config: its type, default, legal values and one line of description.
+"""Define the keys of a config: type, default, legal values and one line of description each.
 
-The dataclasses are the schema that a YAML file is checked against, that `docs/config.md` and
-`tune cat --describe` are generated from, and that a recipe reads. Here is the config of full
-fine-tuning, FullFinetuneConfig; those of other recipes are its subclasses. No torch.
+The dataclasses are the schema that a YAML file is checked against, and from which `docs/config.md`
+and `tune cat --describe` are generated; a recipe gets an object of one. FullFinetuneConfig is the
+config of full fine-tuning; those of other recipes are its subclasses. Imports no torch.
 """
 
 from dataclasses import dataclass, field
@@ -25,8 +25,8 @@ from recipe_lib.config.schema_training import (
     ParallelConfig,
 )
 
-# What a recipe may train on -> the formats of `data.format` that have it. A plugin's formats are in
-# none: nobody knows what its samples are.
+# Kind of samples that a recipe trains on -> values of `data.format` with such samples. Formats of
+# plugins are in none of them: their kind of samples is not known.
 SAMPLES: dict[str, tuple[str, ...]] = {
     "answers": ("alpaca", "sharegpt", "messages", "prompt_completion", "text"),
     "pairs": ("preference",),
@@ -36,40 +36,40 @@ SAMPLES: dict[str, tuple[str, ...]] = {
 
 
 class RecipeFacts:
-    """Facts of a recipe's batch and model, for all that plans or divides them.
+    """Facts on a recipe's batches and model, for the planner and for parallelism.
 
-    They are those of full fine-tuning; the config of a recipe of another kind overrides what
-    is different. So nothing below the recipes knows one by its name.
+    These are the facts of full fine-tuning; the config of another kind of recipe overrides those
+    that differ, so that no code has to ask for a recipe's name.
     """
 
-    # A score head reads each sequence's last token, in place of a head that predicts the next one.
+    # Whether the model has a score head, which reads each sequence's last token, in place of the
+    # head that predicts the next token.
     scores_sequences: ClassVar[bool] = False
-    # Keys and values by which the recipe trains adapters in place of every parameter; empty: it
-    # cannot.
+    # Key -> value of the settings that train adapters in place of all parameters; empty: the recipe
+    # has none.
     adapters_instead: ClassVar[dict[str, str]] = {}
-    # Keys that name the checkpoints of further models, and for each the key of a preset in its
-    # place.
+    # Key that names the checkpoint of a further model (a teacher) -> key of a preset in its place.
     other_models: ClassVar[dict[str, str]] = {}
-    # Keys of its sections by which those models take less memory: for each the values, those of
-    # least memory first, and what each costs.
+    # Key by which such a model takes less memory -> value -> note on what it costs, least memory
+    # first.
     other_model_levers: ClassVar[dict[str, dict[Any, str]]] = {}
     # All keys of its sections that change the memory of a run.
     memory_keys: ClassVar[tuple[str, ...]] = ()
     # Combinations of its keys that are refused (`compatibility.rule.Rule`), besides those of all
     # recipes.
     rules: ClassVar[tuple[Any, ...]] = ()
-    # Its keys -> what they are called in other tools, and were called here before; and the sections
-    # of other tools -> its own.
+    # Key of the recipe -> its names in other tools and in earlier releases.
     key_aliases: ClassVar[dict[str, str]] = {}
+    # Section of another tool -> section of the recipe.
     section_aliases: ClassVar[dict[str, str]] = {}
-    # Of these names those that mean something else in other recipes.
+    # Those names of other tools that mean something else in other recipes.
     ambiguous_names: ClassVar[frozenset[str]] = frozenset()
-    # Keys that there are not -> what there is in their place.
+    # Key of other tools that the recipe lacks -> text on what to use in its place.
     key_answers: ClassVar[dict[str, str]] = {}
 
     @property
     def samples(self) -> str:
-        """Return what a sample is, a key of SAMPLES."""
+        """Return the kind of samples that the recipe trains on, a key of SAMPLES."""
         return "answers"
 
     @property
@@ -84,17 +84,20 @@ class RecipeFacts:
 
     @property
     def sequences_per_item(self) -> int:
-        """Return the sequences of a micro-batch for each of `batch_size`."""
+        """Return the number of sequences in a micro-batch for each unit of `batch_size`."""
         return 2 if self.trains_on_pairs else 1
 
     @property
     def num_labels(self) -> int | None:
-        """Return the scores that a score head gives; None: as many as the checkpoint's."""
+        """Return the number of scores of a score head; None: as many as the checkpoint's has."""
         return None
 
     @property
     def own_loss(self) -> str | None:
-        """Return what replaces `loss` here: `the loss of pairs is dpo.loss, ipo`; None: nothing."""
+        """Return a text on the key that replaces `loss`; None: `loss` itself counts.
+
+        Such as `the loss of pairs is dpo.loss, ipo`.
+        """
         return None
 
     @property
@@ -115,7 +118,7 @@ class RecipeFacts:
 
     @property
     def validation_numbers(self) -> tuple[str, ...]:
-        """Return the names of what validation measures, for `checkpoint.best_metric`."""
+        """Return the names of validation's metrics, the choices of `checkpoint.best_metric`."""
         return ("validation_loss",)
 
 

@@ -1,8 +1,8 @@
-"""The meaning of columns of a row and keys of a message by their names alone.
+"""Know the meaning of columns of a row and keys of a message by their names.
 
-`recipe_lib.data.unread_names` asks these tables about columns and keys that a format does not read:
-known to change nothing ("idle"), or a fault. Names are compared as `normalize_name` writes them. A
-name belongs to the idle ones only if it cannot mean what a conversation says.
+`data.unread_names` asks these tables about columns and keys that a format does not read: they are
+known to change nothing ("idle"), or a fault. Names are compared as `normalize_name` returns them. A
+name is in the idle tables only if it cannot mean a part of a conversation.
 """
 
 import re
@@ -11,7 +11,7 @@ from functools import lru_cache
 from numbers import Number
 from typing import Any
 
-# Other names under which tools write what a format reads: taken where the column itself is absent.
+# Column -> other names that tools give it, which are read if the column itself is missing
 SAME_AS = {
     "system": ("system_prompt", "system_message", "system_instruction"),
     "tools": (
@@ -49,7 +49,7 @@ _JUDGED = frozenset(
 UNWANTED = frozenset(
     "rejected rejected_response response_rejected rejected_answer non_preferred_output".split()
 )
-# A text in which a whole row stands, as another template has written it.
+# Columns with a text of the whole row, as another template has rendered it
 RENDERED = frozenset(
     "text full_text formatted formatted_text rendered prompt_text chat_text conversation_text"
     " chatml templated".split()
@@ -86,7 +86,7 @@ _IDLE_STARTS = tuple(
     " updated_".split()
 )
 _ADDRESSES = ("url", "urls", "link", "links", "license", "licence", "copyright", "path", "filepath")
-# Whatever lists and objects they hold: notes of those who made the rows.
+# Notes of the dataset's authors, idle also if they are lists or objects
 _NOTES = frozenset(
     "meta metadata extra_info extra_fields annotations detoxify emojis labels moderation"
     " openai_moderation detoxify_moderation logprobs top_logprobs usage stats statistics provenance"
@@ -104,24 +104,21 @@ _MESSAGE_REFUSED = {
     "train_detail": _WHY_NOT_DETAIL,
     "training_detail": _WHY_NOT_DETAIL,
 }
-# Torchtune's fields of a message, with the value that says what is done in any case.
+# torchtune's fields of a message -> the value that asks for what is done anyway
 _MESSAGE_USUAL = {"eot": True, "ipython": False, "prefix": False}
 
-_MAX_LABEL_LETTERS = 200  # what is longer may be what a conversation says, whatever its name
+_MAX_LABEL_LETTERS = 200  # a longer text may be a part of a conversation, whatever its name
 _REQUEST = ("parallel_tool_calls", "tool_choice")  # settings of a request, which no template shows
 
 
 @lru_cache(4096)  # rows repeat the same few names
 def normalize_name(name: str) -> str:
-    """Return a name in small letters, with one underscore for all but letters and digits."""
+    """Return a name in lower case, with one underscore for each run of other characters."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def is_blank(value: Any) -> bool:
-    """Return True if a value is as good as absent.
-
-    That is null, blank text, an object of such, or a list of nothing or nulls.
-    """
+    """Return True for null, blank text, an object of blank values, or a list without values."""
     if isinstance(value, str):
         return not value or value.isspace()
     if isinstance(value, dict):
@@ -143,7 +140,7 @@ def is_label(value: Any) -> bool:
 def is_idle(name: str, value: Any) -> bool:
     """Return True if a column or a key is known by its name to change nothing.
 
-    It must also hold what such a one does.
+    Its value must also be such as these names have, a label mostly.
     """
     word = normalize_name(name)
     if word in _NOTES or word in _REQUEST:
@@ -164,15 +161,14 @@ def is_idle_key(name: str, value: Any) -> bool:
 
 
 def why_not_key(name: str) -> str:
-    """Return what a key of a message holds, where that is known and not read; empty: not known."""
+    """Return what a key of a message means, if that is known to matter; "": it is not known."""
     return _WHY_NOT_MEDIA if normalize_name(name) in _MEDIA else _MESSAGE_REFUSED.get(name, "")
 
 
 def why_not_column(name: str, value: Any, is_text: bool) -> str:
-    """Return what a column says of its row, where that is known and not read; empty: nothing of the
-    kind.
+    """Return what a column means, if that is known to matter and is not read; "": not known.
 
-    is_text: the rows are documents, whose label may be a number that judges nothing.
+    is_text: rows are documents, whose label may be a number that does not judge them.
     """
     word = normalize_name(name)
     if word in _MEDIA:
@@ -195,9 +191,9 @@ def is_idle_beside(name: str, value: Any) -> bool:
 
 
 def is_neutral_label(name: str, value: Any) -> bool:
-    """Return True if a column says no more of its row than that it is wanted, or its class.
+    """Return True if a column says only that its row is desirable, or its class.
 
-    So does a weight of 1.
+    A weight of 1 is neutral too.
     """
     word = normalize_name(name)
     if _is_weight(word):
@@ -220,7 +216,7 @@ def _is_one(value: Any) -> bool:
 
 
 def _judge(word: str, value: Any, is_text: bool) -> bool | None:
-    """Return what a column of this name says: the row is wanted, or not; None: neither."""
+    """Return whether a column of this name calls the row desirable; None: it does not say."""
     is_label_column = word in ("label", *SAME_AS["label"])
     is_switch = isinstance(value, bool) or (
         isinstance(value, str) and value.strip().lower() in ("true", "false")
@@ -228,10 +224,10 @@ def _judge(word: str, value: Any, is_text: bool) -> bool | None:
     return read_truth(value) if is_switch or (is_label_column and not is_text) else None
 
 
-# As JSON has them, and as tables' text.
+# Truth values as JSON and tables write them
 _TRUTHS = {"true": True, "false": False, "1": True, "0": False}
 
 
 def read_truth(value: Any) -> bool | None:
-    """Return true or false as JSON and tables write it; None: neither."""
+    """Return the truth value in JSON or in a table's cell; None: it is none."""
     return _TRUTHS.get(str(value).strip().lower()) if isinstance(value, (bool, int, str)) else None

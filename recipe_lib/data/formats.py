@@ -70,10 +70,10 @@ def columns(
     instead: Mapping[str, Sequence[str]] | None = None,
     same: Mapping[str, Sequence[str]] | None = None,
 ) -> Callable[[Reader], Reader]:
-    """Return a decorator that says which columns a format reads.
+    """Return a decorator that declares which columns a format reads.
 
-    instead: those that may stand in the place of a required one, which the format looks for itself.
-    same: other names of a column, put under its own before the format sees the row.
+    instead: required column -> columns that may replace it, which the format reads itself. same:
+    column -> other names for it, which are renamed before the format sees the row.
     """
 
     def add(reader: Reader) -> Reader:
@@ -91,7 +91,7 @@ _columns = partial(columns, same=SAME_AS)  # of the formats here
 def _build_chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
     """Return the conversation of these turns, with system message, tools and template arguments.
 
-    asked: so many of the turns are the prompt; 0: nobody says which.
+    asked: number of leading turns that are the prompt; 0: not known.
     """
     all_turns = prepend_system(sample, turns)
     num_added = len(all_turns.messages) - len(turns.messages)
@@ -216,8 +216,8 @@ def read_preference(sample: RawSample) -> Preference:
     no_prompt = _why_no_prompt(sample, chosen, rejected=rejected, shared=shared)
     both_texts = isinstance(sample["chosen"], str) and isinstance(sample["rejected"], str)
     if no_prompt and not (both_texts and sample["chosen"][:1] == sample["rejected"][:1]):
-        # For texts that begin alike the encoder raises it: it knows what a rendered prompt looks
-        # like.
+        # For texts that begin alike the encoder raises it, unless they are renderings with a
+        # prompt, which it can recognize.
         raise no_prompt
     tools, path = read_tools(sample)
     places = SamplePlaces(chosen.places, path), SamplePlaces(rejected.places, path)
@@ -284,7 +284,7 @@ def _read_prompt(sample: RawSample, names: Sequence[str]) -> Turns:
 
 
 def _read_margin(value: object) -> float:
-    """Return a margin as a number: 0 where there is none, NaN for what is no number."""
+    """Return a margin as a number: 0 for none, NaN for a value that is no number."""
     if value is None:
         return 0.0
     with suppress(OverflowError, ValueError):
@@ -350,7 +350,7 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
 
 
 def _read_label(sample: RawSample) -> bool:
-    """Return True if the completion is wanted.
+    """Return True if the label says that the completion is desirable.
 
     Raises SampleFault for a label that is not true or false.
     """
@@ -414,9 +414,9 @@ def _read_class(sample: RawSample) -> str:
 def _why_no_prompt(
     sample: RawSample, chosen: Turns, rejected: Turns, shared: int
 ) -> SampleFault | None:
-    """Return what is wrong with two answers that follow nothing, or a message of the system alone.
+    """Return the fault of two answers without a prompt, or with a system message alone.
 
-    None: they follow something.
+    None: they have a prompt.
     """
     answers = [turns.messages[shared:] for turns in (chosen, rejected)]
     if any(message["role"] != "system" for message in chosen.messages[:shared]) or not all(
@@ -438,9 +438,9 @@ def _why_no_prompt(
 
 
 def _continue_with(before: Turns, answer: Turns) -> Turns:
-    """Return the whole conversation, of what comes before an answer and the answer.
+    """Return the conversation of the turns before an answer and the answer.
 
-    The answer holds what comes before it already, or goes on from it.
+    The answer may repeat the turns before it, or only continue them.
     """
     num_before = len(before.messages)
     if answer.messages[:num_before] == before.messages and len(answer.messages) > num_before:

@@ -1,4 +1,4 @@
-"""Messages as chat APIs have them, read out of the spellings that samples come in.
+"""Read messages, in the spellings that samples come in, as messages of chat APIs.
 
 `read_turns` reads a column of {from, value} or {role, content}, `read_turn` one message. Calls of
 tools and descriptions of tools come in several shapes and end up in that of chat APIs. What cannot
@@ -58,7 +58,7 @@ _PART_KEYS = ("type", "text")
 
 @dataclass(frozen=True)
 class Turns:
-    """Messages, and where in the sample each of them is."""
+    """Messages, and the place of each of them in its row, for error lines."""
 
     messages: list[Message] = field(default_factory=list)
     places: list[MessagePlace] = field(default_factory=list)
@@ -176,7 +176,7 @@ def read_turn(turn: RawSample, where: str) -> Message:
 
 
 def is_call(turn: RawSample) -> bool:
-    """Return True if a turn is nothing but the call of a tool."""
+    """Return True if a turn is only a call of a tool."""
     return turn.get("from", turn.get("role")) in CALL_ROLES
 
 
@@ -334,7 +334,7 @@ def check_order(messages: Sequence[Message], places: SamplePlaces) -> None:
 
 
 def check_answers(messages: Sequence[Message], first: int, places: SamplePlaces) -> None:
-    """Raise SampleFault for an answer with nothing in it to train on, from message `first` on."""
+    """Raise SampleFault for an answer, from index `first` on, that has nothing to train on."""
     for number in range(first, len(messages)):
         message = messages[number]
         has_content = message["content"].strip() or message.get("tool_calls")

@@ -1,7 +1,8 @@
 """Read the columns of a row that a conversation is made of, besides its list of messages.
 
-They hold a system message, earlier turns, the question, one answer, and what the chat template is
-given besides messages and tools. `recipe_lib.data.formats` puts them together.
+The readers in `data.formats` call these functions for the system message, earlier turns, the
+question, one answer, and the variables of the chat template, and add up the `Turns` they return.
+All of them raise SampleFault for a column of another shape.
 """
 
 import re
@@ -24,9 +25,9 @@ from recipe_lib.data.samples import (
     refuse_keys,
 )
 
-# Columns of every format that a template writes.
+# Optional columns of every format of conversations
 CHAT_COLUMNS = ("system", "tools", "chat_template_kwargs", "documents")
-# What `chat_template_kwargs` may not say: it has columns of its own, or the run says it.
+# Names that `chat_template_kwargs` may not have: they have columns of their own, or are the run's
 _RESERVED = (
     "messages",
     "tools",
@@ -39,9 +40,9 @@ _SPEAKER = re.compile(r"\n\n(Human|Assistant):[ ]?")
 
 
 def prepend_system(sample: RawSample, turns: Turns) -> Turns:
-    """Return the turns after the message of the column `system`.
+    """Return the turns with the message of the column `system` before them, if it has one.
 
-    Raises SampleFault: they begin with another one.
+    Raises SampleFault if the turns have another system message already.
     """
     if is_blank(sample.get("system")):
         return turns
@@ -84,10 +85,10 @@ def read_history(sample: RawSample) -> Turns:
 
 
 def read_question(sample: RawSample, name: str) -> Turns:
-    """Return the question: the text of a column (or nothing, or messages), and under it that of
-    `input`.
+    """Return the question: the text of a column, and under it the text of `input`.
 
-    One line end stands between them, as LLaMA-Factory writes it.
+    One of the two may be missing; the column may also hold messages. They are joined by a line end,
+    as LLaMA-Factory does.
     """
     if name != "instruction" and not isinstance(sample.get(name), (str, type(None))):
         turns = read_column(sample, name, "user")
@@ -122,9 +123,9 @@ def read_column(sample: RawSample, name: str, role: str) -> Turns:
 
 
 def open_request(sample: RawSample) -> RawSample:
-    """Return the sample with a request in `input` put into the columns prompt and tools.
+    """Return the sample with a request in `input` moved to the columns `prompt` and `tools`.
 
-    OpenAI's pairs have one: {messages, tools}. Raises SampleFault.
+    OpenAI's preference pairs have one: {messages, tools}. Raises SampleFault.
     """
     request = sample.get("input")
     if not isinstance(request, dict):
@@ -167,7 +168,7 @@ def read_answer(sample: RawSample, name: str) -> Turns:
 
 
 def read_variables(sample: RawSample) -> dict[str, Any]:
-    """Return what a row gives the chat template: `chat_template_kwargs`, and `documents`.
+    """Return the row's variables for the chat template: `chat_template_kwargs` and `documents`.
 
     Raises SampleFault.
     """
@@ -198,9 +199,7 @@ def read_variables(sample: RawSample) -> dict[str, Any]:
 
 
 def refuse_beside_text(sample: RawSample, *names: str) -> None:
-    """Raise SampleFault for columns of a conversation where the row is a text that no template
-    writes.
-    """
+    """Raise SampleFault if a row of plain text also has one of these columns of a conversation."""
     for name in names:
         if not is_blank(sample.get(name)):
             raise SampleFault(

@@ -39,7 +39,7 @@ def find_replicas(parallel: ParallelConfig, memory: MemoryConfig, world: World) 
     """Return how replicas of a model are summed, if `parallel.strategy` is ddp.
 
     None for a model that is sharded, also by a strategy `auto` that was not resolved, and for one
-    data rank.
+    data rank without `memory.cpu_offload`.
     """
     # The condition is that of `shard_model`, which leaves these models whole.
     if parallel.strategy != "ddp" or (world.copies == 1 and not memory.cpu_offload):

@@ -56,8 +56,8 @@ class Parallel:
     tensor_gradients: dict[str, str] = field(default_factory=dict)
     # The FSDP units, without the root; empty where FSDP does not shard the model.
     units: list[Unit] = field(default_factory=list)
-    # Set if every data rank has the whole model (`parallel.strategy: ddp`); None if it is sharded,
-    # or there is one data rank.
+    # Set if every data rank has the whole model (`parallel.strategy: ddp`); else None, see
+    # `find_replicas`.
     replicas: Replicas | None = None
     # What the section `memory` of the config has set up in the model.
     levers: MemoryLevers = field(default_factory=MemoryLevers)

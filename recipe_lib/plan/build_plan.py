@@ -1,4 +1,4 @@
-"""Build a plan from a recipe and its config: the way into the planner.
+"""Build a plan of a run's memory and time from a recipe class and its config.
 
 `make_plan` simulates ranks (`simulate_rank`, `plan_ranks`), replays their memory through the
 allocator, puts their operators on a time line, and sums it all up in a `Plan`
@@ -80,33 +80,34 @@ _TOKEN_KINDS = ("activations", "temporary", "logits", "communication", "gradient
 class PlanSettings:
     """Settings of a plan, besides recipe and config."""
 
+    # The device of every rank.
     hardware: Hardware
-    # Lengths of the sequences planned with, and where they are from.
+    # Lengths of the sequences of a simulated batch, and where they are from.
     sequence: PlannedSequence
-    # Ranks of the run.
+    # Number of ranks of the run.
     ranks: int = 1
-    # Which of them are simulated; empty: the first of each place in a pipeline, or rank 0.
+    # Ranks that are simulated; empty: the first of each place in a pipeline, or rank 0.
     traced_ranks: tuple[int, ...] = ()
-    # As typed, for the report.
+    # Recipe, config and overrides as typed, for the report.
     recipe: str = ""
     config: str = ""
     overrides: tuple[str, ...] = ()
-    # Of the whole run; None: those that the data makes.
+    # Optimizer steps of the run; None: as many as the data gives.
     steps: int | None = None
     # Measured rates; None: those of the data sheet.
     calibration: Calibration | None = None
-    # In place of what `outside_torch` says.
+    # Memory outside of torch; None: by `estimate_outside_torch`.
     outside: OutsideTorch | None = None
-    # Traced besides set-up and steps.
+    # Phases that are traced besides set-up and steps.
     phases: tuple[str, ...] = PHASES
-    # What was assumed on the way here.
+    # Assumptions made before planning, for the report.
     assumptions: tuple[str, ...] = ()
-    # Whether operators are put on a time line.
+    # Whether times are planned too.
     timed: bool = True
 
     def __post_init__(self) -> None:
-        """Tell the device how many ranks share its machine."""
-        # The class is frozen.
+        """Set on the device how many ranks share its machine."""
+        # object.__setattr__, since the dataclass is frozen.
         object.__setattr__(
             self,
             "hardware",
@@ -116,13 +117,15 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class PlannedRanks:
-    """The ranks that a plan simulates: what they do, their memory and their time."""
+    """The simulated ranks of a plan, with their memory and time."""
 
-    # By rank.
+    # Rank -> its simulation.
     simulated: dict[int, Simulated]
+    # Memory of each simulated rank.
     plans: list[RankPlan]
-    # The rank for which the most is reserved.
+    # Memory of the rank that reserves the most.
     heaviest: RankPlan
+    # Times of a steady step.
     step: SimulatedStep
 
 
@@ -131,7 +134,7 @@ def make_plan(
 ) -> tuple[Plan, Trace]:
     """Return the plan, and the trace of the heaviest rank.
 
-    cfg: plannable. steps: as `simulate` takes them. Raises UserErrors of recipe and config.
+    steps: which steps are simulated, as for `simulate`. Raises UserErrors of recipe and config.
     """
     hardware = settings.hardware
     planned = plan_ranks(recipe_class, cfg, settings=settings, steps=steps)
@@ -143,11 +146,11 @@ def make_plan(
     outside = settings.outside or _find_largest_outside(hardware, simulated)
     usable = hardware.memory - outside.total
     steps_of_run = settings.steps or settings.sequence.steps
-    more, estimate = max(
+    extra_bytes, estimate = max(
         estimate_not_simulated(simulation, steps_of_run) for simulation in simulated.values()
     )
     verdict = decide_verdict(trace, heaviest, usable=usable, hardware=hardware)
-    verdict = lower_verdict(verdict, more, heaviest=heaviest, usable=usable)
+    verdict = lower_verdict(verdict, extra_bytes, heaviest=heaviest, usable=usable)
     if not judge_host(cfg, hardware, trace)[0]:
         verdict = DOES_NOT_FIT
     plan = Plan(
@@ -160,7 +163,7 @@ def make_plan(
         device=_describe_device(hardware, cfg.dtype, usable=usable),
         sequence={name: getattr(settings.sequence, name) for name in _SEQUENCE_FACTS},
         verdict=verdict,
-        margin=usable - heaviest.reserved - more,
+        margin=usable - heaviest.reserved - extra_bytes,
         rank_plans=planned.plans,
         outside=outside,
         layers=_build_layers(planned),
@@ -207,7 +210,7 @@ def make_plan(
 
 
 def _describe_device(hardware: Hardware, dtype: str, usable: int) -> DeviceFacts:
-    """Return what a plan says of its device. usable: bytes that the allocator may take."""
+    """Return the facts on a plan's device. usable: bytes that the allocator may take."""
     return DeviceFacts(
         name=hardware.name,
         memory=hardware.memory,
@@ -221,7 +224,7 @@ def _describe_device(hardware: Hardware, dtype: str, usable: int) -> DeviceFacts
 
 
 def _find_largest_outside(hardware: Hardware, simulated: dict[int, Simulated]) -> OutsideTorch:
-    """Return the memory outside of torch of the rank that has the most: in most communicators."""
+    """Return the largest memory outside of torch of the ranks, which differ in communicators."""
     return max(
         (
             estimate_outside_torch(hardware, list_group_sizes(simulation.trace))
@@ -247,8 +250,8 @@ def plan_ranks(
 ) -> PlannedRanks:
     """Simulate the ranks of a plan.
 
-    steps: as `simulate` takes them. limit: bytes; after the first rank with more of them active no
-    other is simulated. Raises UserErrors of recipe and config.
+    steps: which steps are simulated, as for `simulate`. limit: bytes; ranks are simulated up to the
+    first with a higher active peak; None: all. Raises UserErrors of recipe and config.
     """
     simulated = {}
     plans: list[RankPlan] = []
@@ -294,8 +297,8 @@ def simulate_rank(
 ) -> Simulated:
     """Simulate one rank, with the kernels and the scratch of the planned device.
 
-    steps, traced, checker: as `simulate` takes them. ConfigError for what the device cannot
-    compute.
+    steps, traced, checker: as for `simulate`. Raises ConfigError for a dtype or feature that the
+    device does not support.
     """
     hardware = settings.hardware
     if hardware.capability is None and getattr(cfg, "matmul_dtype", None) == "fp8":
@@ -377,7 +380,7 @@ def list_assumptions(cfg: Any, settings: PlanSettings, simulated: Simulated) -> 
 
 
 def _describe_kernels(cfg: Any, hardware: Hardware) -> str:
-    """Return whose kernels are simulated."""
+    """Return a text on the kernels that are simulated."""
     if hardware.architecture == "cpu":
         kernels = "a CPU's"
     else:

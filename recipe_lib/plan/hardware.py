@@ -1,6 +1,7 @@
-"""Devices that a run can be planned for: memory, rates and links, each figure with its source.
+"""Describe the devices that a run can be planned for: memory, rates and links, with sources.
 
-`find_hardware` finds one by a name as typed; `_CARDS` is the table. No torch in here.
+`find_hardware(name)` returns a device for `--device` in any spelling, `parse_fit` one for `--fit`;
+`_CARDS` is the table of known GPUs. Imports no torch.
 
 Memory is what CUDA reports as the total (`torch.cuda.mem_get_info()[1]`, the "total capacity" of
 torch's out-of-memory message), which is less than what nvidia-smi shows, because the driver keeps
@@ -66,25 +67,25 @@ HOST_MEMORY = 160e9
 class Hardware:
     """A device and what it is linked with."""
 
-    # As typed.
+    # Name of the table, or a size as typed.
     name: str
     # `sm80` ... `sm120`, or `cpu`.
     architecture: str
-    # Total bytes.
+    # Total bytes of memory, as CUDA reports them.
     memory: int
-    # Dense rate by dtype, operations per second.
+    # Dtype -> dense operations per second.
     flops: Mapping[str, float]
-    # Of its memory, bytes per second.
+    # Bandwidth of its memory, bytes per second.
     bandwidth: float
-    # Between the ranks of a machine.
+    # Link between the ranks of a machine.
     link: Link
     # Bytes per second that the network has for each rank of a machine.
     inter_node_bandwidth: float
     # Other spellings, the one that CUDA reports among them.
     aliases: tuple[str, ...] = ()
-    # Ranks that share `link`.
+    # GPUs of a machine, which share `link`.
     ranks_per_node: int = 8
-    # The device that the rates are taken from, where only a size of memory is known; else empty.
+    # Name of the device whose rates are taken, if only a size of memory is known; else empty.
     rates_of: str = ""
     # Ranks of the run on one machine.
     ranks_here: int = 1
@@ -93,9 +94,9 @@ class Hardware:
 
     @property
     def host_bandwidth(self) -> float:
-        """Return the bytes a second of a large copy to or from pinned host memory, one way.
+        """Return the bytes per second of a large copy to or from pinned host memory, one way.
 
-        All ranks of the machine copy meanwhile.
+        All ranks of the machine are taken to copy at the same time.
         """
         # What 16 lanes of PCIe 4 commonly give (24.8 GB/s by nvbandwidth on an A100,
         # forums.developer.nvidia.com 352186); Hopper and Blackwell have PCIe 5, twice as fast.
@@ -107,11 +108,11 @@ class Hardware:
 
     @property
     def host_memory_bandwidth(self) -> float:
-        """Return the bytes a second of a rank's optimizer on the CPU, beside those of all ranks."""
+        """Return the bytes per second of a rank's optimizer on the CPU while all ranks step."""
         return min(HOST_MEMORY_OF_ONE, HOST_MEMORY / self.ranks_here)
 
     def rate(self, dtype: str) -> float:
-        """Return dense operations a second in `dtype`; of fp32 for a dtype that is not listed."""
+        """Return dense operations per second in `dtype`; in fp32 for a dtype that is not listed."""
         # Eight bits are twice bf16 where they are not listed, as specifications from Ampere (Ada)
         # on have it; int8 of GeForce cards is faster still by theirs.
         if dtype in EIGHT_BITS and self.architecture != "cpu":
@@ -435,7 +436,7 @@ _OTHER_MAKERS = {
 # error correction is on (RTX 4090 23.52 of 24, RTX 5090 31.36 of 32).
 SHARE_REPORTED = 0.98
 
-# Whose rates a size of memory gets: the slowest card of that size that people train on.
+# (largest GiB, card): a size of memory gets the rates of the slowest common card of that size.
 _TYPICAL = (
     (24, "rtx3090"),
     (32, "rtx5090"),
@@ -454,7 +455,7 @@ def find_hardware(name: str) -> Hardware:
 
     `24GB` is a card sold as one of 24 GB, whose CUDA total is 98 % of 24 GiB (cards with error
     correction have 6 % less: name them); `24GiB` is a CUDA total of exactly 24 GiB. Their rates are
-    those of a common card. `cpu` is this machine's memory. ConfigError for anything else.
+    those of a common card. `cpu` has this machine's memory. Raises ConfigError for other names.
     """
     if hardware := _find(name):
         return hardware
@@ -504,9 +505,9 @@ def find_reported_hardware(name: str, memory: int) -> Hardware:
 
 
 def parse_fit(text: str) -> tuple[int, Hardware]:
-    """Return ranks and device of `4x24GB`; one rank where no number is given.
+    """Return (number of ranks, device) of a text such as `4x24GB`; 1 rank without a number.
 
-    ConfigError for nonsense.
+    Raises ConfigError for an unknown device or no ranks.
     """
     match = _FIT.fullmatch(text.strip())
     if not match or _find(text):
@@ -520,14 +521,14 @@ def parse_fit(text: str) -> tuple[int, Hardware]:
 
 
 def _normalize(name: str) -> str:
-    """Return what spellings of a card share: small letters and digits, without NVIDIA's brands."""
+    """Return a name in lowercase letters and digits, without `nvidia` and `geforce` in front."""
     return re.sub("[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("geforce")
 
 
 def _make_sized_card(name: str, size: float, exact: bool) -> Hardware:
-    """Return a device of which only the memory is known.
+    """Return a device of which only the memory is known. Raises ConfigError for a wrong size.
 
-    size: GiB; exact: as CUDA reports it, else as it is sold.
+    size: GiB. exact: the size is what CUDA reports; otherwise the card is sold with it.
     """
     if not 1 <= size <= 4096:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""The three kinds of vocabulary behind one class: sentencepiece, tiktoken, tokenizer.json.
+"""Define the three kinds of vocabulary behind one class: sentencepiece, tiktoken, tokenizer.json.
 
-A vocabulary turns ordinary text into ids and an id into bytes. It knows nothing of chat, BOS or
-control tokens: no text can produce one here. What all kinds share (special tokens, BOS, decoding)
-is in `tokenizer.py`. What a tokenizer.json makes of a text is bounded here (`read_growth`,
-`check_length`), before the tokenizers library takes the memory for it.
+A `Tokenizer` has one `Vocabulary`, which encodes ordinary text as ids and returns the bytes of an
+id. Special tokens, BOS and decoding are the Tokenizer's: no text is encoded as a special token
+here. A tokenizer.json may make a text longer without bound, so `read_growth` and `check_length`
+check it before the tokenizers library allocates the memory.
 """
 
 import base64
@@ -36,21 +36,22 @@ MAX_VOCABULARY = 2**27  # ids; far above any there is, and what a row of int32 i
 class AddedToken:
     """A token added to the vocabulary. The fields are named as in tokenizer.json."""
 
-    # Its text.
+    # Text of the token
     content: str
     id: int
-    # Text never turns into it unless asked to.
+    # Whether text is encoded as this token only if special tokens are allowed
     special: bool = True
-    # It swallows the white space before it.
+    # Whether the white space before it is dropped
     lstrip: bool = False
-    # It swallows the white space after it.
+    # Whether the white space after it is dropped
     rstrip: bool = False
 
     @staticmethod
     def read(entry: Any, where: str, id: int | None = None) -> "AddedToken":
-        """Return the token of an object as tokenizer.json and tokenizer_config.json have them.
+        """Return the token of an object in tokenizer.json or tokenizer_config.json.
 
-        where: file, named in errors. id: where the object has none. Raises DataError.
+        where: file, for error lines. id: used in place of the object's; None: it has one. Raises
+        DataError.
         """
         try:
             number = entry["id"] if id is None else id
@@ -82,16 +83,16 @@ class TextPosition(Enum):
 
 
 class Vocabulary(ABC):
-    """Turns ordinary text into ids, and an id into the bytes it stands for."""
+    """An encoder of ordinary text as ids, which also has the bytes of each id."""
 
-    size: int  # ids without the added ones
+    size: int  # number of ids, without added tokens
     added: tuple[AddedToken, ...] = ()  # tokens that the file itself declares as added
-    matches_added = False  # encode() finds added tokens that are not special by itself
-    eats_first_space = False  # encode() begins a text with a space that is not in it
-    eats_space_after_special = False  # and also after a special token
-    bos_id: int | None = None  # as the file itself says
-    eos_id: int | None = None  # as the file itself says
-    _bytes: list[bytes]  # bytes that each id stands for
+    matches_added = False  # whether encode() itself finds added tokens that are not special
+    eats_first_space = False  # whether encode() puts a space before the first word of a text
+    eats_space_after_special = False  # whether it does so after a special token too
+    bos_id: int | None = None  # by the file itself; None: it names none
+    eos_id: int | None = None  # by the file itself; None: it names none
+    _bytes: list[bytes]  # bytes of each id
 
     @abstractmethod
     def encode(self, text: str, position: TextPosition) -> list[int]:
@@ -102,7 +103,7 @@ class Vocabulary(ABC):
         """Return the id of a token as the file spells it; None: there is none."""
 
     def get_token_bytes(self, token: int) -> bytes:
-        """Return what an id stands for; part of a character for some."""
+        """Return the bytes of an id, which may be a part of a character."""
         return self._bytes[token]
 
     def puts_bos_first(self, bos_id: int) -> bool:
@@ -137,7 +138,7 @@ class SentencePieceVocabulary(Vocabulary):
                 " file again"
             ) from None
         self.size = len(self.model)
-        # The library says -1 for none.
+        # The library returns -1 for none.
         self.bos_id = self.model.bos_id() if self.model.bos_id() >= 0 else None
         self.eos_id = self.model.eos_id() if self.model.eos_id() >= 0 else None
         self.added = tuple(
@@ -145,7 +146,7 @@ class SentencePieceVocabulary(Vocabulary):
             for i in range(self.size)
             if self.model.is_control(i)
         )
-        # How the model treats spaces is seen by trying it: fields of the protobuf have defaults.
+        # Try how the model treats spaces: the protobuf may leave out fields at their default.
         pieces = self.model.encode("a", out_type=str)
         self.eats_first_space = bool(pieces) and pieces[0].startswith("▁")
         self.eats_space_after_special = self.eats_first_space and legacy
@@ -165,7 +166,7 @@ class SentencePieceVocabulary(Vocabulary):
             ):
                 ids += self.model.encode(part)
             else:
-                # NO_PREFIX also takes away that the model makes several spaces one.
+                # NO_PREFIX also stops the model from collapsing spaces, so collapse them here.
                 text_inside = re.sub(" {2,}", " ", part) if self.collapses_spaces else part
                 ids += self._inner.encode(text_inside)
             position = TextPosition.INSIDE
@@ -173,7 +174,7 @@ class SentencePieceVocabulary(Vocabulary):
 
     def find(self, piece: str) -> int | None:
         """Return the id of a piece; None if there is none."""
-        # The library gives the unknown token's id for what is no piece.
+        # For an unknown piece the library returns the id of the unknown token.
         token = self.model.piece_to_id(piece)
         return token if self.model.id_to_piece(token) == piece else None
 
@@ -193,7 +194,7 @@ class TiktokenVocabulary(Vocabulary):
         r" ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    # The library gives up on white space that is longer than a million characters.
+    # The library fails on white space of more than a million characters, so it is cut.
     LONG_SPACE = re.compile(r"\s{500000}")
 
     def __init__(self, path: Path, content: bytes) -> None:
@@ -227,13 +228,13 @@ class JsonVocabulary(Vocabulary):
 
         path: named in errors. content: of the file.
         """
-        # Texts come one by one: threads of a batch would wait.
+        # Texts are encoded one by one, so threads for batches would be idle.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._path = path
         text = content.decode("utf-8", errors="replace")
         try:
             fields = parse_json(text)
-            # Before the library sees the file, which may make it take all memory.
+            # Checked before the library reads the file, which may make it allocate all memory.
             self._growth = read_growth(path, fields)
             with _catch_panics(path):
                 self._first = _build_tokenizer(text)
@@ -261,7 +262,7 @@ class JsonVocabulary(Vocabulary):
                 f"{path}: found the id {self.size - 1}, expected ids below {MAX_VOCABULARY}; copy"
                 " the file again"
             )
-        # A space that the decoder takes away is one that the encoder puts there.
+        # If the decoder drops a first space, the encoder has put it there.
         self.eats_first_space = any(map(_drops_first_space, _list_decoders(fields.get("decoder"))))
         self.eats_space_after_special = self.eats_first_space and self._after_special is self._first
         with _catch_panics(path):
@@ -276,14 +277,11 @@ class JsonVocabulary(Vocabulary):
         tokenizer = self._variants[position]
         with _catch_panics(self._path):
             check_length(self._path, tokenizer, text=text, growth=self._growth)
-            # Without offsets, which makes it a sixth faster.
+            # The fast method computes no offsets, and takes a sixth less time.
             return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def get_token_bytes(self, token: int) -> bytes:
-        """Return what an id stands for.
-
-        It is a part of a character for some ids, and nothing for those that are not used.
-        """
+        """Return the bytes of an id: maybe a part of a character, and none for an unused id."""
         piece = self._first.id_to_token(token)
         return b"" if piece is None else self._to_bytes(piece)
 
@@ -298,7 +296,8 @@ class JsonVocabulary(Vocabulary):
     def _build_variant(self, fields: dict[str, Any], keep_always: bool) -> Any:
         """Return the same tokenizer without the space that it puts before a text.
 
-        fields: of the file. keep_always: only without a space that is put once, at the start.
+        fields: JSON of the file. keep_always: drop only a space that is put once, at the start of a
+        text, and keep one that is put before every piece.
         """
         parts = {name: fields.get(name) for name in ("normalizer", "pre_tokenizer")}
         changed = copy.deepcopy(parts)
@@ -307,7 +306,7 @@ class JsonVocabulary(Vocabulary):
 
 
 def _build_tokenizer(text: str) -> Any:
-    """Return the tokenizer of a tokenizer.json, for texts as they are."""
+    """Return the tokenizer of a tokenizer.json, without truncation and padding."""
     built = tokenizers.Tokenizer.from_str(text)
     built.no_truncation()
     built.no_padding()
@@ -316,7 +315,7 @@ def _build_tokenizer(text: str) -> Any:
 
 
 def _drop_prefix(fields: dict[str, Any], keep_always: bool) -> None:
-    """Take the leading space out of a tokenizer.json's fields, in place.
+    """Change a tokenizer.json's fields, in place, so that no leading space is put before a text.
 
     keep_always: leave a space that is put before every piece of text.
     """
@@ -377,9 +376,9 @@ def _make_piece_decoder(decoder: dict[str, Any] | None) -> Any:
 
 
 def _build_byte_level_table() -> dict[str, int]:
-    """Return GPT-2's printable letters -> the bytes they stand for.
+    """Return GPT-2's table from a printable letter to its byte.
 
-    Bytes that print stand for themselves, the others are letters from U+0100 on.
+    Printable bytes are the letter itself; the others are the letters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
@@ -411,7 +410,7 @@ def _read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
 def compile_alternation(strings: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern that matches any of the strings, the longest first; None for no strings."""
-    # Of alternatives the first one that matches is taken, not the longest.
+    # A regular expression takes the first alternative that matches, not the longest.
     ordered = sorted(set(strings), key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
@@ -438,15 +437,14 @@ def _catch_panics(path: Path) -> Iterator[None]:
         ) from None
 
 
-# The tokenizers library has no limit of its own: thirty steps that double a text end the process.
+# The tokenizers library has no limits: thirty normalizers that double a text would fill the memory.
 
-# Of a normalized text; that of a longer text may have up to four times its own length.
+# Characters of a normalized text; a longer text may be normalized to four times its own length
 MOST_CHARACTERS = 2**24
-MOST_GROWTH = 2**20  # of all normalizers together, in characters for one of the text
-_MOST_CUT_GROWTH = 16  # of the pre-tokenizers: one that writes bytes as letters makes four of one
-_MOST_ADDED_IDS = 2**16  # that a post-processor puts around a text
-# Characters that a step makes of one at most, by Unicode's own tables; those that are not here make
-# no more.
+MOST_GROWTH = 2**20  # characters that all normalizers together may make of one
+_MOST_CUT_GROWTH = 16  # the same of all pre-tokenizers; one that writes bytes as letters makes four
+_MOST_ADDED_IDS = 2**16  # ids that a post-processor may put around a text
+# Kind of a step -> most characters that it makes of one, by Unicode's tables; other kinds make one
 _GROWTH = {
     "BertNormalizer": 12,
     "ByteLevel": 4,
@@ -459,9 +457,9 @@ _GROWTH = {
 
 
 def read_growth(path: Path, content: Any) -> float:
-    """Return the characters that a tokenizer.json's normalizers make of one at most.
+    """Return how many characters a tokenizer.json's normalizers make of one, at most.
 
-    Raises DataError for a file that has no bound.
+    content: JSON of the file. Raises DataError for a file above the limits.
     """
     content = content if isinstance(content, dict) else {}
     growth = math.prod(map(_compute_step_growth, _list_steps(content.get("normalizer"))))
@@ -482,12 +480,12 @@ def check_length(path: Path, tokenizer: Any, *, text: str, growth: float) -> Non
 
     growth: see `read_growth`.
     """
-    # The library makes a new object for each look at its normalizer: only a text that could be too
-    # long is worth it.
+    # Reading `tokenizer.normalizer` makes a new object, so only do it for a text that could be too
+    # long.
     if len(text) * growth <= MOST_CHARACTERS or tokenizer.normalizer is None:
         return
     normalizer = tokenizer.normalizer
-    # In pieces, each of which stays below the limit whatever the normalizer makes of it.
+    # Normalize in pieces, so small that none of them can exceed the limit.
     step = max(1, int(MOST_CHARACTERS / growth))
     num_left = max(MOST_CHARACTERS, 4 * len(text))
     for start in range(0, len(text), step):
@@ -499,7 +497,7 @@ def check_length(path: Path, tokenizer: Any, *, text: str, growth: float) -> Non
 
 
 def _list_steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a part of the file, those of a sequence one after the other."""
+    """Yield the steps of a part of the file, a sequence's one by one."""
     if not isinstance(part, dict):
         return
     sequences = [
@@ -514,7 +512,7 @@ def _list_steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _compute_step_growth(step: dict[str, Any]) -> float:
-    """Return the characters that one step makes of one at most."""
+    """Return how many characters one step makes of one, at most."""
     match step:
         case {"pattern": {"String": str(old)}, "content": str(new)} if old:
             return max(1, len(new) / len(old))

@@ -1,5 +1,6 @@
-"""The fastest settings of a config that fit a device, estimated and then confirmed by whole plans.
+"""Search for the fastest settings of a config that fit a device.
 
+`search` estimates settings and confirms the fastest by whole plans; `render_search` formats them.
 For each way to share the model between ranks (pipelines too, where their link is slow) and each
 kind of activation checkpointing, the largest micro-batch that fits is looked for; it divides the
 global batch, which stays as the config asks for. `trial_order` says what is tried next, and what
@@ -54,27 +55,30 @@ from recipe_lib.report.terminal import (
 )
 from recipe_lib.units import Bytes, Count, Seconds, format_bytes
 
-MAX_PLANS = 10  # whole plans of a group of settings
+MAX_PLANS = 10  # the most whole plans that a group of settings may take
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The settings that a search came to, and what it took."""
+    """The settings that a search has found, and how much it tried."""
 
-    # Confirmed by their whole plans, fastest first.
+    # Settings that fit by their whole plans, fastest first.
     fitting: list[Candidate]
-    # Where nothing fits, what lacks the fewest bytes.
+    # If none fits, the settings that lack the fewest bytes; None otherwise, or if all were refused.
     closest: Candidate | None
+    # Name of the device.
     device: str
+    # Number of ranks.
     ranks: int
-    # Sequences of a step, all ranks.
+    # Sequences of a step on all ranks.
     global_batch_size: int
-    # Settings that were estimated.
+    # Number of settings that were estimated.
     tried: int
-    # Settings that were planned in full.
+    # Number of settings that were planned in full.
     planned: int
-    # Settings that no simulation was needed for; each stands for more of its kind.
+    # Number of settings that were not simulated; each stands for more of its kind.
     skipped: int
+    # Time of the search.
     seconds: float
 
 
@@ -88,10 +92,10 @@ def search(
     splits: bool = True,
     processes: int | None = None,
 ) -> SearchResult:
-    """Find the fastest settings of a plannable config that fit `settings.hardware`.
+    """Find the fastest settings of a config that fit `settings.hardware`.
 
-    Frozen weights and optimizer states are only rounded more, and parameters only kept in host
-    memory or streamed from it, where nothing fits without.
+    Frozen weights and optimizer states are quantized further, and parameters kept in host memory or
+    streamed from it, only if nothing fits without.
 
     Args:
         recipe_class: of the config.
@@ -132,7 +136,7 @@ def search(
             if state.list_confirmed():
                 break
         nearest = _find_closest(filter(None, state.tried.values()))
-        # What lacks the least is shown with the figures of its whole plan.
+        # The closest settings are shown with the figures of their whole plan.
         if not state.list_confirmed() and nearest is not None and not nearest.may_fit:
             state.plan_in_full([nearest])
     fitting = state.list_confirmed()
@@ -157,11 +161,12 @@ def _find_closest(candidates: Iterable[Candidate]) -> Candidate | None:
 def _try_group(state: SearchState, group: list[Changes], splits: bool) -> None:
     """Try a group of variants, each with every way of sharing that could fit and be the fastest.
 
-    A group that was tried before goes on where what was the fastest has turned out not to fit.
+    Called again for the same group after the fastest settings have turned out not to fit: then the
+    slower ones that they had ruled out are tried.
     """
     cfg = state.cfg
     ranks = state.settings.ranks
-    # The least memory of each variant comes first: all lower bounds are taken from it.
+    # The settings with the least memory of each variant first: lower bounds are derived from them.
     least_sharing = [
         make_leanest(state, variant | next(list_sharings(cfg, ranks, state.fixed)))
         for variant in group
@@ -173,7 +178,7 @@ def _try_group(state: SearchState, group: list[Changes], splits: bool) -> None:
         if candidate is not None:  # else the recipe or the simulation refuses the settings
             possible_variants.append((variant, changes))
             state.leanest_by_variant[make_variant_key(cfg, changes)] = candidate
-    # What each other kind of checkpointing keeps and computes bounds what follows.
+    # One trial of each other kind of checkpointing gives the bounds of all further ones.
     if possible_variants and CHECKPOINTING_KEY not in state.fixed:
         _, changes = possible_variants[0]
         kinds = [changes | set_checkpointing(cfg, kind) for kind in reversed(CHECKPOINTING[1:])]
@@ -192,19 +197,19 @@ def _try_group(state: SearchState, group: list[Changes], splits: bool) -> None:
 
 
 def _confirm_fastest(state: SearchState, group: list[Changes], splits: bool, want: int) -> None:
-    """Plan the fastest estimates in full until there are enough that fit."""
+    """Plan the fastest candidates in full until `want` of them fit, or MAX_PLANS were made."""
     limit = len(state.plans) + MAX_PLANS
     while len(state.list_confirmed()) < want and len(state.plans) < limit:
-        waiting = [
+        unplanned = [
             candidate
             for candidate in state.list_fitting()
             if make_key(candidate.changes) not in state.plans
         ]
-        if not waiting:
+        if not unplanned:
             break
         state.progress.what = "planning the fastest in full"
-        state.plan_in_full(waiting[: want - len(state.list_confirmed())])
-        # Where one does not fit after all, slower settings that it ruled out are tried.
+        state.plan_in_full(unplanned[: want - len(state.list_confirmed())])
+        # If one does not fit after all, try the slower settings that it had ruled out.
         if len(state.list_confirmed()) < len(state.plans):
             _try_group(state, group, splits)
 

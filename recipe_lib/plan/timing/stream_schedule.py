@@ -1,10 +1,11 @@
-"""A list schedule of a traced phase: when each operator runs on streams, links and the host.
+"""Schedule the operators of a traced phase on streams, links and the host.
 
+`build_plan.py` calls `schedule` for the times of a steady step; `sum_time_by_kind` divides them.
 The host issues operators one after the other; an operator starts when it has been issued, when its
 stream is free and, for a collective, when its link is. Kernels on different streams do not slow
 each other, and the other ranks are taken to be as fast as this one: a stage of a pipeline never
 waits for its neighbor here, and what they exchange is left out (`summary/step_time.py`
-puts the ranks together). No torch in here.
+puts the ranks together). Imports no torch.
 """
 
 from collections import defaultdict, deque
@@ -29,27 +30,26 @@ class StepTime:
 
     # While kernels run, on one stream or several.
     compute: float
-    # Of all collectives, alone.
+    # Sum of all collectives, each while nothing else runs.
     communication: float
     # While a collective runs and no kernel does.
     exposed: float
-    # Of the host, to issue all.
+    # CPU time of the host for issuing all operators.
     launch: float
     # From the first operator issued to the last one done.
     step: float
-    # By number in `Trace.ops`, how long each takes alone.
+    # Index in `Trace.ops` -> seconds of a collective alone.
     collectives: dict[int, float]
-    # (number in `Trace.ops`, start, end), as issued.
+    # (index in `Trace.ops`, start, end) of each operator, in the order issued.
     timeline: list[tuple[int, float, float]]
-    # Of a rank of a pipeline, (number in `Trace.actions`, when the stream that computes was done
-    # with all before it). What is in an action is counted as often as it was traced, and what ranks
-    # exchange in it is not.
+    # In a pipeline: (index in `Trace.actions`, time at which the compute stream had finished all
+    # before it). Operators of an action count as often as they were traced, transfers not at all.
     actions: list[tuple[int, float]] = field(default_factory=list)
-    # Of copies between host and device, alone.
+    # Sum of copies between host and device, each while nothing else runs.
     copies: float = 0.0
     # While a copy runs and no kernel does.
     copies_exposed: float = 0.0
-    # That the host computes itself.
+    # Operators that the host's CPU computes.
     on_host: float = 0.0
 
 
@@ -60,9 +60,9 @@ def schedule(
     calibration: Calibration | None = None,
     experts: int = 0,
 ) -> StepTime:
-    """Return the times of one phase of a trace; ValueError if it was not traced.
+    """Return the times of one phase of a trace. Raises ValueError if it was not traced.
 
-    experts: that have all rows of each grouped matmul; 0: all have as many.
+    experts: number of experts that all rows of each grouped matmul go to; 0: all, evenly.
 
     A collective runs on a link (inside the machine, or the network), one after the other, as do
     copies between host and device, each way for itself. One that `waits`, or receives, holds up the
@@ -80,7 +80,7 @@ def schedule(
     timeline: list[tuple[int, float, float]] = []
     actions: list[tuple[int, float]] = []
     action = ActionMark()
-    in_turn = hardware.architecture == "cpu"  # what issues the operators computes them
+    in_turn = hardware.architecture == "cpu"  # the CPU both issues and computes each operator
     for kind, number in trace.iterate_events(phase):
         if kind == OP:
             op = trace.ops[number]
@@ -89,7 +89,7 @@ def schedule(
             repeats = op.repeats // action.repeats
             issuing = compute_launch_seconds(op, calibration, hardware.architecture) * repeats
             matmuls = count_issued_matmuls(op, hardware.architecture)
-            if matmuls:  # of which the host reads the numbers of rows first
+            if matmuls:  # the host waits to read the numbers of rows of each matmul
                 host = max(host, streams[op.stream])
             host += issuing
             launch += issuing
@@ -153,7 +153,7 @@ def _list_links(op: Op, hardware: Hardware) -> tuple[str, ...]:
         return ()
     if len({rank // hardware.ranks_per_node for rank in op.collective.ranks}) > 1:
         return ("network",)
-    # Where cards reach each other by the bus to the host, both of its directions are taken.
+    # Cards that are connected by PCIe send and receive over the same bus as copies with the host.
     return ("to_host", "to_device") if hardware.link.kind.startswith("pcie") else ("machine",)
 
 
@@ -163,7 +163,7 @@ def _sum_up(
     host: float,
     actions: list[tuple[int, float]],
 ) -> StepTime:
-    """Return the sums of a time line, without what the host launches and computes."""
+    """Return the sums of a time line; `launch` and `on_host` are left to the caller."""
     collectives = {
         number: end - start for number, start, end in timeline if trace.ops[number].collective
     }
@@ -186,7 +186,7 @@ def _sum_up(
 
 
 def _count_covered(spans: list[tuple[float, float]]) -> float:
-    """Return the seconds in which one of the spans runs, or several."""
+    """Return the seconds that at least one of the spans (start, end) covers."""
     total = run_start = run_end = 0.0
     for start, end in sorted(spans):
         if start > run_end:
@@ -209,7 +209,7 @@ KINDS = (MATMULS, ATTENTION, MEMORY_BOUND, COPIES, COMMUNICATION)
 
 
 def classify_op(op: Op) -> str:
-    """Return one of KINDS; "" for what takes no time by itself."""
+    """Return one of KINDS; "" for an operator that takes no time on the device."""
     if op.collective is not None:
         return COMMUNICATION
     if op.transfer:
@@ -224,7 +224,7 @@ def classify_op(op: Op) -> str:
 def sum_time_by_kind(
     trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None = None
 ) -> dict[str, float]:
-    """Return seconds by kind, KINDS in order; ValueError if the phase was not traced."""
+    """Return the seconds of each of KINDS. Raises ValueError if the phase was not traced."""
     seconds = dict.fromkeys(KINDS, 0.0)
     for op in trace.iterate_ops(phase):
         if kind := classify_op(op):
@@ -233,8 +233,8 @@ def sum_time_by_kind(
 
 
 def count_launched_operators(trace: Trace, phase: str) -> int:
-    """Return how many operators the host issues, collectives and copies among them.
+    """Return the number of operators that the host issues, with collectives and copies.
 
-    ValueError if the phase was not traced.
+    Raises ValueError if the phase was not traced.
     """
     return sum(op.repeats for op in trace.iterate_ops(phase) if not is_wait(op))

@@ -274,8 +274,8 @@ def give_to_children(trace: Trace) -> None:
     makers: dict[int, str] = {}  # index of a storage -> the child whose output it is
     # Index of a storage -> the modules whose weights it is multiplied by.
     readers: dict[int, set[str]] = defaultdict(set)
-    for kind, event_entry in trace.events:
-        op = trace.ops[event_entry] if kind == OP else None
+    for kind, index in trace.events:
+        op = trace.ops[index] if kind == OP else None
         if op is None or not op.makes:
             continue
         weights = {_find_owner(trace.storages[read]) for read in op.reads} - {""}
