@@ -1,7 +1,8 @@
-"""The keys of a `config.json`, checked as they are read, and what several families have in common.
+"""Readers of the keys of a `config.json`, which check each value as they read it.
 
-`recipe_lib.models.families` reads specs by them: numbers, flags and windows of layers by `Fields`
-and the functions below it, rotary embeddings by `read_rope`, quantized weights by `read_codes`.
+`recipe_lib.models.families` builds specs with them: numbers, flags and windows of layers by
+`Fields` and the functions below it, rotary embeddings by `read_rope`, the forms of quantized
+weights by `read_codes`. `check_sizes` refuses sizes that no machine can hold.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import Any
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.spec import FileCodes, RopeSpec
 
-# What files of most families leave out.
+# The values of keys that files of most families leave out.
 COMMON: dict[str, Any] = {
     "num_key_value_heads": None,  # as many as heads
     "head_dim": None,  # hidden_size / num_attention_heads
@@ -26,19 +27,26 @@ COMMON: dict[str, Any] = {
     "sliding_window": None,
     "layer_types": None,
 }
-# What `layer_types` says of layers; `rope_parameters` may tell rotary embeddings apart by it.
+# The values of `layer_types`, and keys of `rope_parameters` where it has an object for each.
 LAYER_KINDS = ("full_attention", "sliding_attention")
+# Activation in files -> our name of it.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, eq=False)
 class Fields:
-    """The keys of one config.json, checked as they are read; a fault is a one-line error."""
+    """One config.json, or an object in it, whose readers raise CheckpointError, in one line.
+
+    Readers take the name of a key, and raise if it is missing or its value is not as they say.
+    """
 
     config: Mapping[str, Any]
-    where: str  # the file, named in errors
-    inside: str = ""  # what comes before a key's name in errors, of an object within
-    bounds: tuple[float, float] = (1e-30, 1e30)  # of numbers: what fp32 holds, and its square too
+    where: str  # the file or preset, named in errors
+    inside: str = (
+        ""  # put before a key's name in errors, for an object in the file: `rope_scaling.`
+    )
+    # The least and largest of numbers: fp32 holds them and their squares.
+    bounds: tuple[float, float] = (1e-30, 1e30)
 
     def make_fault(self, key: str, expected: str) -> CheckpointError:
         """Return the error for a key that is missing or not what it should be."""
@@ -55,7 +63,7 @@ class Fields:
         return value
 
     def read_number(self, key: str, bounds: tuple[float, float] | None = None) -> float:
-        """Return a number above 0. bounds: of this one; None: of all."""
+        """Return a number within bounds, all above 0; None: `self.bounds`."""
         bounds = bounds or self.bounds
         if not is_within(self.config.get(key), bounds):
             raise self.make_fault(key, f"a number {format_bounds(bounds)}")
@@ -91,7 +99,7 @@ class Fields:
 
 
 def read_activation(fields: Fields, key: str) -> str:
-    """Return our name of the MLP's activation."""
+    """Return our name of the activation under a key. Raises CheckpointError for another one."""
     name = fields.config.get(key)
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise fields.make_fault(key, "one of " + ", ".join(_ACTIVATIONS))
@@ -101,7 +109,11 @@ def read_activation(fields: Fields, key: str) -> str:
 def read_layer_windows(
     fields: Fields, layers: int, sliding_by_default: list[bool]
 ) -> tuple[int | None, ...]:
-    """Return one window per layer, from `layer_types`, or where the file has none by default."""
+    """Return the window of each layer, in tokens; None: a layer has none.
+
+    Layers with a window are those of `layer_types`, if the file has it, else those for which
+    `sliding_by_default` is True. layers: their number.
+    """
     window = fields.read_optional_integer("sliding_window")
     types = fields.config["layer_types"]
     is_complete = isinstance(types, list) and len(types) == layers
@@ -120,22 +132,22 @@ def read_layer_windows(
     return tuple(window if slides else None for slides in sliding)
 
 
-# Reads a value of a config.json, and of the spec's fields that every family reads alike.
+# `fn(fields, common)` returns a field of the spec; common: the fields that all families read alike.
 Read = Callable[[Fields, dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family of decoders."""
+    """One family of decoders: how its config.json is read."""
 
-    # its fields of the spec where they differ from those that all families read alike, each a value
-    # or a `Read`
+    # Field of `DecoderSpec` -> a value or a `Read`, for the fields that the family has otherwise
+    # than those that all families read alike.
     shape: Mapping[str, Any]
-    # the classes in `architectures` that are its causal decoder; an exported model names the first
+    # The classes in `architectures` that are its causal decoder; exports name the first.
     architectures: tuple[str, ...]
-    # what its files leave out
+    # Key -> value, for keys that its files leave out.
     defaults: dict[str, Any]
-    # further ones, besides the family's name
+    # Values of `model_type` besides the family's name.
     model_types: tuple[str, ...] = ()
 
 
@@ -143,7 +155,7 @@ class Family:
 # `rope_parameters`.
 
 
-# What a family's class in transformers takes where the file has none.
+# The rotary embedding of a family's class in transformers where the file has none.
 _WITHOUT_ANY: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "rope_type": "yarn",
@@ -156,14 +168,14 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 NEWER = "rope_parameters"  # the key of config.json since transformers 5
 OLDER = "rope_scaling"
 POSITIONS = "original_max_position_embeddings"
-_STRETCHED = ("llama3", "yarn", "longrope")  # types with such a number
+_STRETCHED = ("llama3", "yarn", "longrope")  # types that need POSITIONS
 
-ROPE_NUMBERS = (1e-9, 1e9)  # factors and lengths of a rotary embedding
-BASES = (1e-9, 1e12)
+ROPE_NUMBERS = (1e-9, 1e9)  # bounds of the factors and lengths of a rotary embedding
+BASES = (1e-9, 1e12)  # bounds of `rope_theta`
 
 
 def is_within(value: Any, bounds: tuple[float, float]) -> bool:
-    """Return True if a value out of JSON is a number of that size (true is not a number)."""
+    """Return True if a value of JSON is a number within bounds; true and false are none."""
     return (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
@@ -183,8 +195,8 @@ def read_rope(fields: Fields, family: str, head_width: int) -> tuple[RopeSpec, R
     """
     key = _find_spelling(fields)
     ropes = _read_ropes(fields, family=family, key=key, head_width=head_width)
-    # transformers takes the older spelling then, with the base of rope_theta: a model that nobody
-    # may have meant.
+    # A file with both spellings: transformers takes the older one, with the base of `rope_theta`.
+    # Where the two differ, nobody can tell which model was meant.
     both = key == NEWER and fields.config.get(OLDER)
     if both and _read_ropes(fields, family=family, key=OLDER, head_width=head_width) != ropes:
         raise fields.make_fault(OLDER, f"what {NEWER} says as well; take one of the two out")
@@ -192,7 +204,7 @@ def read_rope(fields: Fields, family: str, head_width: int) -> tuple[RopeSpec, R
 
 
 def complete_ropes(fields: Fields, family: str) -> dict[str, Any]:
-    """Return `rope_parameters` with all that config.json says of rotary embeddings."""
+    """Return a complete `rope_parameters`, with values that config.json has under other keys."""
     ropes = []
     for base, given in _find_ropes(fields, family, _find_spelling(fields)).items():
         rope = {
@@ -212,14 +224,14 @@ def complete_ropes(fields: Fields, family: str) -> dict[str, Any]:
 
 
 def _find_spelling(fields: Fields) -> str:
-    """Return the key that counts: the newer one where config.json has both."""
+    """Return the key that is read: the newer one if config.json has it, else the older one."""
     return OLDER if fields.config.get(NEWER) is None else NEWER
 
 
 def _read_ropes(
     fields: Fields, family: str, key: str, head_width: int
 ) -> tuple[RopeSpec, RopeSpec | None]:
-    """Return what one spelling of the two says."""
+    """Return the result of `read_rope` by one spelling, the key NEWER or OLDER."""
     ropes = [
         _read_rope_object(
             fields, key=key, given=given, base=fields.read_number(base), head_width=head_width
@@ -230,9 +242,9 @@ def _read_ropes(
 
 
 def _find_ropes(fields: Fields, family: str, key: str) -> dict[str, Mapping[str, Any]]:
-    """Return the objects of a model's rotary embeddings, by the older key for the base of each.
+    """Return the objects of a model's one or two rotary embeddings, by the key of each one's base.
 
-    key: the spelling that is read.
+    key: NEWER or OLDER.
     """
     given = fields.config.get(key)
     given = (_WITHOUT_ANY.get(family) if given is None else given) or {}
@@ -250,16 +262,16 @@ def _find_kind(fields: Fields, given: Mapping[str, Any]) -> Any:
     """Return the type of a rotary embedding, by its present name."""
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "su" or (kind == "yarn" and fields.config.get("model_type") == "phi3"):
-        return "longrope"  # what Phi 3's first files called it
+        return "longrope"  # Phi 3's first files have it under these names
     return kind
 
 
 def _read_rope_object(
     fields: Fields, key: str, given: Mapping[str, Any], base: float, head_width: int
 ) -> RopeSpec:
-    """Read one rotary embedding from its object in config.json.
+    """Read one rotary embedding from its object in config.json, `given` under `key`.
 
-    base: counts unless the object has its own.
+    base: `rope_theta` unless the object has its own.
     """
     kind = _find_kind(fields, given)
     if kind not in ROPE_TYPES:
@@ -271,7 +283,7 @@ def _read_rope_object(
     base = numbers.read_optional_number("rope_theta", BASES) or base
     key = "partial_rotary_factor"
     fraction = numbers.read_optional_number(key) or fields.read_optional_number(key) or 1.0
-    # Other classes of transformers do not read it.
+    # Other classes of transformers do not read this key.
     if fraction != 1 and fields.config.get("model_type") != "phi3":
         raise CheckpointError(
             f"{fields.where}: config.json: partial_rotary_factor: found {fraction:g}, expected 1 or"
@@ -295,7 +307,7 @@ def _read_rope_object(
 
 
 def _read_original_positions(fields: Fields, numbers: Fields) -> float:
-    """Return the positions the model was first trained on, before its context was stretched."""
+    """Return the length of the context that the model was trained on before it was stretched."""
     outer = fields.read_optional_integer(POSITIONS)
     inner = numbers.read_optional_number(POSITIONS)
     positions = float(outer or inner or fields.read_integer("max_position_embeddings"))
@@ -373,12 +385,12 @@ _SCALINGS = {
 }
 
 
-# The largest sizes that a `config.json` may name: far above any model there is, far below what
-# hangs a machine.
+# The largest sizes that a `config.json` may have: far above any model, far below those that hang a
+# machine.
 #
 # A width of 10^18 overflows torch's storage, 10^9 layers fill the host's memory before anything is
-# computed; both are typing errors or a hostile file. The bounds hold for native models and for
-# those of transformers alike.
+# computed; both are typing errors or a hostile file. The bounds hold for our own decoder and for
+# models of transformers alike.
 
 
 MAX_WIDTH = 2**20
@@ -408,10 +420,10 @@ MAX_SIZES: dict[str, int] = {key: most for most, keys in _SIZES.items() for key 
 
 
 def check_sizes(config: Mapping[str, Any], where: str) -> None:
-    """Check that a machine can hold the sizes, also those of a multimodal file's parts.
+    """Check that no size is too large for a machine, also those of a multimodal file's parts.
 
-    Raises CheckpointError, one line a key. where: the file or preset, named in errors. What a size
-    must be besides is for the reader of the family to say.
+    where: the file or preset, named in errors. Raises CheckpointError, one line a key. All other
+    checks are those of the family's readers.
     """
     raise_faults(CheckpointError, _find_size_faults(config, where, ""))
 
@@ -432,7 +444,7 @@ def _find_size_faults(config: Mapping[str, Any], where: str, prefix: str) -> Ite
             yield from _find_size_faults(inner, where, f"{part}.")
 
 
-# Weights that a `config.json` says are quantized already: the two layouts that are read, and the
+# Weights that are quantized in the files, by `config.json`: the two forms that are read, and the
 # refusal of others.
 
 
@@ -473,10 +485,7 @@ def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
 
 
 def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
-    """Refuse weights that are quantized in any form: for models that are not native.
-
-    Raises CheckpointError.
-    """
+    """Raise CheckpointError for weights that are quantized in any form; for external models."""
     for key in filter(config.get, _KEYS):
         section = config[key]
         method = section.get("quant_method") if isinstance(section, Mapping) else None
@@ -496,12 +505,15 @@ def _make_refusal(key: str, section: Any, where: str, expected: str) -> Checkpoi
 
 
 def _read_fp8_block(section: Mapping[str, Any], where: str) -> tuple[int, int]:
-    """Return rows and columns that share a scale. section: that of quant_method fp8."""
+    """Return (rows, columns) of the blocks that share a scale.
+
+    section: of `quant_method` fp8. Raises CheckpointError for a form that is not read.
+    """
     block = section.get("weight_block_size")
     sizes = block if isinstance(block, list) else []
     is_pair = len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
     is_dynamic = str(section.get("activation_scheme", "dynamic")).lower() == "dynamic"
-    # Key -> (whether it says what is read, what was expected).
+    # Key -> (True if its value is one that is read, the expected value for the error).
     expected = {
         "weight_block_size": (
             is_pair,

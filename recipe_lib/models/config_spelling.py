@@ -1,8 +1,8 @@
 """The older and the newer names of a config.json's keys.
 
-transformers 5 renamed some keys. An earlier reader that lacks one takes a default for it without a
-word, and computes another model. So what is exported says everything under both names:
-`spell_native` for a native family, `spell_both` for any config.json.
+transformers 5 renamed some keys. A reader that does not find a key takes a default without a word,
+and computes another model. So an exported config.json has every value under both names: exports
+call `spell_native` for a family of our own decoder, `spell_both` for any other config.json.
 """
 
 from collections.abc import Mapping
@@ -18,21 +18,21 @@ from recipe_lib.models.config_fields import (
 )
 from recipe_lib.models.families import FAMILIES
 
-# Newer name -> older, of every model and of single families.
+# Newer name -> older name, for all models and for single families.
 _RENAMED = {"dtype": "torch_dtype"}
 _RENAMED_IN = {"qwen3_moe": {"num_local_experts": "num_experts"}}
-# What files of a family call the base, the share of channels that rotate, and the base of layers
-# with a window.
+# The older names of three values of a rotary embedding: its base, the share of channels that
+# rotate, and the base of layers with a window; for most families and for single ones.
 _ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
 _ROPE_KEYS_IN = {
     "gpt_neox": ("rotary_emb_base", "rotary_pct", ""),
     "gpt_neox_japanese": ("rotary_emb_base", "rotary_pct", ""),
     "modernbert-decoder": ("global_rope_theta", "", "local_rope_theta"),
 }
-# Families whose older class counts the keys of `rope_scaling`, of which one is `type`.
+# Families whose older class expects a certain number of keys in `rope_scaling`, one named `type`.
 _WITH_TYPE = ("fuyu", "olmo", "olmo2", "phi3", "phi4_multimodal")
-_THREE_KEYS = ("phi3", "phi4_multimodal")  # of a longrope: the type and both lists
-# Sections that are no part of the model.
+_THREE_KEYS = ("phi3", "phi4_multimodal")  # for a longrope: the type and both lists, no more
+# Sections that describe no part of the model.
 _NO_PARTS = ("quantization_config", "compression_config")
 
 
@@ -63,7 +63,7 @@ def spell_both(config: Mapping[str, Any], with_ropes: bool = True) -> dict[str, 
 
 
 def _spell_older_ropes(ropes: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return what the keys of older files say of the rotary embeddings."""
+    """Return the rotary embeddings of `rope_parameters` under the keys of older files."""
     full = ropes
     sliding: Mapping[str, Any] = {}
     if not ropes.keys().isdisjoint(LAYER_KINDS):
@@ -80,7 +80,7 @@ def _spell_older_ropes(ropes: Mapping[str, Any], family: str) -> dict[str, Any]:
         if key not in ("rope_theta", "partial_rotary_factor")
     }
     if scaling.get("rope_type") == "longrope":
-        # Where older readers look for it, but for PhiMoE's.
+        # Older readers look for it outside of `rope_scaling`, but for PhiMoE's.
         values[POSITIONS] = scaling.get(POSITIONS)
     older = {key: value for key, value in values.items() if key and value is not None}
     if scaling == {"rope_type": "default"}:

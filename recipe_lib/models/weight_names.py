@@ -1,8 +1,8 @@
-"""The tensors of checkpoint files that parameters are, for reading and for writing.
+"""The tensors of checkpoint files that a model's parameters are read from and written to.
 
-`build_weight_map` says where each parameter lies in the files that are read; `FileView`s make of
-several tensors, or of quantized ones, what a parameter is; `build_written_layout` says what files
-are written.
+Loading calls `build_weight_map`, which has for each parameter the tensor of a file, or a `FileView`
+that makes the parameter of several tensors or of quantized ones. Saving calls
+`build_written_layout`.
 """
 
 import re
@@ -34,10 +34,10 @@ from recipe_lib.models.spec import (
 
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
-_SCALES = (*_FLOATS, "F8_E8M0", "U8")  # of FP8
+_SCALES = (*_FLOATS, "F8_E8M0", "U8")  # safetensors' dtypes of the scales of FP8
 MXFP4_BLOCK = 32  # numbers that share an exponent (OCP Microscaling Formats 1.0)
-_MX_BIAS = 127  # of exponents that stand for scales
-# Of the 16 codes; the highest bit is the sign.
+_MX_BIAS = 127  # added to the exponents that scales are stored as
+# The numbers of codes 0 to 7; codes 8 to 15 are their negatives.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 Bounds = list[tuple[int, int]]
@@ -233,7 +233,7 @@ class Fp8Blocks:
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
         block_sizes = self._get_block_sizes()
-        # What it stands for is computed in fp32.
+        # Values are computed in fp32, and rounded to dtype at the end.
         values = slice_of(self.name)[_slices(bounds)].float()
         block_bounds = [
             (first // size, -(-last // size))
@@ -276,7 +276,7 @@ class Mxfp4Blocks:
         codes = slice_of(self.blocks)[block_index]
         exponents = slice_of(self.scales)[block_index].int() - _MX_BIAS
         levels = torch.tensor([*_FP4, *(-level for level in _FP4)], dtype=dtype)
-        # Of each byte, the low bits first.
+        # [256, 2]: the two numbers of each byte, that of the low bits first.
         pairs = torch.stack((levels.repeat(16), levels.repeat_interleave(16)), dim=1)
         values = pairs.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], MXFP4_BLOCK)
         values = torch.ldexp(values, exponents.unsqueeze(-1)).to(dtype).flatten(-2)

@@ -105,10 +105,7 @@ class ChunkedHead:
 
 
 class ChunkedAdaptedHead:
-    """A head with an adapter; it is used as a `ChunkedHead` is.
-
-    Autograd, over one chunk at a time, computes its gradients from the logits'.
-    """
+    """A head with an adapter, used as a `ChunkedHead`; autograd differentiates each chunk."""
 
     group = None  # it is not for tensor-parallel ranks
     ranks = 1
@@ -253,10 +250,7 @@ class _GradientsInForward(torch.autograd.Function):
 
 
 def split_rows(rows: int, chunks: int) -> Iterator[slice]:
-    """Yield slices that cut so many rows into `chunks` pieces, even to within one row.
-
-    With fewer rows than chunks each row is a piece; without rows there is one empty piece.
-    """
+    """Yield slices that cut rows into `chunks` pieces, even to within one row; at least one."""
     num_pieces = max(1, min(chunks, rows))
     for piece in range(num_pieces):
         yield slice(rows * piece // num_pieces, rows * (piece + 1) // num_pieces)
@@ -268,10 +262,7 @@ def gather_tokens(tokens: Tensor, group: Group | None) -> Tensor:
 
 
 def finish_logits(logits: Tensor, finish: Finish, with_grad: bool) -> tuple[Tensor, Tensor]:
-    """Return the logits `[m, v]` as a leaf of autograd, and `finish` of them.
-
-    with_grad: record the graph between the two.
-    """
+    """Return the logits as a leaf, and `finish` of them; with_grad: with a graph between them."""
     with torch.set_grad_enabled(with_grad):
         logits = logits.detach().requires_grad_(with_grad)
         return logits, finish(logits)
@@ -320,10 +311,9 @@ def should_fuse_loss(hidden: Tensor) -> bool:
 def fused_cross_entropy(
     logits: Tensor, labels: Tensor, softcap: float | None, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed cross-entropy of logits `[m, v]` and labels `[m]`, and their gradient.
+    """Return the summed cross-entropy of logits `[m, v]` and labels `[m]`, fp32 (fp64 for fp64).
 
-    The loss is fp32 `[]` (fp64 for fp64), the gradient of the logits in their dtype; None without
-    `with_grad`.
+    The second tensor is the gradient of the logits, in their dtype; None without `with_grad`.
     """
     cap = make_softcap_tensor(logits, softcap)
     log_probs, log_sums = label_log_probs(logits, labels, cap)
@@ -401,10 +391,8 @@ def widen_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# Cross-entropy, or a custom loss, of all tokens, computed in chunks of them.
-#
-# Where ranks share the vocabulary, they reduce the largest logit, the sum of exponentials and the
-# label's logit of each row over the group.
+# Cross-entropy, or a custom loss, of all tokens, in chunks of them. Where ranks divide the
+# vocabulary, they reduce each row's largest logit, sum of exponentials and label's logit.
 
 
 # (logits `[m, v]`, labels `[m]`) -> sum of the token losses `[]`
@@ -413,10 +401,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @register("loss", "cross_entropy")
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of the token losses of logits `[m, v]` (fp32 or fp64) and labels `[m]`.
-
-    Tokens with label -100 do not count.
-    """
+    """Return the sum of the losses of logits `[m, v]` (fp32 or fp64) and labels `[m]` (-100: 0)."""
     return torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
 
@@ -569,10 +554,7 @@ def cap_logits(
 def _compute_cross_entropy(
     logits: Tensor, labels: Tensor, with_grad: bool, group: Group | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed cross-entropy and its gradient, which overwrites the logits.
-
-    The gradient is softmax minus one-hot, 0 for ignored labels.
-    """
+    """Return the summed cross-entropy, and softmax minus one-hot in the storage of the logits."""
     ignored = labels == IGNORED
     columns, elsewhere = find_label_columns(
         labels, ignored=ignored, width=logits.shape[1], group=group
@@ -590,11 +572,9 @@ def _compute_cross_entropy(
     if not with_grad:
         return value, None
     logits.div_(sums.unsqueeze(1))
-    minus_one = logits.new_full((), -1).expand_as(columns)
+    ones = logits.new_full((), -1).expand_as(columns)  # with their sign: one-hot is subtracted
     logits.scatter_add_(
-        1,
-        columns,
-        minus_one if elsewhere is None else minus_one.masked_fill(elsewhere.unsqueeze(1), 0),
+        1, columns, ones if elsewhere is None else ones.masked_fill(elsewhere.unsqueeze(1), 0)
     )
     return value, logits.masked_fill_(ignored.unsqueeze(1), 0)
 

@@ -1,11 +1,10 @@
 """Chains of operators that move bytes, fused by torch.compile on a GPU with Triton.
 
 A chain reads and writes its tensors once for each of its operators, and makes temporaries; one
-kernel reads the first ones and writes the last. `@register_fused(schema, shapes)` gives a function
-of plain tensors a name as an operator, `tune_recipes::...`, which a plan counts as one kernel;
-docs/measurements/fused_kernels.md has how many there are of each. Without Triton, on a CPU, or with
-`fused_kernels=false`, the function runs as it is. Inside a layer that is compiled as a whole the
-compiler sees the function itself.
+kernel reads the first ones and writes the last. `@register_fused(schema, shapes)` makes a function
+of plain tensors an operator, `tune_recipes::...`, which a plan counts as one kernel. A run calls
+`use_fused_kernels` once. Without Triton, on a CPU, or with `fused_kernels=false`, the function runs
+as it is. Inside a layer that is compiled as a whole the compiler sees the function itself.
 """
 
 import itertools
@@ -21,22 +20,23 @@ from torch.utils._triton import has_triton
 from recipe_lib.ops.deferred import Switch
 from recipe_lib.ops.device import get_kernel_type, holds_values
 
-_COMPILATIONS = 64  # of one function, before torch runs it as it is
-# Operators that compute a number again where it is needed again; inductor's own limit is 30, over
-# which it would write such numbers to memory and read them.
+_COMPILATIONS = 64  # of one function, beyond which torch would run it uncompiled
+# The most operators by which inductor computes a number again instead of writing it to memory and
+# reading it. Its own limit is 30.
 _REPEATED = 100
 _library = torch.library.Library("tune_recipes", "FRAGMENT")
-_repeats: set[Callable[..., Any]] = set()
-# Off until a run that trains says so: what generates a few tokens compiles nothing.
+_repeats: set[Callable[..., Any]] = set()  # functions that are compiled with this limit
+# Off until a training run calls `use_fused_kernels`: generating a few tokens compiles nothing.
 _fusing = Switch(False)
-_on_meta = Switch(False)
+_on_meta = Switch(False)  # chains of meta tensors are one operator
 _Result = TypeVar("_Result")
 
 
 def use_fused_kernels(wanted: bool, device: torch.device) -> str:
-    """Settle whether chains are fused in this process from here on, and return a line for the log.
+    """Set whether chains are fused in this process from here on, and return a line for the log.
 
-    wanted: `fused_kernels`. The line is "" on a CPU.
+    wanted: the config's `fused_kernels`. device: the one that computes; on a CPU nothing is fused,
+    and the line is empty.
     """
     _fusing.value = wanted and get_kernel_type(device) == "cuda"
     if get_kernel_type(device) != "cuda":
@@ -44,8 +44,8 @@ def use_fused_kernels(wanted: bool, device: torch.device) -> str:
     if not wanted:
         return "fused kernels: none (fused_kernels=false)"
     if not holds_values(device):
-        return "fused kernels: by torch.compile"  # on a simulated GPU it is taken to work
-    # A small function is compiled: Triton needs a C compiler at run time, and the driver.
+        return "fused kernels: by torch.compile"  # a simulated GPU is taken to have a compiler
+    # A small function is compiled on trial: Triton needs a C compiler at run time, and the driver.
     fault = _find_compile_fault(device)
     if not fault:
         return "fused kernels: compiled by torch.compile with Triton"
@@ -54,7 +54,7 @@ def use_fused_kernels(wanted: bool, device: torch.device) -> str:
 
 
 def should_fuse(device: torch.device) -> bool:
-    """Return True if a chain on the device is one kernel; not in code that is being compiled."""
+    """Return True if a chain on the device is one kernel; False in code that is being compiled."""
     if torch.compiler.is_compiling():
         return False
     if device.type == "meta":
@@ -64,9 +64,9 @@ def should_fuse(device: torch.device) -> bool:
 
 
 def fuse_on_meta(wanted: bool) -> AbstractContextManager[bool]:
-    """Inside, chains of meta tensors are one operator each, if wanted.
+    """Let chains of meta tensors be one operator each inside the block, if wanted.
 
-    So the meta device shows what a layer will keep on a GPU.
+    So a forward on the meta device saves for backward what it will save on a GPU.
     """
     return _on_meta.set(wanted)
 
@@ -74,12 +74,12 @@ def fuse_on_meta(wanted: bool) -> AbstractContextManager[bool]:
 def register_fused(
     schema: str, shapes: Callable[..., Any], repeats: bool = False
 ) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
-    """Decorate a function that is the operator of a schema where `should_fuse` says so.
+    """Decorate a function so that it is called as an operator of its own where `should_fuse`.
 
     schema: `name(Tensor first, ...) -> Tensor`, for torch.library; the first argument is a tensor,
-    results are new. shapes: of the same arguments, empty tensors like its results. repeats: numbers
-    that it needs twice are computed twice, by however many operators, not written and read. Inside
-    it has no gradients: call it from an autograd.Function.
+    results are new tensors. shapes: takes the same arguments, and returns empty tensors like the
+    results. repeats: True: the compiler computes numbers that are needed twice again, rather than
+    write them to memory. The operator is not differentiable: call it from an autograd.Function.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -107,9 +107,9 @@ def register_fused(
 
 
 class GradientNode(torch.autograd.Function):
-    """The autograd node of a function, and of another function that returns its gradients.
+    """The autograd node of a function whose gradients another function returns.
 
-    It keeps for backward only what the second one takes.
+    It saves for backward only the arguments of the second one.
     """
 
     @staticmethod
@@ -122,9 +122,9 @@ class GradientNode(torch.autograd.Function):
     ) -> Any:
         """Return `function(*arguments)`.
 
-        differentiate: takes the gradient of the result, and behind it the arguments of the indices
-        `kept`; it returns the gradients of the first arguments: a tensor for the first one alone,
-        or a tuple.
+        differentiate: takes the gradients of the results, then the arguments with the indices
+        `kept`. It returns the gradient of the first argument, or a tuple of those of the first
+        ones; all others get none.
         """
         saved = [arguments[index] for index in kept]
         # Tensors go through save_for_backward, whose hooks (checkpointing, offload) see them there.
@@ -154,17 +154,18 @@ def call_with_gradient(
     differentiate: Callable[..., Any],
     kept: Sequence[int],
 ) -> _Result:
-    """Return `function(*arguments)`, whose node is a `GradientNode`."""
+    """Return `function(*arguments)`, differentiated by `differentiate`, see `GradientNode`."""
     return cast(_Result, GradientNode.apply(function, differentiate, kept, *arguments))
 
 
 def make_operator(
     name: str, function: Callable[..., Any], shapes: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Return a function as an operator that a compiler does not look into.
+    """Return a function as an operator of torch.library that a compiler does not look into.
 
-    function: annotated, as torch.library reads its schema from it. shapes: of the same arguments,
-    empty tensors like its results; None: what the function itself makes of tensors without values.
+    name: without `tune_recipes::`. function: annotated, as torch.library reads its schema from it.
+    shapes: takes the same arguments, and returns empty tensors like the results; None: the function
+    itself does, given tensors without values.
     """
     operator = torch.library.custom_op(f"tune_recipes::{name}", function, mutates_args=())
     operator.register_fake(shapes or function)
@@ -181,11 +182,11 @@ def make_opaque_node(
 ) -> Callable[..., Any]:
     """Return a function whose node is a `GradientNode`, and in code that is compiled an operator.
 
-    gradient: that of the first argument. kept: see `GradientNode`. shapes, gradient_shapes: of the
-    same arguments, empty tensors like the results.
+    gradient: returns the gradient of the first argument; its arguments, and `kept`: see
+    `GradientNode`. shapes, gradient_shapes: of `function` and of `gradient`, see `make_operator`.
     """
-    # An operator, as a compiler that looked into it would see that forward and backward make the
-    # same tensors, and keep these in between.
+    # An operator: a compiler that looked into it would see that forward and backward compute the
+    # same tensors, and save them in between.
     operator: Any = make_operator(name, function, shapes)
     gradient_operator = make_operator(f"{name}_backward", gradient, gradient_shapes)
 
@@ -211,7 +212,10 @@ def make_opaque_node(
 
 
 def cut_rows(rows: int, columns: int, most: int) -> list[tuple[int, int]]:
-    """Return `range(rows)` in parts (start, stop) of at most `most` elements; one row at least."""
+    """Return `range(rows)` in parts (start, stop) of at least a row and at most `most` elements.
+
+    columns: the number of elements of a row.
+    """
     step = max(1, most // max(1, columns))
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
@@ -222,13 +226,13 @@ def can_compile(tensor: Tensor) -> bool:
 
 
 def call_compiled(function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Call the compiled function with tensors that differ in shapes and strides alone."""
-    # At torch's own limit of compilations the function would run as it is, operator by operator.
-    # The setting is a thread's own, and autograd runs backward in others: it is set at each call.
+    """Call the compiled function, which is compiled once for tensors of all lengths."""
+    # At torch's own limit of compilations the function would run uncompiled. The setting is a
+    # thread's own, and autograd runs backward in other threads: it is set at each call.
     if torch._dynamo.config.recompile_limit < _COMPILATIONS:
         torch._dynamo.config.recompile_limit = _COMPILATIONS
-    # Detached and without gradients: parameters, and forward and backward, would each be compiled
-    # for themselves.
+    # Detached and without gradients: there would be compilations for parameters and for tensors
+    # with gradients, too.
     plain = [
         argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments
     ]
@@ -245,7 +249,7 @@ def get_compiled(function: Callable[..., _Result]) -> Callable[..., _Result]:
 
 def get_inductor_options(function: Callable[..., Any]) -> dict[str, Any]:
     """Return Inductor's options for a chain."""
-    # Rounding is that of the chain: what one of its operators would round to bf16 is rounded too.
+    # Results are rounded as those of the operators: to bf16 where one of them would do it.
     # Divisions and exponentials in fp32 may differ in the last bit, as a GPU computes them.
     options: dict[str, Any] = {"emulate_precision_casts": True}
     return options | {"realize_opcount_threshold": _REPEATED} if function in _repeats else options
@@ -260,7 +264,7 @@ def _find_compile_fault(device: torch.device) -> str:
         sums = call_compiled(_run_sample, torch.ones(2, 8, device=device, dtype=torch.bfloat16))
         if not bool(sums.isfinite().all()):
             return "torch.compile is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE)"
-    # Whatever the compiler, its cache, or the driver raises.
+    # Any error: compiler, cache and driver raise many kinds.
     except Exception as error:  # noqa: BLE001
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else 'no text'}"
@@ -268,32 +272,32 @@ def _find_compile_fault(device: torch.device) -> str:
 
 
 def _run_sample(tensor: Tensor) -> Tensor:
-    """Return some of what chains do, if it is compiled; else what is not finite."""
+    """Run some operators of chains if compiled; return nan if not, which tells the caller."""
     if not torch.compiler.is_compiling():
         return tensor.new_full((), float("nan"))
     rows = torch.tanh(tensor.float()).logsumexp(dim=1)
     return rows - tensor.gather(1, rows.long().clamp(0, 1).unsqueeze(1)).squeeze(1)
 
 
-# Functions that issue many operators, and whose work follows from the shapes that they are given.
+# Functions that run many operators, which follow from the shapes of the arguments.
 #
 #     @register_shaped_work()
 #     def dequantize(codes, scales, dtype): ...
 #
-# A plan runs such a function once for each kind of arguments, and repeats its notes for the others.
-# It is to be called with positional arguments.
+# A plan simulates such a function once for each set of shapes and settings, and repeats the records
+# of that call for the others. Its arguments are to be given by position.
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# Function -> what returns those of its arguments that decide about its work; None: all of them do.
+# Function -> `fn(*arguments)` that returns what its operators follow from; None: all arguments.
 SHAPED_WORK: dict[Callable[..., Any], Callable[..., Sequence[Any]] | None] = {}
 
 
 def register_shaped_work(
     decisive: Callable[..., Sequence[Any]] | None = None,
 ) -> Callable[[_Function], _Function]:
-    """Decorate a function of a module or class. decisive: as in `SHAPED_WORK`."""
+    """Decorate a function of a module or class. decisive: its value in `SHAPED_WORK`."""
 
     def register(function: _Function) -> _Function:
         SHAPED_WORK[function] = decisive

@@ -1,19 +1,15 @@
-"""Copies between a device and pinned host memory, made next to what the device computes.
+"""Copies between a device and pinned host memory, on other streams than the computing one.
 
-All that waits on the host for its use moves by `HostCopies`: what layers keep for backward,
-weights, optimizer states, and the gradients that FSDP sends. `Prefetch` brings it one unit ahead.
-Callers say what is copied and when it is needed. CUDA's rules for it are kept here:
+Offloaded activations, streamed weights, offloaded optimizer states and gradients that FSDP sends to
+the host move by `HostCopies`; `Prefetch` copies units one ahead of their use. Callers say what is
+copied, and when it is needed. The rules of CUDA's streams are kept here:
 
-- The device's memory is the computing stream's. A copy begins when all that this stream was given
-  before is done: what made the values, and whatever used that memory last.
-- That memory goes back when the computing stream has waited for the copy, so that whoever has it
-  next is behind the copy. The allocator needs to know no more.
-- The host waits for no copy but those of numbers that it computes with itself (`wait_on_host`).
-- torch's pinned memory is not given to others before the copies that it issued on it are done.
-
-Streams and events are torch's documented ones. The order of copies and waits is checked on the
-simulated device, values on a CPU and a GPU; bytes and times of copies have not been measured on one
-(docs/measurements/on_a_gpu.md).
+- The device's memory is allocated on the computing stream. A copy begins when all work that this
+  stream was given before is done: that which made the values, and the last use of the memory.
+- The memory is freed when the computing stream has waited for the copy, so that work that gets it
+  next runs after the copy. So the allocator need not be told of the copy (`record_stream`).
+- The host waits only for copies of numbers that it computes with itself (`wait_on_host`).
+- torch does not reuse pinned memory before the copies that it issued on it are done.
 """
 
 from collections import deque
@@ -29,36 +25,36 @@ _TO_DEVICE, _TO_HOST = range(2)  # the indices of the streams
 
 
 class Copy:
-    """Copies that were begun together, until a stream has waited for them."""
+    """Copies that were begun together, and that a stream or the host can wait for."""
 
     __slots__ = ("_event", "_module")
 
     def __init__(self, event: Any, module: Any) -> None:
-        """event: recorded behind them. module: of the device, such as `torch.cuda`."""
+        """event: recorded after the copies. module: of the device, such as `torch.cuda`."""
         self._event = event
         self._module = module
 
     def wait(self, stream: Any = None) -> None:
-        """Let all that a stream is given from here on come behind them; None: the current one."""
+        """Let a stream's work from here on run after the copies; None: the current stream."""
         if self._event is not None:
             waiting_stream = self._module.current_stream() if stream is None else stream
             waiting_stream.wait_event(self._event)
             self._event = None
 
     def wait_on_host(self) -> None:
-        """Hold the host until they are done."""
+        """Block the host until the copies are done."""
         self._event.synchronize()
 
 
 def wait_on_host(copies: Iterable[Copy], device: torch.device) -> None:
-    """Hold the host until copies are done, and all that the current stream was given."""
+    """Block the host until copies are done, and all work of the device's current stream."""
     for copy in copies:
         copy.wait()
     torch.get_device_module(device).current_stream().record_event().synchronize()
 
 
 class HostCopies:
-    """Copies of one kind, on a stream of their own each way, made when the first is needed."""
+    """A stream for copies to the host and one for copies to the device, made at the first copy."""
 
     def __init__(self, device: torch.device) -> None:
         """device: the one that computes."""
@@ -72,20 +68,21 @@ class HostCopies:
         return self._module.current_stream()
 
     def allocate_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return memory without values, pinned where there is a device besides the host."""
+        """Return uninitialized host memory, pinned unless the device is the CPU."""
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.device.type != "cpu")
 
     def copy_to_device(self, pairs: Sequence[Pair]) -> Copy:
-        """Begin copies to the device."""
-        # To autograd, which may have saved what is written, nothing changes: its values come again.
+        """Begin copies to the device; pairs: (tensor to write, tensor to read)."""
+        # Autograd may have saved the tensors that are written. Their values are the same as before,
+        # so the versions that it checks must not change.
         with torch.autograd._unsafe_preserve_version_counter(tuple(target for target, _ in pairs)):
             return self._begin(_TO_DEVICE, pairs)
 
     def copy_to_host(self, pairs: Iterable[Pair], free: Callable[[], Any] | None = None) -> Copy:
         """Begin copies to the host.
 
-        pairs: taken while the stream that copies is the current one. free: gives back what is read,
-        when `free_sent` finds it copied.
+        pairs: (tensor to write, tensor to read), iterated while the copying stream is the current
+        one. free: frees the tensors that are read; `free_sent` calls it. None: the caller does.
         """
         copy = self._begin(_TO_HOST, pairs)
         if free is not None:
@@ -93,14 +90,14 @@ class HostCopies:
         return copy
 
     def free_sent(self, keep: int = 0) -> None:
-        """Give back what was sent to the host, but for the last `keep` times.
+        """Free the device's memory of what was sent to the host, but for the last `keep` copies.
 
-        The stream waits for the copies, the host does not.
+        The current stream waits for the copies, the host does not.
         """
         while len(self._sent) > keep:
             copy, free = self._sent.popleft()
-            # Whoever has the memory next is then behind the copy. Not `record_stream`, whose memory
-            # comes back at times that nobody can foretell.
+            # Work that gets the memory next then runs after the copy. Not by `record_stream`, with
+            # which the time at which the memory is free again cannot be planned.
             copy.wait()
             free()
 
@@ -109,8 +106,7 @@ class HostCopies:
         if self._streams is None:
             self._streams = (self._module.Stream(), self._module.Stream())
         stream = self._streams[direction]
-        # Behind all that the computing stream was given before: what made the values, and whatever
-        # used the memory last.
+        # After all work of the computing stream so far, as the module's head says.
         computed = self._module.Event()
         computed.record(self.current_stream())
         stream.wait_event(computed)
@@ -123,7 +119,10 @@ class HostCopies:
 
 
 class Prefetch:
-    """Units of values on the device, one ahead: the one in use is there, the next on its way."""
+    """Units of tensors on the device: the one in use, and the next one, whose copies have begun.
+
+    A unit is any hashable object that the callers' functions know, such as a parameter.
+    """
 
     def __init__(
         self,
@@ -131,19 +130,20 @@ class Prefetch:
         allocate: Callable[[Any], Sequence[Pair]],
         free: Callable[[Any], Any],
     ) -> None:
-        """allocate: gives a unit memory on the device, and returns what is to be copied there;
-        nothing where the unit has nothing on the host. free: gives that memory back."""
-        # The units that have memory there, with the copies that bring their values.
+        """allocate: allocates a unit on the device, and returns the pairs to be copied; none for a
+        unit that has nothing on the host. free: frees a unit's memory on the device.
+        """
+        # Unit with memory on the device -> the copies of its values.
         self.on_device: dict[Hashable, Copy] = {}
         self._copies = copies
         self._allocate = allocate
         self._free = free
 
     def use(self, unit: Hashable, following: Hashable | None) -> None:
-        """Let what is issued from here on find a unit on the device.
+        """Bring a unit to the device, for the current stream's work from here on.
 
-        The following one is on its way afterwards, and all others are freed. following: None:
-        nobody knows which it is, or none comes.
+        The copies of the following unit are begun, and all others are freed. following: None: it is
+        not known, or there is none.
         """
         for unused in self.on_device.keys() - {unit, following}:
             self.drop(unused)
@@ -156,7 +156,7 @@ class Prefetch:
     def drop(self, unit: Hashable) -> None:
         """Free a unit's memory, if it has any."""
         if unit in self.on_device:
-            # Nobody may have waited for its copies yet, and parts of it may be on their way back.
+            # Perhaps nothing has waited for its copies yet, and parts of it are still being sent.
             self._copies.free_sent()
             self.on_device.pop(unit).wait()
             self._free(unit)

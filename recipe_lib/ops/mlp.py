@@ -89,7 +89,7 @@ CLAMPED = "clamped_swiglu"
 
 @dataclass(frozen=True)
 class Gate:
-    """How an expert's inner channels `[m, 2f]`, gate and up, become `[m, f]`."""
+    """The gating by which an expert's inner channels `[m, 2f]`, gate and up, become `[m, f]`."""
 
     # A key of `ACTIVATIONS`, or `clamped_swiglu` (gpt-oss): `(up + 1) * gate * sigmoid(alpha *
     # gate)`, with gate clamped to at most `limit`, and up to [-limit, limit].
