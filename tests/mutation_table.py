@@ -71,7 +71,7 @@ MUTATIONS = [
     Mutation(
         name="margin_with_the_estimate",
         path="recipe_lib/plan/build_plan.py",
-        old="margin=usable - heaviest.reserved - more,",
+        old="margin=usable - heaviest.reserved - extra_bytes,",
         new="margin=usable - heaviest.reserved,",
         harm="a plan shows memory to spare that what it could not simulate takes",
         tests=("tests/plan/test_rank_plans.py",),
@@ -92,7 +92,7 @@ MUTATIONS = [
     Mutation(
         name="blocked_axis_is_cut",
         path="recipe_lib/external/tensor_plan/axes.py",
-        old="    if leaf.blocked:\n        block(other, leaf.blocked)\n",
+        old="    if leaf.blocked:\n        block(root, leaf.blocked)\n",
         new="",
         harm="a plan cuts dimensions that have to stay whole",
         tests=("tests/external/tensor_plan/test_axes.py",),
