@@ -12,7 +12,7 @@ LIBRARY_FILES = 400
 LIBRARY_STATEMENTS = 43_980  # what adds a mechanism finds one that it replaces
 RECIPE_LINES = 400
 FUNCTION_LINES = 80  # the rule, which one function in a hundred may break
-FUNCTION_LIMIT = 85  # and none may break this
+FUNCTION_LIMIT = 95  # and none may break this
 
 
 def lines(path: Path) -> int:
