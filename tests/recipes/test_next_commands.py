@@ -249,7 +249,7 @@ def test_a_base_is_found_from_any_folder_and_not_taken_for_one_of_the_hub(
         assert (
             "base_model" not in card
             and str(tmp_path) not in card
-            and "| `tokenizer.path` | `write_stories` |" in card
+            and "| `tokenizer.path` | `stories` |" in card
         )
         if (folder / "adapter_config.json").is_file():
             config = json.loads((folder / "adapter_config.json").read_text())
