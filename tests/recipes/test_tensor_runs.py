@@ -282,7 +282,7 @@ def test_dropout_differs_by_rank_and_replicas_stay_alike(realdata: Path, tmp_pat
         run.recipe.model.state_dict()  # FSDP frees what is gathered
         replicas = [
             digest(parameter.to_local())
-            for parameter in run.recipe.trained.values()
+            for parameter in run.recipe.trained
             if isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()
         ]
         return masks, replicas, run.recipe.world.data_rank
