@@ -24,8 +24,10 @@ from recipe_lib.cli.main import main as tune
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "distillation.md"
-BEGIN, END = "<!-- table: python -m benchmarks.distillation -->", "<!-- end of table -->"
-TEMPERATURE, WEIGHT = 2.0, 0.9
+BEGIN = "<!-- table: python -m benchmarks.distillation -->"
+END = "<!-- end of table -->"
+TEMPERATURE = 2.0
+WEIGHT = 0.9
 LABELS = "labels alone"
 KINDS = ("forward_kl", "reverse_kl", "jensen_shannon")
 

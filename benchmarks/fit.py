@@ -110,7 +110,7 @@ def main() -> None:
 def plan_line(cell: tuple[str, str, int]) -> Line:
     """Search for the fastest settings that fit, and return them as a line."""
     model, method, cards = cell
-    line = Line(model, method, cards, None)
+    line = Line(model, method=method, cards=cards, settings=None)
     config = f"{MODELS[model]}_{method}"
     cards_of_size = f"{cards}x24GB"
     plain_search = search_settings(config, cards_of_size)

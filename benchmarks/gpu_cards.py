@@ -59,9 +59,13 @@ PRIORITIES = (
     (("8B",), ("full", "lora"), CARDS, True),
 )
 DRY = [
-    Line("demo", "full", 2, [*TINY, "batch_size=2"], verdict="fits"),
+    Line("demo", method="full", cards=2, settings=[*TINY, "batch_size=2"], verdict="fits"),
     Line(
-        "demo", "qlora", 1, [*TINY, "lora.quantize_base=nf4", "data.packing=false"], verdict="fits"
+        "demo",
+        method="qlora",
+        cards=1,
+        settings=[*TINY, "lora.quantize_base=nf4", "data.packing=false"],
+        verdict="fits",
     ),
 ]
 LONG_ROWS = ("batch_size=1", "gradient_accumulation_steps=1", "max_seq_len=96")

@@ -166,40 +166,71 @@ def _build_inner(with_gradients: bool) -> Callable[[torch.device, bool], tuple[A
 
 # The lines of the table: name, shapes, function, what builds its arguments.
 KERNELS = (
-    Kernel("rotate", "queries of 2048 tokens", rope._rotate, _build_rotation),
-    Kernel("gated_product", "2048 x 14336", mlp.compute_gated_product, _build_gate(2)),
-    Kernel("gated_gradients", "2048 x 14336", mlp.compute_gated_product_gradients, _build_gate(3)),
     Kernel(
-        "scored_product", "16384 x 768 of experts", mlp.compute_scored_product, _build_inner(False)
+        "rotate",
+        shapes="queries of 2048 tokens",
+        function=rope._rotate,
+        build_arguments=_build_rotation,
+    ),
+    Kernel(
+        "gated_product",
+        shapes="2048 x 14336",
+        function=mlp.compute_gated_product,
+        build_arguments=_build_gate(2),
+    ),
+    Kernel(
+        "gated_gradients",
+        shapes="2048 x 14336",
+        function=mlp.compute_gated_product_gradients,
+        build_arguments=_build_gate(3),
+    ),
+    Kernel(
+        "scored_product",
+        shapes="16384 x 768 of experts",
+        function=mlp.compute_scored_product,
+        build_arguments=_build_inner(False),
     ),
     Kernel(
         "scored_product_gradients",
-        "16384 x 768 of experts",
-        mlp.compute_scored_product_gradients,
-        _build_inner(True),
+        shapes="16384 x 768 of experts",
+        function=mlp.compute_scored_product_gradients,
+        build_arguments=_build_inner(True),
     ),
     Kernel(
         "label_log_probs",
-        "logits 128 x 128256",
-        chunked_heads.label_log_probs,
-        _build_logits(False),
+        shapes="logits 128 x 128256",
+        function=chunked_heads.label_log_probs,
+        build_arguments=_build_logits(False),
     ),
     Kernel(
         "label_log_prob_gradients",
-        "logits 128 x 128256",
-        chunked_heads.label_log_prob_gradients,
-        _build_logits(True),
+        shapes="logits 128 x 128256",
+        function=chunked_heads.label_log_prob_gradients,
+        build_arguments=_build_logits(True),
     ),
-    Kernel("dequantize_nf4", "14336 x 4096", nf4._dequantize, _build_nf4),
-    Kernel("dequantize_int8", "14336 x 4096", quantized._dequantize, _build_int8),
     Kernel(
-        "capped_shares", "scores 8 x 1024 x 4096", special_attention.capped_shares, _build_scores(1)
+        "dequantize_nf4",
+        shapes="14336 x 4096",
+        function=nf4._dequantize,
+        build_arguments=_build_nf4,
+    ),
+    Kernel(
+        "dequantize_int8",
+        shapes="14336 x 4096",
+        function=quantized._dequantize,
+        build_arguments=_build_int8,
+    ),
+    Kernel(
+        "capped_shares",
+        shapes="scores 8 x 1024 x 4096",
+        function=special_attention.capped_shares,
+        build_arguments=_build_scores(1),
     ),
     Kernel(
         "capped_score_gradients",
-        "scores 8 x 1024 x 4096",
-        special_attention.capped_score_gradients,
-        _build_scores(2),
+        shapes="scores 8 x 1024 x 4096",
+        function=special_attention.capped_score_gradients,
+        build_arguments=_build_scores(2),
     ),
 )
 

@@ -458,7 +458,9 @@ def trace_on_cpu(case: Runnable) -> dict[str, Any]:
     recipe_class, cfg = case.load()
     cfg.device = "cpu"
     with start_world(cfg) as world:
-        peaks = trace_real_run(recipe_class, cfg, world, case.rows).trace.find_active_peaks()
+        peaks = trace_real_run(
+            recipe_class, cfg=cfg, world=world, sequence=case.rows
+        ).trace.find_active_peaks()
     return {"peaks": {phase: {"requested": peaks[phase]} for phase in (FIRST, STEADY)}}
 
 

@@ -183,18 +183,29 @@ def list_cases(gpu: bool) -> list[PlanCase]:
 def _list_dry_cases() -> list[PlanCase]:
     """Return configs of the demo's model: of each method, and of levers of the optimizer."""
     return [
-        PlanCase("full", TINY, 4, 64),
-        PlanCase("full", TINY, 1, 64, "selective", "layers", "foreach"),
-        PlanCase("lora", TINY, 2, 64, "none", documents=3),
-        PlanCase("qlora", TINY, 1, 64),
-        PlanCase("full", TINY, 4, 64, levers=("parallel.context=2",)),
-        PlanCase("full", TINY, 2, 64, rank=1, schedule="1f1b"),
-        PlanCase("lora", TINY, 2, 64, "none", schedule="gpipe"),
+        PlanCase("full", model=TINY, ranks=4, sequence=64),
+        PlanCase(
+            "full",
+            model=TINY,
+            ranks=1,
+            sequence=64,
+            checkpointing="selective",
+            wrapping="layers",
+            optimizer="foreach",
+        ),
+        PlanCase("lora", model=TINY, ranks=2, sequence=64, checkpointing="none", documents=3),
+        PlanCase("qlora", model=TINY, ranks=1, sequence=64),
+        PlanCase("full", model=TINY, ranks=4, sequence=64, levers=("parallel.context=2",)),
+        PlanCase("full", model=TINY, ranks=2, sequence=64, rank=1, schedule="1f1b"),
+        PlanCase("lora", model=TINY, ranks=2, sequence=64, checkpointing="none", schedule="gpipe"),
         *(
-            PlanCase("full", TINY, 2, 64, levers=levers)
+            PlanCase("full", model=TINY, ranks=2, sequence=64, levers=levers)
             for levers in (*STEPPING, *STATES, *REDUCED_ONCE)
         ),
-        *(PlanCase(method, TINY, 2, 64) for method in ("distill", "qat", *LABELED)),
+        *(
+            PlanCase(method, model=TINY, ranks=2, sequence=64)
+            for method in ("distill", "qat", *LABELED)
+        ),
     ]
 
 
@@ -204,27 +215,82 @@ def list_recorded_cases() -> list[PlanCase]:
     Small models with tensors of all sizes.
     """
     return [
-        PlanCase("full", TINY, 4, 2048, "none", batch_size=2, chunks=1),
-        PlanCase("full", TINY, 1, 1024, "full", optimizer="foreach", documents=5),
-        PlanCase("qlora", TINY, 2, 2048, "selective", "layers"),
+        PlanCase(
+            "full", model=TINY, ranks=4, sequence=2048, checkpointing="none", batch_size=2, chunks=1
+        ),
+        PlanCase(
+            "full",
+            model=TINY,
+            ranks=1,
+            sequence=1024,
+            checkpointing="full",
+            optimizer="foreach",
+            documents=5,
+        ),
+        PlanCase(
+            "qlora",
+            model=TINY,
+            ranks=2,
+            sequence=2048,
+            checkpointing="selective",
+            wrapping="layers",
+        ),
     ]
 
 
 def _list_telling_cases() -> list[PlanCase]:
     """Return one config of each kind."""
     return [
-        PlanCase("full", LLAMA_8B, 4, 512, wrapping="layers", threshold=True),
-        PlanCase("full", LLAMA_8B, 4, 512, threshold=True),
-        PlanCase("qlora", LLAMA_8B, 1, 2048, threshold=True),
-        PlanCase("full", LLAMA_3B, 1, 2048, "none", optimizer="foreach"),
-        PlanCase("lora", LLAMA_8B, 1, 2048, "none"),
-        PlanCase("full", LLAMA_1B, 1, 2048, "selective", threshold=True),
-        PlanCase("full", LLAMA_8B, 8, 8192, documents=12),
-        PlanCase("lora", LLAMA_3B, 2, 8192, "selective", threshold=True),
-        PlanCase("full", LLAMA_1B, 4, 8192, "none", "layers", documents=16),
-        PlanCase("qlora", LLAMA_1B, 2, 512, "none", "layers"),
-        PlanCase("full", LLAMA_8B, 2, 2048, "selective", optimizer="single"),
-        PlanCase("full", LLAMA_3B, 8, 512, optimizer="sgd foreach"),
+        PlanCase("full", model=LLAMA_8B, ranks=4, sequence=512, wrapping="layers", threshold=True),
+        PlanCase("full", model=LLAMA_8B, ranks=4, sequence=512, threshold=True),
+        PlanCase("qlora", model=LLAMA_8B, ranks=1, sequence=2048, threshold=True),
+        PlanCase(
+            "full",
+            model=LLAMA_3B,
+            ranks=1,
+            sequence=2048,
+            checkpointing="none",
+            optimizer="foreach",
+        ),
+        PlanCase("lora", model=LLAMA_8B, ranks=1, sequence=2048, checkpointing="none"),
+        PlanCase(
+            "full",
+            model=LLAMA_1B,
+            ranks=1,
+            sequence=2048,
+            checkpointing="selective",
+            threshold=True,
+        ),
+        PlanCase("full", model=LLAMA_8B, ranks=8, sequence=8192, documents=12),
+        PlanCase(
+            "lora",
+            model=LLAMA_3B,
+            ranks=2,
+            sequence=8192,
+            checkpointing="selective",
+            threshold=True,
+        ),
+        PlanCase(
+            "full",
+            model=LLAMA_1B,
+            ranks=4,
+            sequence=8192,
+            checkpointing="none",
+            wrapping="layers",
+            documents=16,
+        ),
+        PlanCase(
+            "qlora", model=LLAMA_1B, ranks=2, sequence=512, checkpointing="none", wrapping="layers"
+        ),
+        PlanCase(
+            "full",
+            model=LLAMA_8B,
+            ranks=2,
+            sequence=2048,
+            checkpointing="selective",
+            optimizer="single",
+        ),
+        PlanCase("full", model=LLAMA_3B, ranks=8, sequence=512, optimizer="sgd foreach"),
     ]
 
 
@@ -236,52 +302,110 @@ def _list_method_cases() -> list[PlanCase]:
     """
     teacher = ("distill.quantize_teacher=none", "distill.stream_teacher=true")
     return [
-        PlanCase("distill", LLAMA_1B, 1, 2048),
-        PlanCase("distill", LLAMA_1B, 1, 2048, levers=teacher),
+        PlanCase("distill", model=LLAMA_1B, ranks=1, sequence=2048),
+        PlanCase("distill", model=LLAMA_1B, ranks=1, sequence=2048, levers=teacher),
         PlanCase(
             "distill",
-            LLAMA_1B,
-            4,
-            2048,
+            model=LLAMA_1B,
+            ranks=4,
+            sequence=2048,
             levers=("distill.divergence=jensen_shannon", "distill.trainable=adapters"),
         ),
-        PlanCase("qat", LLAMA_1B, 1, 2048),
-        PlanCase("qat", LLAMA_1B, 4, 2048, "selective", levers=("qat=fp8",)),
-        *(PlanCase(method, "llama3/8B", 1, 2048) for method in LABELED),
+        PlanCase("qat", model=LLAMA_1B, ranks=1, sequence=2048),
+        PlanCase(
+            "qat",
+            model=LLAMA_1B,
+            ranks=4,
+            sequence=2048,
+            checkpointing="selective",
+            levers=("qat=fp8",),
+        ),
+        *(PlanCase(method, model="llama3/8B", ranks=1, sequence=2048) for method in LABELED),
     ]
 
 
 def _list_lever_cases() -> list[PlanCase]:
     """Return configs whose levers free sooner, round, recompute or keep on the host."""
     return [
-        *(PlanCase("full", LLAMA_8B, 1, 2048, levers=levers) for levers in STEPPING[1:]),
-        PlanCase("full", LLAMA_8B, 2, 8192, levers=("memory.optimizer_offload=true",)),
-        *(PlanCase("full", LLAMA_1B, 1, 2048, levers=levers) for levers in (*STEPPING, *STATES)),
-        *(PlanCase("full", LLAMA_1B, 4, 2048, levers=levers) for levers in REDUCED_ONCE),
-        PlanCase("full", LLAMA_8B, 8, 2048, levers=ZERO_1),
-        PlanCase("full", LLAMA_1B, 1, 8192, "none", levers=("memory.activation_offload=true",)),
+        *(
+            PlanCase("full", model=LLAMA_8B, ranks=1, sequence=2048, levers=levers)
+            for levers in STEPPING[1:]
+        ),
         PlanCase(
             "full",
-            LLAMA_8B,
-            2,
-            8192,
+            model=LLAMA_8B,
+            ranks=2,
+            sequence=8192,
+            levers=("memory.optimizer_offload=true",),
+        ),
+        *(
+            PlanCase("full", model=LLAMA_1B, ranks=1, sequence=2048, levers=levers)
+            for levers in (*STEPPING, *STATES)
+        ),
+        *(
+            PlanCase("full", model=LLAMA_1B, ranks=4, sequence=2048, levers=levers)
+            for levers in REDUCED_ONCE
+        ),
+        PlanCase("full", model=LLAMA_8B, ranks=8, sequence=2048, levers=ZERO_1),
+        PlanCase(
+            "full",
+            model=LLAMA_1B,
+            ranks=1,
+            sequence=8192,
+            checkpointing="none",
+            levers=("memory.activation_offload=true",),
+        ),
+        PlanCase(
+            "full",
+            model=LLAMA_8B,
+            ranks=2,
+            sequence=8192,
             levers=("memory.activation_offload=true", "memory.optimizer_offload=true"),
         ),
-        PlanCase("full", LLAMA_1B, 1, 8192, "budget", levers=("memory.activation_budget_gib=4",)),
-        PlanCase("qlora", LLAMA_8B, 1, 32768, levers=("memory.mlp_tiles=8",)),
+        PlanCase(
+            "full",
+            model=LLAMA_1B,
+            ranks=1,
+            sequence=8192,
+            checkpointing="budget",
+            levers=("memory.activation_budget_gib=4",),
+        ),
+        PlanCase("qlora", model=LLAMA_8B, ranks=1, sequence=32768, levers=("memory.mlp_tiles=8",)),
         *(
-            PlanCase("full", LLAMA_8B, 1, 2048, levers=(*STREAMED, *levers))
+            PlanCase("full", model=LLAMA_8B, ranks=1, sequence=2048, levers=(*STREAMED, *levers))
             for levers in ((), STATES[1])
         ),
-        *(PlanCase(kind, LLAMA_8B, 1, 2048, levers=STREAMED[:1]) for kind in ("lora", "qlora")),
-        PlanCase("full", LLAMA_8B, 8, 262144, chunks=32, levers=("parallel.context=8", *TILED)),
-        PlanCase("lora", LLAMA_8B, 4, 65536, levers=("parallel.context=4", "memory.mlp_tiles=2")),
-        PlanCase(
-            "full", LLAMA_1B, 4, 32768, "selective", documents=5, levers=("parallel.context=4",)
+        *(
+            PlanCase(kind, model=LLAMA_8B, ranks=1, sequence=2048, levers=STREAMED[:1])
+            for kind in ("lora", "qlora")
         ),
-        PlanCase("full", LLAMA_1B, 1, 2048, levers=("matmul_dtype=int8",)),
-        PlanCase("full", LLAMA_1B, 1, 2048, levers=("matmul_dtype=fp8",)),
-        PlanCase("lora", LLAMA_1B, 2, 2048, levers=("parallel.strategy=ddp",)),
+        PlanCase(
+            "full",
+            model=LLAMA_8B,
+            ranks=8,
+            sequence=262144,
+            chunks=32,
+            levers=("parallel.context=8", *TILED),
+        ),
+        PlanCase(
+            "lora",
+            model=LLAMA_8B,
+            ranks=4,
+            sequence=65536,
+            levers=("parallel.context=4", "memory.mlp_tiles=2"),
+        ),
+        PlanCase(
+            "full",
+            model=LLAMA_1B,
+            ranks=4,
+            sequence=32768,
+            checkpointing="selective",
+            documents=5,
+            levers=("parallel.context=4",),
+        ),
+        PlanCase("full", model=LLAMA_1B, ranks=1, sequence=2048, levers=("matmul_dtype=int8",)),
+        PlanCase("full", model=LLAMA_1B, ranks=1, sequence=2048, levers=("matmul_dtype=fp8",)),
+        PlanCase("lora", model=LLAMA_1B, ranks=2, sequence=2048, levers=("parallel.strategy=ddp",)),
     ]
 
 
@@ -293,16 +417,31 @@ def _list_mixture_cases() -> list[PlanCase]:
     """
     offloaded = ("memory.stream_layers=experts",)
     return [
-        PlanCase("qlora", QWEN_MOE, 1, 2048),
-        PlanCase("qlora", QWEN_MOE, 1, 2048, levers=offloaded),
-        PlanCase("qlora", QWEN_MOE, 1, 2048, levers=("lora.target_modules=[q,k,v,o,experts]",)),
-        PlanCase("qlora", GPT_OSS, 1, 2048),
-        PlanCase("qlora", GPT_OSS, 1, 8192, "selective", levers=offloaded),
-        PlanCase("lora", OLMOE, 1, 2048, "none"),
-        PlanCase("full", OLMOE, 4, 2048),
-        PlanCase("full", OLMOE, 4, 8192, levers=("memory.mlp_tiles=8",)),
-        PlanCase("full", QWEN_MOE, 8, 2048),
-        PlanCase("full", GPT_OSS, 8, 2048, "selective", documents=6),
+        PlanCase("qlora", model=QWEN_MOE, ranks=1, sequence=2048),
+        PlanCase("qlora", model=QWEN_MOE, ranks=1, sequence=2048, levers=offloaded),
+        PlanCase(
+            "qlora",
+            model=QWEN_MOE,
+            ranks=1,
+            sequence=2048,
+            levers=("lora.target_modules=[q,k,v,o,experts]",),
+        ),
+        PlanCase("qlora", model=GPT_OSS, ranks=1, sequence=2048),
+        PlanCase(
+            "qlora",
+            model=GPT_OSS,
+            ranks=1,
+            sequence=8192,
+            checkpointing="selective",
+            levers=offloaded,
+        ),
+        PlanCase("lora", model=OLMOE, ranks=1, sequence=2048, checkpointing="none"),
+        PlanCase("full", model=OLMOE, ranks=4, sequence=2048),
+        PlanCase("full", model=OLMOE, ranks=4, sequence=8192, levers=("memory.mlp_tiles=8",)),
+        PlanCase("full", model=QWEN_MOE, ranks=8, sequence=2048),
+        PlanCase(
+            "full", model=GPT_OSS, ranks=8, sequence=2048, checkpointing="selective", documents=6
+        ),
     ]
 
 
@@ -313,76 +452,144 @@ def _list_compiled_cases() -> list[PlanCase]:
     """
     compiled = ("compile=true",)
     return [
-        PlanCase("full", LLAMA_1B, 1, 2048, "none", levers=compiled),
-        PlanCase("full", LLAMA_1B, 1, 2048, "selective", levers=compiled),
-        PlanCase("full", LLAMA_1B, 1, 2048, "full", levers=compiled),
-        PlanCase("full", LLAMA_3B, 4, 2048, "none", levers=compiled),
-        PlanCase("lora", LLAMA_8B, 1, 2048, "none", levers=compiled),
-        PlanCase("qlora", LLAMA_8B, 1, 2048, levers=compiled),
+        PlanCase(
+            "full", model=LLAMA_1B, ranks=1, sequence=2048, checkpointing="none", levers=compiled
+        ),
+        PlanCase(
+            "full",
+            model=LLAMA_1B,
+            ranks=1,
+            sequence=2048,
+            checkpointing="selective",
+            levers=compiled,
+        ),
+        PlanCase(
+            "full", model=LLAMA_1B, ranks=1, sequence=2048, checkpointing="full", levers=compiled
+        ),
+        PlanCase(
+            "full", model=LLAMA_3B, ranks=4, sequence=2048, checkpointing="none", levers=compiled
+        ),
+        PlanCase(
+            "lora", model=LLAMA_8B, ranks=1, sequence=2048, checkpointing="none", levers=compiled
+        ),
+        PlanCase("qlora", model=LLAMA_8B, ranks=1, sequence=2048, levers=compiled),
     ]
 
 
 def _list_pipeline_cases() -> list[PlanCase]:
     """Return stages of pipelines, each run by itself."""
     return [
-        PlanCase("full", LLAMA_8B, 4, 2048, rank=0, schedule="1f1b"),
-        PlanCase("full", LLAMA_8B, 4, 2048, rank=3, schedule="1f1b"),
-        PlanCase("full", LLAMA_8B, 4, 2048, rank=0, schedule="zbv"),
-        PlanCase("full", LLAMA_8B, 4, 2048, rank=3, schedule="zbv"),
+        PlanCase("full", model=LLAMA_8B, ranks=4, sequence=2048, rank=0, schedule="1f1b"),
+        PlanCase("full", model=LLAMA_8B, ranks=4, sequence=2048, rank=3, schedule="1f1b"),
+        PlanCase("full", model=LLAMA_8B, ranks=4, sequence=2048, rank=0, schedule="zbv"),
+        PlanCase("full", model=LLAMA_8B, ranks=4, sequence=2048, rank=3, schedule="zbv"),
         *(
-            PlanCase("full", LLAMA_1B, 4, 2048, "none", rank=rank, schedule="zbv")
+            PlanCase(
+                "full",
+                model=LLAMA_1B,
+                ranks=4,
+                sequence=2048,
+                checkpointing="none",
+                rank=rank,
+                schedule="zbv",
+            )
             for rank in range(4)
         ),
         PlanCase(
-            "full", LLAMA_1B, 2, 2048, "selective", rank=1, schedule="interleaved_zero_bubble"
+            "full",
+            model=LLAMA_1B,
+            ranks=2,
+            sequence=2048,
+            checkpointing="selective",
+            rank=1,
+            schedule="interleaved_zero_bubble",
         ),
-        PlanCase("qlora", LLAMA_8B, 2, 2048, rank=1, schedule="1f1b"),
+        PlanCase("qlora", model=LLAMA_8B, ranks=2, sequence=2048, rank=1, schedule="1f1b"),
     ]
 
 
 def _list_full_cases() -> list[PlanCase]:
     """Return more configs of full fine-tuning, in many settings."""
     return [
-        PlanCase("full", LLAMA_8B, 4, 2048, wrapping="layers"),
-        PlanCase("full", LLAMA_8B, 4, 2048),
-        PlanCase("full", LLAMA_8B, 4, 8192, wrapping="layers"),
-        PlanCase("full", LLAMA_8B, 4, 8192),
-        PlanCase("full", LLAMA_8B, 4, 8192, "selective"),
-        PlanCase("full", LLAMA_8B, 4, 2048, "none", chunks=1),
-        PlanCase("full", LLAMA_8B, 8, 2048, "none"),
-        PlanCase("full", LLAMA_8B, 8, 512, "none", "layers", optimizer="single"),
-        PlanCase("full", LLAMA_8B, 2, 8192, documents=8),
-        PlanCase("full", LLAMA_8B, 2, 512, optimizer="foreach"),
-        PlanCase("full", LLAMA_8B, 1, 512),
-        PlanCase("full", LLAMA_3B, 1, 512, "none"),
-        PlanCase("full", LLAMA_3B, 1, 2048, "selective"),
-        PlanCase("full", LLAMA_3B, 1, 8192),
-        PlanCase("full", LLAMA_3B, 2, 2048, wrapping="layers"),
-        PlanCase("full", LLAMA_3B, 2, 8192, "selective", documents=10),
-        PlanCase("full", LLAMA_3B, 4, 8192, "none"),
-        PlanCase("full", LLAMA_1B, 1, 512, "none"),
-        PlanCase("full", LLAMA_1B, 1, 2048, "none", optimizer="foreach", batch_size=2),
-        PlanCase("full", LLAMA_1B, 1, 8192, optimizer="single"),
-        PlanCase("full", LLAMA_1B, 2, 2048, "selective", documents=4, batch_size=2),
-        PlanCase("full", LLAMA_1B, 8, 512, chunks=1),
-        PlanCase("full", LLAMA_1B, 2, 2048, "none", optimizer="sgd single"),
+        PlanCase("full", model=LLAMA_8B, ranks=4, sequence=2048, wrapping="layers"),
+        PlanCase("full", model=LLAMA_8B, ranks=4, sequence=2048),
+        PlanCase("full", model=LLAMA_8B, ranks=4, sequence=8192, wrapping="layers"),
+        PlanCase("full", model=LLAMA_8B, ranks=4, sequence=8192),
+        PlanCase("full", model=LLAMA_8B, ranks=4, sequence=8192, checkpointing="selective"),
+        PlanCase("full", model=LLAMA_8B, ranks=4, sequence=2048, checkpointing="none", chunks=1),
+        PlanCase("full", model=LLAMA_8B, ranks=8, sequence=2048, checkpointing="none"),
+        PlanCase(
+            "full",
+            model=LLAMA_8B,
+            ranks=8,
+            sequence=512,
+            checkpointing="none",
+            wrapping="layers",
+            optimizer="single",
+        ),
+        PlanCase("full", model=LLAMA_8B, ranks=2, sequence=8192, documents=8),
+        PlanCase("full", model=LLAMA_8B, ranks=2, sequence=512, optimizer="foreach"),
+        PlanCase("full", model=LLAMA_8B, ranks=1, sequence=512),
+        PlanCase("full", model=LLAMA_3B, ranks=1, sequence=512, checkpointing="none"),
+        PlanCase("full", model=LLAMA_3B, ranks=1, sequence=2048, checkpointing="selective"),
+        PlanCase("full", model=LLAMA_3B, ranks=1, sequence=8192),
+        PlanCase("full", model=LLAMA_3B, ranks=2, sequence=2048, wrapping="layers"),
+        PlanCase(
+            "full", model=LLAMA_3B, ranks=2, sequence=8192, checkpointing="selective", documents=10
+        ),
+        PlanCase("full", model=LLAMA_3B, ranks=4, sequence=8192, checkpointing="none"),
+        PlanCase("full", model=LLAMA_1B, ranks=1, sequence=512, checkpointing="none"),
+        PlanCase(
+            "full",
+            model=LLAMA_1B,
+            ranks=1,
+            sequence=2048,
+            checkpointing="none",
+            optimizer="foreach",
+            batch_size=2,
+        ),
+        PlanCase("full", model=LLAMA_1B, ranks=1, sequence=8192, optimizer="single"),
+        PlanCase(
+            "full",
+            model=LLAMA_1B,
+            ranks=2,
+            sequence=2048,
+            checkpointing="selective",
+            documents=4,
+            batch_size=2,
+        ),
+        PlanCase("full", model=LLAMA_1B, ranks=8, sequence=512, chunks=1),
+        PlanCase(
+            "full",
+            model=LLAMA_1B,
+            ranks=2,
+            sequence=2048,
+            checkpointing="none",
+            optimizer="sgd single",
+        ),
     ]
 
 
 def _list_adapter_cases() -> list[PlanCase]:
     """Return more configs of LoRA and QLoRA, in many settings."""
     return [
-        PlanCase("lora", LLAMA_8B, 1, 8192),
-        PlanCase("lora", LLAMA_8B, 2, 8192, "selective"),
-        PlanCase("lora", LLAMA_8B, 4, 2048, wrapping="layers"),
-        PlanCase("lora", LLAMA_8B, 1, 2048, documents=4),
-        PlanCase("lora", LLAMA_1B, 1, 512, "none", optimizer="foreach"),
-        PlanCase("lora", LLAMA_1B, 8, 2048),
-        PlanCase("qlora", LLAMA_8B, 1, 512),
-        PlanCase("qlora", LLAMA_8B, 1, 8192),
-        PlanCase("qlora", LLAMA_8B, 1, 8192, "selective", documents=8),
-        PlanCase("qlora", LLAMA_8B, 2, 2048),
-        PlanCase("qlora", LLAMA_8B, 4, 8192),
-        PlanCase("qlora", LLAMA_3B, 1, 2048, "none"),
-        PlanCase("qlora", LLAMA_1B, 1, 512, "none", batch_size=2),
+        PlanCase("lora", model=LLAMA_8B, ranks=1, sequence=8192),
+        PlanCase("lora", model=LLAMA_8B, ranks=2, sequence=8192, checkpointing="selective"),
+        PlanCase("lora", model=LLAMA_8B, ranks=4, sequence=2048, wrapping="layers"),
+        PlanCase("lora", model=LLAMA_8B, ranks=1, sequence=2048, documents=4),
+        PlanCase(
+            "lora", model=LLAMA_1B, ranks=1, sequence=512, checkpointing="none", optimizer="foreach"
+        ),
+        PlanCase("lora", model=LLAMA_1B, ranks=8, sequence=2048),
+        PlanCase("qlora", model=LLAMA_8B, ranks=1, sequence=512),
+        PlanCase("qlora", model=LLAMA_8B, ranks=1, sequence=8192),
+        PlanCase(
+            "qlora", model=LLAMA_8B, ranks=1, sequence=8192, checkpointing="selective", documents=8
+        ),
+        PlanCase("qlora", model=LLAMA_8B, ranks=2, sequence=2048),
+        PlanCase("qlora", model=LLAMA_8B, ranks=4, sequence=8192),
+        PlanCase("qlora", model=LLAMA_3B, ranks=1, sequence=2048, checkpointing="none"),
+        PlanCase(
+            "qlora", model=LLAMA_1B, ranks=1, sequence=512, checkpointing="none", batch_size=2
+        ),
     ]

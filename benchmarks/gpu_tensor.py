@@ -88,7 +88,12 @@ def measure(name: str, size: int, *, mode: str, implementation: str) -> dict[str
             for layer in model.model.layers:
                 build_stock_layer(layer, world)
         else:
-            shard_tensors(model, parallel, MemoryConfig(activation_checkpointing=mode), world)
+            shard_tensors(
+                model,
+                parallel=parallel,
+                memory=MemoryConfig(activation_checkpointing=mode),
+                world=world,
+            )
         apply_activation_checkpointing(model, mode)
         layers = model.model.layers.to_empty(device=world.device)
         with torch.no_grad():

@@ -72,18 +72,42 @@ DRY_HOW = """Nothing was measured on a GPU: tiny models on a CPU, to check the p
 def list_cases(gpu: bool) -> list[PlanCase]:
     """Return what is timed, the most telling first, in case time runs out."""
     if not gpu:
-        return [PlanCase("full", TINY, 1, 64), PlanCase("lora", TINY, 1, 64, "none")]
+        return [
+            PlanCase("full", model=TINY, ranks=1, sequence=64),
+            PlanCase("lora", model=TINY, ranks=1, sequence=64, checkpointing="none"),
+        ]
     big, compiled = "llama3/8B", ("compile=true",)
     return [
-        PlanCase("lora", big, 1, 4096, "none", batch_size=2, chunks=16),
-        PlanCase("lora", big, 1, 4096, "none", batch_size=2, chunks=16, levers=compiled),
-        PlanCase("qlora", big, 1, 4096, batch_size=2, chunks=16),
-        PlanCase("full", big, 1, 4096, batch_size=2, chunks=16),
-        PlanCase("full", big, 1, 4096, "selective", chunks=16, levers=compiled),
-        PlanCase("full", "llama3_2/1B", 1, 8192, "none", chunks=16),
-        PlanCase("qlora", "qwen3_moe/30B", 1, 2048, chunks=16),
-        PlanCase("full", "gemma2/2B", 1, 8192, chunks=16),
-        PlanCase("lora", big, 1, 8192, documents=12, chunks=16),
+        PlanCase(
+            "lora", model=big, ranks=1, sequence=4096, checkpointing="none", batch_size=2, chunks=16
+        ),
+        PlanCase(
+            "lora",
+            model=big,
+            ranks=1,
+            sequence=4096,
+            checkpointing="none",
+            batch_size=2,
+            chunks=16,
+            levers=compiled,
+        ),
+        PlanCase("qlora", model=big, ranks=1, sequence=4096, batch_size=2, chunks=16),
+        PlanCase("full", model=big, ranks=1, sequence=4096, batch_size=2, chunks=16),
+        PlanCase(
+            "full",
+            model=big,
+            ranks=1,
+            sequence=4096,
+            checkpointing="selective",
+            chunks=16,
+            levers=compiled,
+        ),
+        PlanCase(
+            "full", model="llama3_2/1B", ranks=1, sequence=8192, checkpointing="none", chunks=16
+        ),
+        PlanCase("qlora", model="qwen3_moe/30B", ranks=1, sequence=2048, chunks=16),
+        PlanCase("full", model="gemma2/2B", ranks=1, sequence=8192, chunks=16),
+        PlanCase("lora", model=big, ranks=1, sequence=8192, documents=12, chunks=16),
     ]
 
 
@@ -189,8 +213,12 @@ def plan_row(
     calibrations = {SHEET: None, CALIBRATED: read_calibration(rates, hardware)}
     planned = {}
     for source, calibration in calibrations.items():
-        step_seconds = schedule(trace, STEADY, hardware, calibration).step
-        kind_seconds = sum_time_by_kind(trace, STEADY, hardware, calibration)
+        step_seconds = schedule(
+            trace, phase=STEADY, hardware=hardware, calibration=calibration
+        ).step
+        kind_seconds = sum_time_by_kind(
+            trace, phase=STEADY, hardware=hardware, calibration=calibration
+        )
         planned[source] = {"seconds": step_seconds, **kind_seconds}
     return planned
 

@@ -17,7 +17,8 @@ from recipe_lib.files import replace_text
 from recipe_lib.units import convert_to_gib
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-ONCE, KEPT = "parallel.reduce_gradients=step", "parallel.reshard_after_forward=false"
+ONCE = "parallel.reduce_gradients=step"
+KEPT = "parallel.reshard_after_forward=false"
 VARIANTS = {
     "reduced with each micro-batch": (),
     "weights kept from forward to backward": (KEPT,),

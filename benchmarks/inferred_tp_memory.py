@@ -29,7 +29,9 @@ from recipe_lib.units import MIB
 COMMAND = "python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md"
 MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B", "phi3/mini", "gemma2/27B")
 SIZES = (2, 4, 8)
-MORE, FEWER = 4, 2  # layers
+# layers
+MORE = 4
+FEWER = 2
 TOKENS = 8192
 
 
@@ -52,7 +54,12 @@ def measure_alive(
     parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=regather)
     with enter_simulated_world(parallel, 0, size) as world, use_fake_tensors():
         model: Any = build_meta(spec, torch.bfloat16)
-        shard_tensors(model, parallel, MemoryConfig(activation_checkpointing="none"), world)
+        shard_tensors(
+            model,
+            parallel=parallel,
+            memory=MemoryConfig(activation_checkpointing="none"),
+            world=world,
+        )
         model.to_empty(device=NAME)
         tokens = torch.zeros(rows, TOKENS // rows, dtype=torch.int64, device=NAME)
         tracker = Tracker()

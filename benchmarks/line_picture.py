@@ -9,7 +9,11 @@ from pathlib import Path
 
 from recipe_lib.report.chart import Chart, Scale, compute_ticks, render_svg
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 64, 250, 14, 44
+_WIDTH = 1000
+_LEFT = 64
+_RIGHT = 250
+_TOP = 14
+_BOTTOM = 44
 _COLORS = ("#d1242f", "#bc6c00", "#8250df", "#1f6feb", "#1a7f37")
 _STYLE = (
     "<style>text{font:12px sans-serif;fill:#24292f}.grid{stroke:#d0d7de}.axis{stroke:#57606a}"

@@ -135,7 +135,8 @@ def plan_line(cell: Cell) -> Longest:
     variants = VARIANTS[method]
     config, cards_of_size = name_config_and_cards(cell)
     guesses = {
-        variant: _guess_longest(config, cards_of_size, variant, cards) for variant in variants
+        variant: _guess_longest(config, cards_of_size=cards_of_size, variant=variant, cards=cards)
+        for variant in variants
     }
     best = variants[0]
     for variant in variants:

@@ -29,7 +29,8 @@ from recipe_lib.plan.tracing.trace import Trace, classify_activations
 from recipe_lib.plan.tracing.tracer import Tracer
 
 MICRO_BATCHES = 3  # of a step are traced; all leave the memory alike
-SETUP, STEP = "setup", "step"
+SETUP = "setup"
+STEP = "step"
 _known_calls: dict[Any, Any] = {}  # of operators, in all traces of this process
 
 
@@ -193,8 +194,8 @@ class _Attention(nn.Module):
         self.gpt = gpt
         self.group = group
         local_width = gpt.hidden // group.size()
-        self.qkv = _Weight(3 * local_width, gpt.hidden, gpt.biases, device)
-        self.dense = _Weight(gpt.hidden, local_width, gpt.biases, device)
+        self.qkv = _Weight(3 * local_width, inputs=gpt.hidden, biased=gpt.biases, device=device)
+        self.dense = _Weight(gpt.hidden, inputs=local_width, biased=gpt.biases, device=device)
 
     def forward(self, hidden: Tensor) -> Tensor:
         gpt = self.gpt
@@ -223,8 +224,8 @@ class _Mlp(nn.Module):
         self.gpt = gpt
         self.group = group
         local_width = gpt.feed_forward // group.size()
-        self.up = _Weight(2 * local_width, gpt.hidden, gpt.biases, device)
-        self.down = _Weight(gpt.hidden, local_width, gpt.biases, device)
+        self.up = _Weight(2 * local_width, inputs=gpt.hidden, biased=gpt.biases, device=device)
+        self.down = _Weight(gpt.hidden, inputs=local_width, biased=gpt.biases, device=device)
 
     def forward(self, hidden: Tensor) -> Tensor:
         fused = self.gpt.fused_weight_gradients
@@ -272,9 +273,11 @@ class Stage(nn.Module):
         multiple = 128 * layout.tensor
         rows = -(-gpt.vocabulary // multiple) * multiple // layout.tensor
         if self.first:
-            self.embedding = _Weight(rows, gpt.hidden, False, device)
+            self.embedding = _Weight(rows, inputs=gpt.hidden, biased=False, device=device)
             self.positions = (
-                _Weight(gpt.sequence, gpt.hidden, False, device) if gpt.positions else None
+                _Weight(gpt.sequence, inputs=gpt.hidden, biased=False, device=device)
+                if gpt.positions
+                else None
             )
         self.layers = nn.ModuleList(
             _Layer(gpt, group, device) for _ in range(gpt.layers // layout.pipeline)
@@ -282,7 +285,11 @@ class Stage(nn.Module):
         if self.last:
             self.norm = nn.LayerNorm(gpt.hidden, device=device, dtype=torch.bfloat16)
             shared = gpt.tied and self.first
-            self.output = self.embedding if shared else _Weight(rows, gpt.hidden, False, device)
+            self.output = (
+                self.embedding
+                if shared
+                else _Weight(rows, inputs=gpt.hidden, biased=False, device=device)
+            )
 
     def forward(
         self,
@@ -454,7 +461,7 @@ def _trace(sizes: Any, layout: Layout, place: int) -> Trace:
         connect_streams(tracer)
         with tracer.activate():
             tracer.begin_phase(SETUP)
-            training = Training(sizes, layout, place, world)
+            training = Training(sizes, layout=layout, place=place, world=world)
             tracer.name_modules(training.model)
             training.label(tracer)
             for name in (f"first {STEP}", STEP):

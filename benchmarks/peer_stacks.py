@@ -17,8 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.streamed_layers import StreamedCodes
 
-DEVICE_MAP, LINEARS_FIRST = "device_map", "linears first"
-NF4_BLOCK, NESTED_BLOCK = 64, 256  # numbers that share a scale; scales that share one of their own
+DEVICE_MAP = "device_map"
+LINEARS_FIRST = "linears first"
+# numbers that share a scale; scales that share one of their own
+NF4_BLOCK = 64
+NESTED_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,12 @@ def _load(model: Any, run: PeerRun, device: Any) -> None:
         if name in linears:
             layer_number = int(path.split(".")[2])
             path_in_layer = path.split(".", 3)[3]
-            base = _load_linear(module, run, device, loaded.get((layer_number - 2, path_in_layer)))
+            base = _load_linear(
+                module,
+                run=run,
+                device=device,
+                two_layers_before=loaded.get((layer_number - 2, path_in_layer)),
+            )
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, base)
             loaded[layer_number, path_in_layer] = base

@@ -29,7 +29,9 @@ from recipe_lib.plan.tracing.trace import Trace, classify_activations
 from recipe_lib.plan.tracing.trace_rank import pause_collector
 from recipe_lib.plan.tracing.tracer import Tracer
 
-SETUP, FIRST, STEP = "setup", "first step", "step"
+SETUP = "setup"
+FIRST = "first step"
+STEP = "step"
 _known_calls: dict[Any, Any] = {}  # of operators, in all traces of this process
 
 
@@ -54,7 +56,7 @@ def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
             batch = torch.zeros(run.batch, run.tokens, dtype=torch.int64, device=ranks.device)
             for name in (FIRST, STEP):
                 tracer.begin_phase(name)
-                train_step(run, model, optimizer, trained, batch)
+                train_step(run, model=model, optimizer=optimizer, trained=trained, batch=batch)
     classify_activations(tracer.trace)
     return tracer.trace
 
@@ -66,7 +68,9 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     if run.loss_chunk:
         hidden = model.model(input_ids=batch).last_hidden_state
-        loss = compute_chunked_loss(model.lm_head, hidden, batch, run.loss_chunk)
+        loss = compute_chunked_loss(
+            model.lm_head, hidden=hidden, labels=batch, chunk=run.loss_chunk
+        )
         del hidden
     else:
         output = model(input_ids=batch, labels=batch)

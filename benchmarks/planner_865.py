@@ -53,7 +53,13 @@ def run_865(wrapping: str, tokens: int = 512) -> Run:
         " memory.loss_chunks=1 optimizer.implementation=single"
         f" parallel.fsdp_wrap_policy={wrapping}"
     )
-    return Run("llama3/8B_full", 4, "a100-80gb", tokens, tuple(settings.split()))
+    return Run(
+        "llama3/8B_full",
+        ranks=4,
+        device="a100-80gb",
+        tokens=tokens,
+        overrides=tuple(settings.split()),
+    )
 
 
 def run_lora(ranks: int, wrapping: str) -> Run:
@@ -65,11 +71,11 @@ def run_lora(ranks: int, wrapping: str) -> Run:
     )
     return Run(
         "llama3/8B_lora",
-        ranks,
-        "a100-80gb",
-        512,
-        tuple(settings.split()),
-        "lora_finetune_distributed",
+        ranks=ranks,
+        device="a100-80gb",
+        tokens=512,
+        overrides=tuple(settings.split()),
+        recipe="lora_finetune_distributed",
     )
 
 
@@ -80,7 +86,13 @@ def run_70b(tokens: int, *settings: str) -> Run:
         " memory.loss_chunks=16 optimizer.implementation=single"
         " parallel.fsdp_wrap_policy=memory_efficient"
     )
-    return Run("llama3/70B_full", 8, "a100-80gb", tokens, (*common_settings.split(), *settings))
+    return Run(
+        "llama3/70B_full",
+        ranks=8,
+        device="a100-80gb",
+        tokens=tokens,
+        overrides=(*common_settings.split(), *settings),
+    )
 
 
 def build_group() -> Group:
@@ -89,28 +101,41 @@ def build_group() -> Group:
     for wrapping, figures in PUBLISHED.items():
         stored = {metric: figures[metric] for metric in ("allocated", "reserved")}
         rows += [
-            Row(wrapping, "theirs", run_865(wrapping), TUNE, figures, goal=True),
-            Row(wrapping, "theirs, rows of 256", run_865(wrapping, 256), TUNE, stored),
-            Row(wrapping, "ours", run_865(wrapping), OURS, figures),
+            Row(
+                wrapping,
+                whose="theirs",
+                run=run_865(wrapping),
+                stack=TUNE,
+                published=figures,
+                goal=True,
+            ),
+            Row(
+                wrapping,
+                whose="theirs, rows of 256",
+                run=run_865(wrapping, 256),
+                stack=TUNE,
+                published=stored,
+            ),
+            Row(wrapping, whose="ours", run=run_865(wrapping), stack=OURS, published=figures),
         ]
     name = "memory_efficient, embedding and output checkpointed"
     rows.append(
         Row(
             name,
-            "theirs",
-            run_865("memory_efficient"),
-            CHECKPOINTED,
-            CHECKPOINTED_PUBLISHED,
+            whose="theirs",
+            run=run_865("memory_efficient"),
+            stack=CHECKPOINTED,
+            published=CHECKPOINTED_PUBLISHED,
             goal=True,
         )
     )
     return Group(
         "torchtune: Llama 3 8B, full, on 4 GPUs",
-        "github.com/pytorch/torchtune/pull/865: bf16, AdamW without foreach, batch 1, activation"
+        source="github.com/pytorch/torchtune/pull/865: bf16, AdamW without foreach, batch 1, activation"
         " checkpointing; wrapped are the layers alone, or embedding and output projection too",
-        "GB",
-        rows,
-        [
+        unit="GB",
+        rows=rows,
+        differs=[
             (
                 "Theirs is FSDP1, ours is built on FSDP2; theirs keeps fp32 logits of all tokens,"
                 " by a local variable even through backward; its norms and keys are written out."
@@ -139,7 +164,7 @@ def build_group() -> Group:
                 " than 24 GB."
             ),
         ],
-        format_tables,
+        more=format_tables,
     )
 
 

@@ -66,7 +66,14 @@ def format_name(layout: Layout, batch: int) -> str:
 def build_rows(gpt: Gpt) -> list[Row]:
     """Return their four runs with a model, in their stack."""
     return [
-        Row(format_name(layout, batch), "theirs", layout, gpt, {"allocated": measured}, goal=True)
+        Row(
+            format_name(layout, batch),
+            whose="theirs",
+            run=layout,
+            stack=gpt,
+            published={"allocated": measured},
+            goal=True,
+        )
         for layout, batch, measured, _ in PUBLISHED
     ]
 
@@ -79,7 +86,13 @@ def run_ours(layout: Layout, batch: int) -> Run:
         f" memory.activation_checkpointing=none parallel.pipeline={layout.pipeline}"
         f" parallel.tensor={layout.tensor}"
     )
-    return Run("llama2/7B_full", layout.ranks, "h100", 2048, tuple(settings.split()))
+    return Run(
+        "llama2/7B_full",
+        ranks=layout.ranks,
+        device="h100",
+        tokens=2048,
+        overrides=tuple(settings.split()),
+    )
 
 
 def build_group() -> Group:
@@ -87,21 +100,21 @@ def build_group() -> Group:
     ours = [
         Row(
             format_name(layout, batch),
-            "ours",
-            run_ours(layout, batch),
-            OURS,
-            {"allocated": measured},
+            whose="ours",
+            run=run_ours(layout, batch),
+            stack=OURS,
+            published={"allocated": measured},
         )
         for layout, batch, measured, _ in PUBLISHED
     ]
     return Group(
         "Megatron-LM: Llama 2 7B on 8 H800",
-        "github.com/NVIDIA/Megatron-LM/pull/482 (Analysis Tool): bf16, flash attention, distributed"
+        source="github.com/NVIDIA/Megatron-LM/pull/482 (Analysis Tool): bf16, flash attention, distributed"
         " optimizer, swiglu; torch.cuda.max_memory_allocated after several iterations. Rows are"
         " micro-batch / global batch / data / pipeline / tensor",
-        "GiB",
-        [*build_rows(GPT), *ours],
-        [
+        unit="GiB",
+        rows=[*build_rows(GPT), *ours],
+        differs=[
             (
                 "Their GB is 2^30: 6,642,245,632 parameters in bf16 are printed as 12.4GB. Figures"
                 " are published to 0.1, so half a unit is 0.07 to 0.17 %."
@@ -127,7 +140,7 @@ def build_group() -> Group:
                 " ranks (FSDP2), and divides tokens between tensor ranks, too."
             ),
         ],
-        format_tables,
+        more=format_tables,
     )
 
 

@@ -35,7 +35,14 @@ def run_3b(
         "max_seq_len=4096 batch_size=2 gradient_accumulation_steps=1 clip_grad_norm=null"
         f" data.packing=true memory.loss_chunks={chunks}"
     )
-    return Run(config, 1, "a100-80gb", 4096, (*settings.split(), *more), recipe)
+    return Run(
+        config,
+        ranks=1,
+        device="a100-80gb",
+        tokens=4096,
+        overrides=(*settings.split(), *more),
+        recipe=recipe,
+    )
 
 
 def run_titan(ranks: int) -> Run:
@@ -44,7 +51,13 @@ def run_titan(ranks: int) -> Run:
         "max_seq_len=8192 batch_size=2 gradient_accumulation_steps=1 memory.loss_chunks=1 "
         "memory.activation_checkpointing=selective parallel.fsdp_wrap_policy=layers"
     )
-    return Run("llama3_1/8B_full", ranks, "h100", 8192, tuple(settings.split()))
+    return Run(
+        "llama3_1/8B_full",
+        ranks=ranks,
+        device="h100",
+        tokens=8192,
+        overrides=tuple(settings.split()),
+    )
 
 
 TUNE_3B = Stack(logits="until backward", norms=True, expanded_keys=True)
@@ -86,8 +99,10 @@ def build_ladder_3b() -> Iterator[Row]:
     ):
         # From chunked cross-entropy on, their loss works in pieces.
         theirs = TUNE_3B if name in ("packed", "+ compile") else TUNE_3B_CHUNKED
-        yield Row(name, "theirs", run, theirs, {"active": published}, goal=True)
-        yield Row(name, "ours", run, OURS, {"active": published})
+        yield Row(
+            name, whose="theirs", run=run, stack=theirs, published={"active": published}, goal=True
+        )
+        yield Row(name, whose="ours", run=run, stack=OURS, published={"active": published})
 
 
 def list_groups() -> Iterator[Group]:
@@ -96,12 +111,12 @@ def list_groups() -> Iterator[Group]:
     yield planner_megatron.build_group()
     yield Group(
         "torchtune: Llama 3.2 3B, full, on one A100",
-        "README of torchtune, the table of optimizations: bf16, AdamW, 2 packed rows of 4096"
+        source="README of torchtune, the table of optimizations: bf16, AdamW, 2 packed rows of 4096"
         " tokens; every row keeps what the rows above it have switched on, but for LoRA and QLoRA,"
         " which step after backward with states in bf16; the most active bytes",
-        "GiB",
-        list(build_ladder_3b()),
-        [
+        unit="GiB",
+        rows=list(build_ladder_3b()),
+        differs=[
             (
                 "Theirs: norms written out, which uncompiled keeps an fp32 copy of each input; keys"
                 " and values copied for each query head; fp32 logits of all tokens and plain"
@@ -127,16 +142,26 @@ def list_groups() -> Iterator[Group]:
     titan = []
     for ranks, reserved in ((8, 82.4), (128, 67.0)):
         figures = {"reserved": reserved, "reserved_expandable": reserved}
-        titan.append(Row(f"{ranks} GPUs", "theirs", run_titan(ranks), TITAN, figures))
-        titan.append(Row(f"{ranks} GPUs", "ours", run_titan(ranks), OURS, figures))
+        titan.append(
+            Row(
+                f"{ranks} GPUs",
+                whose="theirs",
+                run=run_titan(ranks),
+                stack=TITAN,
+                published=figures,
+            )
+        )
+        titan.append(
+            Row(f"{ranks} GPUs", whose="ours", run=run_titan(ranks), stack=OURS, published=figures)
+        )
     yield Group(
         "torchtitan: Llama 3.1 8B, pre-training, on 8 and 128 H100",
-        "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: local batch 2 of"
+        source="torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: local batch 2 of"
         " 8192 tokens, selective checkpointing of single operators, not compiled; the most"
         " reserved, over ranks",
-        "GiB",
-        titan,
-        [
+        unit="GiB",
+        rows=titan,
+        differs=[
             (
                 "Theirs: parameters and AdamW's states in fp32, gathered as bf16, gradients summed"
                 " in fp32; logits of all tokens in bf16 with an fp32 copy inside the loss; the"
@@ -152,20 +177,20 @@ def list_groups() -> Iterator[Group]:
     plain_fsdp2 = Stack(sharding=FSDP2, logits="until backward")
     yield Group(
         "Another simulation: Llama 3 8B with FSDP2 on 4 ranks",
-        "a trace of plain FSDP2 by another implementation, made while this planner was designed: a"
+        source="a trace of plain FSDP2 by another implementation, made while this planner was designed: a"
         " prediction too, not a measurement; it counted no workspaces of matmuls",
-        "GB",
-        [
+        unit="GB",
+        rows=[
             Row(
                 wrapping,
-                "FSDP2 as it comes",
-                planner_865.run_865(wrapping),
-                plain_fsdp2,
-                {"active": active},
+                whose="FSDP2 as it comes",
+                run=planner_865.run_865(wrapping),
+                stack=plain_fsdp2,
+                published={"active": active},
             )
             for wrapping, active in (("layers", 20.28), ("memory_efficient", 18.34))
         ],
-        ["What agrees here was derived twice; it says nothing about a GPU."],
+        differs=["What agrees here was derived twice; it says nothing about a GPU."],
     )
 
 

@@ -132,13 +132,24 @@ def plan_run(run: Run | Layout, stack: Stack | Gpt | Llama) -> Planned:
         peak = replace(
             peak, active=replay_with_marks(trace, STEADY, find_hardware(run.device)).active
         )
-    return Planned(peak, sum_kinds_at_peak(trace, STEADY), plan.verdict, plan.device.usable)
+    return Planned(
+        peak,
+        kinds=sum_kinds_at_peak(trace, STEADY),
+        verdict=plan.verdict,
+        usable=plan.device.usable,
+    )
 
 
 def _plan_stage(trace: Trace) -> Planned:
     peaks = replay(trace).phases[STEP]
     peak = PhasePeak(
-        STEP, peaks.active, peaks.allocated, peaks.reserved, 0, 0, requested=peaks.requested
+        STEP,
+        active=peaks.active,
+        allocated=peaks.allocated,
+        reserved=peaks.reserved,
+        reserved_expandable=0,
+        host=0,
+        requested=peaks.requested,
     )
     return Planned(peak, sum_kinds_at_peak(trace, STEP))
 

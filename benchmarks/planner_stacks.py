@@ -33,7 +33,9 @@ from recipe_lib.parallel import DTYPES, Parallel, materialize
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 
 RECIPE = "full_finetune_distributed"
-FSDP1, FSDP2, OURS = "FSDP1", "FSDP2", "ours"
+FSDP1 = "FSDP1"
+FSDP2 = "FSDP2"
+OURS = "ours"
 PIECES = "bf16 in eight pieces until backward"
 
 
@@ -113,7 +115,9 @@ class _Imitated:
         elif stack.sharding == FSDP1:
             self.model = _shard_with_fsdp1(self.model, cfg.parallel.fsdp_wrap_policy, self.device)
         else:
-            _shard_with_fsdp2(self.model, cfg.parallel.fsdp_wrap_policy, self.world, stack)
+            _shard_with_fsdp2(
+                self.model, wrapping=cfg.parallel.fsdp_wrap_policy, world=self.world, stack=stack
+            )
             materialize(self.model, cfg.memory, self.device)
         # Nothing of what the recipe's own calls decide, but for how gradients are added up.
         self.parallel = Parallel(accumulation=GradientAccumulation(self.model, cfg.parallel))

@@ -22,11 +22,17 @@ from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 from recipe_lib.plan.tracing.trace_rank import STEADY
 from recipe_lib.units import GIB
 
-CONFIG, RANKS, COUNT, TOKENS, CARD = "llama2/7B_full", 4, 8, 4096, "h100"
+CONFIG = "llama2/7B_full"
+RANKS = 4
+COUNT = 8
+TOKENS = 4096
+CARD = "h100"
 SCHEDULES = ("1f1b", "interleaved_zero_bubble", "zbv")
 MODES = ("none", "full")  # of activation checkpointing
 LAST_STAGE = {"interleaved_zero_bubble": RANKS - 1, "zbv": 0}  # whose schedules the fix changed
-OURS, TORCH, BEFORE = "ours", "torch", "torch before the fix"
+OURS = "ours"
+TORCH = "torch"
+BEFORE = "torch before the fix"
 _HELD = ("parameters", "gradients", "optimizer")
 
 SECTION = """## A 7B, planned

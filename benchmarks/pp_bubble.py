@@ -94,7 +94,7 @@ def _run_rank(schedules: Sequence[str], ranks: int, count: int, seconds: float) 
     """Return, for each schedule and step, when it began and ended on this rank."""
     times = []
     for schedule in schedules:
-        cfg = build_config(schedule, ranks, count, "none")
+        cfg = build_config(schedule, ranks=ranks, count=count, checkpointing="none")
         stages = count_stages(cfg.parallel)
         cfg.parallel.pipeline_layers_per_stage = [1] * stages
         spec = build_small_spec(stages)

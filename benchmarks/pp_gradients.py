@@ -39,7 +39,9 @@ from recipe_lib.parallel import (  # noqa: E402
 )
 from tests.distributed.ranks import RankFailure, run_ranks  # noqa: E402
 
-LAYERS, COUNT, RANKS = 4, 4, 2
+LAYERS = 4
+COUNT = 4
+RANKS = 2
 TOLERANCE = 1e-6  # of a gradient's own size
 SPEC = build_small_spec(LAYERS)
 
@@ -130,7 +132,7 @@ def judge_run(run: Any, situation: Situation, schedule: str) -> str:
 
 
 def _build_config(situation: Situation, schedule: str) -> Any:
-    cfg = build_config(schedule, RANKS, COUNT, situation.checkpointing)
+    cfg = build_config(schedule, ranks=RANKS, count=COUNT, checkpointing=situation.checkpointing)
     cfg.parallel.reshard_after_forward = bool(situation.reshards)
     return cfg
 

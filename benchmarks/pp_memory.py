@@ -31,7 +31,9 @@ from benchmarks.pp_traced import (  # noqa: E402
 from recipe_lib.config.mesh import SCHEDULES  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
-RANKS, LAYERS, COUNT = 2, 8, 8
+RANKS = 2
+LAYERS = 8
+COUNT = 8
 MODES = ("none", "full")  # of activation checkpointing
 Job = tuple[str, str]  # schedule, mode
 JOBS: list[Job] = [(schedule, mode) for mode in MODES for schedule in SCHEDULES]
@@ -64,7 +66,7 @@ def _run_rank() -> list[list[dict[str, Any]]]:
     spec = build_small_spec(LAYERS)
     steps = []
     for schedule, mode in JOBS:
-        cfg = build_config(schedule, RANKS, COUNT, mode)
+        cfg = build_config(schedule, ranks=RANKS, count=COUNT, checkpointing=mode)
         ours = run_ours(cfg, spec, COUNT, peaks=True).as_dict()
         stock = run_stock(cfg, spec=spec, count=COUNT, rank=dist.get_rank()).as_dict()
         steps.append([ours, stock])
@@ -74,7 +76,7 @@ def _run_rank() -> list[list[dict[str, Any]]]:
 def _check_against_theory(job: Job, rank: int, ours: dict[str, Any]) -> int:
     """Return the peak in theory. ValueError where what is held is not what theory says."""
     schedule, mode = job
-    cfg = build_config(schedule, RANKS, COUNT, mode)
+    cfg = build_config(schedule, ranks=RANKS, count=COUNT, checkpointing=mode)
     spec = build_small_spec(LAYERS)
     expected = compute_expected_held(cfg, spec=spec, rank=rank, count=COUNT)
     for (name, held), (expected_name, expected_held) in zip(ours["held"], expected, strict=True):

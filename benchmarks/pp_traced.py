@@ -47,8 +47,13 @@ from recipe_lib.parallel.pipeline.simulation import (
     simulate,
 )
 
-VOCABULARY, WIDTH, HEADS, KV_HEADS, MLP_WIDTH = 64, 32, 4, 2, 48
-ROWS, LENGTH = 2, 24
+VOCABULARY = 64
+WIDTH = 32
+HEADS = 4
+KV_HEADS = 2
+MLP_WIDTH = 48
+ROWS = 2
+LENGTH = 24
 _FP32 = 4
 
 

@@ -21,7 +21,8 @@ PLANS = re.compile(r"(<!-- plans: .* -->\n)(.*)(<!-- end of plans -->\n)", re.DO
 _HEAD = """\
 | model | card | plan | allocated | reserved | host memory | tokens/s | step, s | copies, s | not hidden, s |
 |---|---:|---|---:|---:|---:|---:|---:|---:|---:|"""
-STREAM, WINDOW = "memory.stream_layers=true", "memory.activation_offload=true"
+STREAM = "memory.stream_layers=true"
+WINDOW = "memory.activation_offload=true"
 STEPPING = (
     "memory.optimizer_in_backward=true",
     "memory.optimizer_offload=true",
@@ -66,22 +67,24 @@ class SmallCard:
 
 
 LINES = (
-    SmallCard("8B, QLoRA", "4GB", "llama3/8B_qlora", (STREAM,)),
-    SmallCard("32B, QLoRA", "8GB", "qwen2_5/32B_qlora", (STREAM,)),
-    SmallCard("70B, QLoRA", "8GB", "llama3/70B_qlora", (STREAM, WINDOW)),
-    SmallCard("70B, QLoRA", "24GB", "llama3/70B_qlora", (STREAM,)),
+    SmallCard("8B, QLoRA", card="4GB", config="llama3/8B_qlora", words=(STREAM,)),
+    SmallCard("32B, QLoRA", card="8GB", config="qwen2_5/32B_qlora", words=(STREAM,)),
+    SmallCard("70B, QLoRA", card="8GB", config="llama3/70B_qlora", words=(STREAM, WINDOW)),
+    SmallCard("70B, QLoRA", card="24GB", config="llama3/70B_qlora", words=(STREAM,)),
     SmallCard(
         "8B, full, 4 sequences",
-        "8GB",
-        "llama3/8B_full",
-        (STREAM, *STEPPING, "batch_size=4", WINDOW),
+        card="8GB",
+        config="llama3/8B_full",
+        words=(STREAM, *STEPPING, "batch_size=4", WINDOW),
     ),
-    SmallCard("70B, full", "24GB", "llama3/70B_full", (STREAM, *STEPPING, *FOUR_BITS)),
+    SmallCard(
+        "70B, full", card="24GB", config="llama3/70B_full", words=(STREAM, *STEPPING, *FOUR_BITS)
+    ),
     SmallCard(
         "70B, full, 8 sequences",
-        "24GB",
-        "llama3/70B_full",
-        (STREAM, *STEPPING, *FOUR_BITS, WINDOW, "batch_size=8", "memory.mlp_tiles=4"),
+        card="24GB",
+        config="llama3/70B_full",
+        words=(STREAM, *STEPPING, *FOUR_BITS, WINDOW, "batch_size=8", "memory.mlp_tiles=4"),
     ),
 )
 

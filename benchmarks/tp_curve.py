@@ -24,10 +24,15 @@ from recipe_lib.parallel import all_reduce_gradients, materialize, parallelize, 
 from recipe_lib.training import clip_grad_norm
 from tests.distributed.ranks import run_ranks
 
-RANKS, STEPS, MICRO_BATCHES = 4, 100, 2
-ROWS, LENGTH = 1, 512  # of a micro-batch
+RANKS = 4
+STEPS = 100
+MICRO_BATCHES = 2
+# of a micro-batch
+ROWS = 1
+LENGTH = 512
 BYTES = 256  # the vocabulary: a token is a byte
-RATE, LEAST_RATE = 1e-3, 1e-5
+RATE = 1e-3
+LEAST_RATE = 1e-5
 WARM_UP = 2  # steps
 STORIES = "datasets/tinystories/tinystories_train_head.txt"
 SPEC = build_spec(

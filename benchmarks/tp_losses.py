@@ -25,7 +25,8 @@ import transformers
 from benchmarks.realdata import find_real_data
 
 ROOT = Path(__file__).parent.parent
-STEPS, RANKS = 100, 4
+STEPS = 100
+RANKS = 4
 # SmolLM2-1.7B has width 2048, 32 heads of 64, an MLP of 8192, 24 layers, 49,152 tokens; tied.
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],

@@ -46,7 +46,8 @@ from recipe_lib.plan.simulated_world.simulated_ranks import (  # noqa: E402
 )
 from recipe_lib.units import MIB  # noqa: E402
 
-TOKENS, LAYERS = 8192, 4
+TOKENS = 8192
+LAYERS = 4
 # Bytes: the seed and the offset that the kernel of attention hands on, used or not.
 RANDOM_STATE = 24
 MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B")
@@ -280,7 +281,12 @@ def _prepare_model(
 ) -> None:
     """Shard the layers, checkpoint and compile them, and give the model its memory."""
     if variant != STOCK:
-        shard_tensors(model, parallel, MemoryConfig(activation_checkpointing=mode), world)
+        shard_tensors(
+            model,
+            parallel=parallel,
+            memory=MemoryConfig(activation_checkpointing=mode),
+            world=world,
+        )
     else:
         for layer in model.model.layers:
             build_stock_layer(layer, world)

@@ -40,9 +40,15 @@ from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 from recipe_lib.plan.tracing.trace import ACTION, ALLOC, FREE, PHASE, Trace
 from recipe_lib.units import GIB, MIB
 
-RECIPE, CONFIG, PRESET, CARD = "full_finetune_distributed", "llama3/70B_full", "llama3/70B", "h100"
-TENSOR, PIPELINE = 8, 4  # ranks
-TOKENS, MICRO_BATCHES = 8192, 4
+RECIPE = "full_finetune_distributed"
+CONFIG = "llama3/70B_full"
+PRESET = "llama3/70B"
+CARD = "h100"
+# ranks
+TENSOR = 8
+PIPELINE = 4
+TOKENS = 8192
+MICRO_BATCHES = 4
 OVERRIDES = (
     f"max_seq_len={TOKENS}",
     f"parallel.tensor={TENSOR}",

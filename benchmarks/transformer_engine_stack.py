@@ -20,7 +20,9 @@ from recipe_lib.plan.allocation.untraced_memory import compute_attention_backwar
 
 # Bytes for Transformer Engine's products, once; cpp_extensions/gemm.py, from Hopper on.
 WORKSPACE = 32 * 2**20 + 1024
-KEPT, OUTPUT_ANEW, ANEW = "kept", "the output projection's made anew", "made anew"
+KEPT = "kept"
+OUTPUT_ANEW = "the output projection's made anew"
+ANEW = "made anew"
 
 
 @dataclass(frozen=True)

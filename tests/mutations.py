@@ -30,7 +30,9 @@ from tests.mutation_table import MUTATIONS, Mutation
 ROOT = Path(__file__).parent.parent
 SECONDS = 1800  # for the tests of one fault: to hang is to be seen
 MOST_SAID = 200  # characters of a failure; ranks run out of time on a busy machine too
-RED, GREEN, BROKEN = "red", "GREEN", "BROKEN"
+RED = "red"
+GREEN = "GREEN"
+BROKEN = "BROKEN"
 _VERDICTS = {0: GREEN, 1: RED}  # by pytest's exit code; with any other no test has judged
 
 

@@ -13,7 +13,9 @@ from benchmarks.peers.planted.trl import Trl
 # Small, and every matrix is whole groups of 256 blocks of 64 numbers, which torchao's NF4 is made
 # for.
 WIDE = "wide.json"
-RANK, ALPHA = 16, 32  # of the adapters, on all linears of the layers
+# of the adapters, on all linears of the layers
+RANK = 16
+ALPHA = 32
 OURS = "ours"
 # Folder of a tool's environment, and what it is made of, in order: those of the planted faults, and
 # what they lack.
@@ -159,21 +161,38 @@ def list_cases(gpu: bool) -> list[PeerCase]:
     """Return the runs; without a GPU short ones, with and without checkpointing."""
     if not gpu:
         return [
-            PeerCase("full", 64, 2, "none", 1e-3, steps=6, warmup=2),
-            PeerCase("full", 128, 2, "full", 1e-3, steps=6, warmup=2),
-            PeerCase("lora", 64, 2, "none", 3e-3, steps=6, warmup=2),
-            PeerCase("lora", 128, 2, "full", 3e-3, steps=6, warmup=2),
-            PeerCase("qlora", 64, 2, "none", 3e-3, steps=6, warmup=2, preset=WIDE),
+            PeerCase(
+                "full", sequence=64, batch_size=2, checkpointing="none", lr=1e-3, steps=6, warmup=2
+            ),
+            PeerCase(
+                "full", sequence=128, batch_size=2, checkpointing="full", lr=1e-3, steps=6, warmup=2
+            ),
+            PeerCase(
+                "lora", sequence=64, batch_size=2, checkpointing="none", lr=3e-3, steps=6, warmup=2
+            ),
+            PeerCase(
+                "lora", sequence=128, batch_size=2, checkpointing="full", lr=3e-3, steps=6, warmup=2
+            ),
+            PeerCase(
+                "qlora",
+                sequence=64,
+                batch_size=2,
+                checkpointing="none",
+                lr=3e-3,
+                steps=6,
+                warmup=2,
+                preset=WIDE,
+            ),
         ]
     # Full fine-tuning keeps layer inputs alone, as its states leave no room for more; beside frozen
     # weights there is.
     return [
-        PeerCase("full", 2048, 8, "full", 1e-5),
-        PeerCase("lora", 4096, 2, "none", 2e-4),
-        PeerCase("qlora", 4096, 2, "none", 2e-4),
-        PeerCase("full", 8192, 2, "full", 1e-5),
-        PeerCase("lora", 2048, 4, "none", 2e-4),
-        PeerCase("lora", 8192, 1, "none", 2e-4),
+        PeerCase("full", sequence=2048, batch_size=8, checkpointing="full", lr=1e-5),
+        PeerCase("lora", sequence=4096, batch_size=2, checkpointing="none", lr=2e-4),
+        PeerCase("qlora", sequence=4096, batch_size=2, checkpointing="none", lr=2e-4),
+        PeerCase("full", sequence=8192, batch_size=2, checkpointing="full", lr=1e-5),
+        PeerCase("lora", sequence=2048, batch_size=4, checkpointing="none", lr=2e-4),
+        PeerCase("lora", sequence=8192, batch_size=1, checkpointing="none", lr=2e-4),
     ]
 
 

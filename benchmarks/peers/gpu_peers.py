@@ -344,16 +344,23 @@ def run_in_turns(
         for side in sides:
             result = results.setdefault(side.name, {"runs": []})
             if repeat == 0:
-                reason = explain_absence(side, case, options.environments, gpu)
+                reason = explain_absence(
+                    side, case=case, environments=options.environments, gpu=gpu
+                )
                 if reason:
                     result["absent"] = reason
             if "absent" not in result:
                 seconds_left = options.minutes * 60 - (time.monotonic() - started)
                 folder = work / case.name / side.name
-                task = {**ground, **rows, **build_settings(case, side, gpu, folder)}
+                task = {**ground, **rows, **build_settings(case, side=side, gpu=gpu, folder=folder)}
                 run_record = {"failed": "no time left"}
                 if seconds_left >= 5:
-                    run_record = run_side(side, task, options.environments, seconds_left)
+                    run_record = run_side(
+                        side,
+                        task=task,
+                        environments=options.environments,
+                        seconds_left=seconds_left,
+                    )
                 result["runs"].append(run_record)
             end = result.get("absent") or result["runs"][-1].get("failed") or "done"
             print(

@@ -141,7 +141,7 @@ def examine(
     for fault in faults:
         if only and not re.search(only, fault.name):
             continue
-        outcome = run_one(fault, tool, work, model, sound)
+        outcome = run_one(fault, tool=tool, work=work, model=model, sound=sound)
         cells[fault.name] = outcome.to_json()
         evidence = f"{outcome.line[:160]} {outcome.note[:160]}"
         print(

@@ -117,7 +117,7 @@ def compute_figures(
     if case.method != "full":
         add_adapters(shape, LoraConfig(rank=RANK, alpha=ALPHA), torch.bfloat16)
     settings = Case("speed", "", case.sequence, batch_size=case.batch_size)
-    speed = measure_speed(settings, spec, shape, [seconds])
+    speed = measure_speed(settings, spec=spec, model=shape, seconds=[seconds])
     figures = {
         "seconds": seconds,
         "tokens_per_second": speed["tokens_per_second"],
@@ -437,6 +437,6 @@ def judge(entry: dict[str, Any], model: str, report: Mapping[str, Any]) -> None:
     entry["comparison"] = compare(results, case, report["dtype"])
     if report["device"].get("type") == "cuda":
         entry["figures"] = {
-            name: compute_figures(case, result, model, report["matmul"])
+            name: compute_figures(case, result=result, model=model, matmul=report["matmul"])
             for name, result in results.items()
         }

@@ -61,7 +61,7 @@ class _View:
         self.node = node
         self.geometry = (tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def view_of(self, made: Tensor) -> Tensor:
+    def make_view(self, made: Tensor) -> Tensor:
         """Return the tensor as a view of `made`, the node's recomputed tensor."""
         return made.as_strided(*self.geometry)
 
@@ -223,7 +223,7 @@ def _unpack(kept: Any) -> Tensor:
     if kept.view is None:
         return kept.tensor
     with torch.no_grad():
-        tensor = kept.view.view_of(_recompute(kept.view.node))
+        tensor = kept.view.make_view(_recompute(kept.view.node))
     for node in kept.cone:
         node.waiting -= 1
         if node.waiting <= 0:
@@ -237,7 +237,7 @@ def _recompute(node: _Node) -> Tensor:
         assert node.made_by is not None
         function, args, kwargs, index = node.made_by
         args, kwargs = pytree.tree_map_only(
-            _View, lambda view: view.view_of(_recompute(view.node)), (args, kwargs)
+            _View, lambda view: view.make_view(_recompute(view.node)), (args, kwargs)
         )
         node.held = list(list_tensors(function(*args, **kwargs)))[index]
     return node.held

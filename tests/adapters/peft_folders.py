@@ -18,7 +18,8 @@ from torch import Tensor
 from recipe_lib.cli import main
 from tests.adapters.hugging_face import SHAPE, write_tiny_folder
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 # family -> what its tiny base has besides SHAPE
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -19,7 +19,9 @@ from tests.distributed.ranks import run_ranks
 from tests.parallel.gathered import GatheredPeak, count_gathered_bytes
 from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, build_small_spec
 
-LAYERS, RANK, RANKS = 3, 4, 2
+LAYERS = 3
+RANK = 4
+RANKS = 2
 KV = WIDTH // 2
 MATRIX = VOCABULARY * WIDTH  # elements of the embedding, and of the head
 LAYER = 2 * WIDTH * WIDTH + 2 * KV * WIDTH + 3 * MLP_WIDTH * WIDTH + 2 * WIDTH
@@ -30,7 +32,8 @@ OUTPUTS = 2 * WIDTH + 2 * KV + 2 * MLP_WIDTH + WIDTH
 ONE_MATRIX = RANK * (VOCABULARY + WIDTH)  # the adapter of the embedding, and that of the head
 # Of all matrices, with DoRA.
 TRAINED = LAYERS * (RANK * SIDES + OUTPUTS) + 2 * ONE_MATRIX + WIDTH + VOCABULARY
-FP32, BF16 = 4, 2
+FP32 = 4
+BF16 = 2
 
 
 @pytest.mark.slow

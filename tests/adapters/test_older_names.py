@@ -34,7 +34,9 @@ BLOCKS = {
     "qwen3-moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "olmoe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
 }
-WIDTH, LAYERS, RANK = SMALL["hidden_size"], SMALL["num_hidden_layers"], 4
+WIDTH = SMALL["hidden_size"]
+LAYERS = SMALL["num_hidden_layers"]
+RANK = 4
 
 
 def write_older(folder: Path, base: Path, family: str, ends: list[str]) -> Path:

@@ -22,7 +22,11 @@ from recipe_lib.parallel import Parallel, start_world
 from recipe_lib.training import clip_grad_norm
 from tests.selection import mark_slow_except
 
-STEPS, ROWS, LENGTH, LR, CLIP = 20, 3, 64, 5e-3, 1.0
+STEPS = 20
+ROWS = 3
+LENGTH = 64
+LR = 5e-3
+CLIP = 1.0
 ADAM: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 LINEARS = ["q", "k", "v", "o", "gate", "up", "down"]
 CASES = {

@@ -32,7 +32,9 @@ from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
 from tests.selection import mark_slow_except, select_cases
 
-ROWS, LENGTH, STEPS = 4, 16, 6
+ROWS = 4
+LENGTH = 16
+STEPS = 6
 
 
 @contextmanager

@@ -27,7 +27,9 @@ from tests.checkpoint.tiny import (
 )
 from tests.distributed.ranks import run_ranks
 
-SHARD, RNG, SETTINGS = "shard-00001-of-00001.safetensors", "rng-00001.safetensors", "state.json"
+SHARD = "shard-00001-of-00001.safetensors"
+RNG = "rng-00001.safetensors"
+SETTINGS = "state.json"
 FILES = (SHARD, RNG, SETTINGS, MANIFEST)
 
 

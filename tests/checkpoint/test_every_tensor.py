@@ -169,7 +169,8 @@ def split(
     return shards
 
 
-UP, DOWN = f"{LAYER}.mlp.up_proj.weight", f"{LAYER}.mlp.down_proj.weight"
+UP = f"{LAYER}.mlp.up_proj.weight"
+DOWN = f"{LAYER}.mlp.down_proj.weight"
 LISTED: dict[str, tuple[str, Fault]] = {
     "a head that differs from the embedding": ("llama3.1", with_head(1.1)),
     "a head that is the embedding": ("llama3.1", with_head(1.0)),

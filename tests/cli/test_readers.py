@@ -32,7 +32,8 @@ ODD = {
     "an escaped NUL": b'{"a": "\\u0000", "prompt": "\\u0000", "path": "\\u0000"}\n',
     "a mark in the middle": '{"a": "\ufeff"}\n\ufeff{"a": 1}\n'.encode(),
 }
-_OURS, _WRITTEN = "a word, or a name", "a file or folder to write"
+_OURS = "a word, or a name"
+_WRITTEN = "a file or folder to write"
 # An option with a text that names no file to read -> what it is.
 NOT_READ: dict[str, str] = {
     "ls words": _OURS, "cat overrides": _OURS, "cp destination": _WRITTEN, "import overrides": _OURS,

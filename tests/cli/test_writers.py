@@ -19,7 +19,8 @@ from tests.cli.writers import FILE, FOLDER, WRITERS, Material, Writer, write
 from tests.forked import call_forked
 from tests.selection import mark_slow_except
 
-MISTAKE, STORAGE = 2, 6
+MISTAKE = 2
+STORAGE = 6
 FOREIGN = {
     "one line without its end": b"my only notes",
     "empty": b"",

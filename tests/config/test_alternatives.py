@@ -10,8 +10,10 @@ from recipe_lib.config.load import ALTERNATIVES, load_with_origins
 from recipe_lib.errors import ConfigError
 
 BASE = "model: {preset: demo/0.5M}\ntokenizer: {path: t}\n"
-RATIO, STEPS = "lr_scheduler: {warmup_ratio: 0.1}\n", "lr_scheduler: {warmup_steps: 7}\n"
-ONE, SEVERAL = "data: {source: a.jsonl}\n", "data: {sources: [{source: b.jsonl}]}\n"
+RATIO = "lr_scheduler: {warmup_ratio: 0.1}\n"
+STEPS = "lr_scheduler: {warmup_steps: 7}\n"
+ONE = "data: {source: a.jsonl}\n"
+SEVERAL = "data: {sources: [{source: b.jsonl}]}\n"
 
 
 @pytest.fixture

@@ -21,7 +21,9 @@ from recipe_lib.methods.reward.config import RewardFinetuneConfig
 GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
 PAIRS = "model: {path: x}\ndata: {source: rows.jsonl, format: preference}\n"
 TAUGHT = f"{GOOD}distill: {{teacher: x}}\n"
-LORA, DPO, DISTILL = LoraFinetuneConfig, DpoFinetuneConfig, DistillFinetuneConfig
+LORA = LoraFinetuneConfig
+DPO = DpoFinetuneConfig
+DISTILL = DistillFinetuneConfig
 
 # Override of the key, others, the line; schema.
 CASES = [

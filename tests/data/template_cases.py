@@ -53,8 +53,11 @@ def make_real_template(name: str, file: str, end: str, **more: Any) -> Template:
     return Template(name, REALDATA, file, end, **more)
 
 
-_IM, _EOT, _EOS = "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>"
-_THINKS, _TOOLS = {"thought": THINKING}, {"calls": "object"}
+_IM = "<|im_end|>"
+_EOT = "<|eot_id|>"
+_EOS = "<｜end▁of▁sentence｜>"
+_THINKS = {"thought": THINKING}
+_TOOLS = {"calls": "object"}
 _BOTH = _THINKS | _TOOLS
 _GEMMA4 = {"end": "<turn|>", "call_end": "<|tool_response>"} | _TOOLS
 _R1 = {"opens": "\n</think>\n\n"}

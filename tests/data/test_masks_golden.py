@@ -17,8 +17,10 @@ from tests.selection import mark_slow_but, mark_slow_except
 from tests.tokenizers.made import render
 
 NAMES = [case.name for case in CASES]
-REFUSED, TOOLS = "refused: ", "messages with tools"
-LEFT_OUT, OBJECTS = REFUSED + "tool call left out", REFUSED + "refused by the chat template"
+REFUSED = "refused: "
+TOOLS = "messages with tools"
+LEFT_OUT = REFUSED + "tool call left out"
+OBJECTS = REFUSED + "refused by the chat template"
 LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rome"}}'
 QWEN_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 MISTRAL_CALL = '[{"name": "weather", "arguments": {"city": "Rome"}, "id": "call00001"}]</s>'

@@ -20,7 +20,8 @@ from recipe_lib.data.samples import (
 from recipe_lib.tokenizers import load_tokenizer
 from tests.tokenizers.made import write_json
 
-ASK, CALL = {"role": "user", "content": "a"}, {"function": {"name": "f", "arguments": {}}}
+ASK = {"role": "user", "content": "a"}
+CALL = {"function": {"name": "f", "arguments": {}}}
 GOOD = {"role": "assistant", "content": "b"}
 
 

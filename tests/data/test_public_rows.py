@@ -14,7 +14,8 @@ from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from tests.data.row_cases import encode, write_tokenizer_folder
 
-ASK, SAY = {"role": "user", "content": "Name a city."}, {"role": "assistant", "content": "Lima."}
+ASK = {"role": "user", "content": "Name a city."}
+SAY = {"role": "assistant", "content": "Lima."}
 BAD = {"role": "assistant", "content": "A fish."}
 SHARE = [{"from": "human", "value": "Name a city."}, {"from": "gpt", "value": "Lima."}]
 TOOL = {"name": "weather", "description": "Of a city.", "parameters": {"city": {"type": "str"}}}

@@ -24,8 +24,11 @@ def say(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
-ASK, SAY, BAD = say("user", "2+2?"), say("assistant", "4"), say("assistant", "5")
-MORE, LAST = say("user", "Times two?"), say("assistant", "8")
+ASK = say("user", "2+2?")
+SAY = say("assistant", "4")
+BAD = say("assistant", "5")
+MORE = say("user", "Times two?")
+LAST = say("assistant", "8")
 SYSTEM = say("system", "Be kind.")
 CALL = say(
     "assistant",

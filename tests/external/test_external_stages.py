@@ -54,7 +54,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma2": GROUPED | {"head_dim": 4, "sliding_window": 4},
 }  # fmt: skip
 SINGLE = {"mixtral"}  # in float32, since torch groups no matrices of float64
-ROWS, LENGTHS = 2, (12, 8, 16, 4)  # of the micro-batches of a data rank
+# of the micro-batches of a data rank
+ROWS = 2
+LENGTHS = (12, 8, 16, 4)
 
 
 @dataclass(frozen=True)

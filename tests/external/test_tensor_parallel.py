@@ -38,7 +38,9 @@ from recipe_lib.parallel.tensor import shard_tensors
 from tests.distributed.ranks import run_ranks
 
 pytest.importorskip("transformers")
-ROWS, LENGTH, VOCABULARY = 2, 12, 100
+ROWS = 2
+LENGTH = 12
+VOCABULARY = 100
 
 SMALL = {
     "hidden_size": 32,

@@ -44,7 +44,11 @@ from tests.parallel.test_tensor import BIASES, GEMMA
 from tests.selection import mark_slow_except
 
 CHOSEN: list[str | None] = []  # what each call of `decoder` said that layers keep
-LAYERS, TOKENS, WIDTH, MLP_WIDTH, KV_WIDTH = 4, ROWS * LENGTH, 32, 64, 16
+LAYERS = 4
+TOKENS = ROWS * LENGTH
+WIDTH = 32
+MLP_WIDTH = 64
+KV_WIDTH = 16
 
 
 def config(budget: float | None, **memory: Any) -> FullFinetuneConfig:
@@ -110,7 +114,9 @@ def test_operators_of_a_layer_and_their_bytes() -> None:
     assert found[0].input_bytes == 8 * TOKENS * WIDTH
 
 
-EXPERTS, CHOICES, INNER = 5, 2, 24
+EXPERTS = 5
+CHOICES = 2
+INNER = 24
 MIXTURE = MixtureSpec(
     EXPERTS,
     CHOICES,

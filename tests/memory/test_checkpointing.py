@@ -20,7 +20,8 @@ from tests.parallel.small_models import (
     read_gradients,
 )
 
-HEADS, KV_WIDTH = 4, 16
+HEADS = 4
+KV_WIDTH = 16
 
 
 def decoder(spec: DecoderSpec, mode: str, dtype: torch.dtype = torch.float32) -> nn.Module:

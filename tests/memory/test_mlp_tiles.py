@@ -25,7 +25,9 @@ from tests.parallel.small_models import ROWS, build_small_spec, make_small_batch
 from tests.parallel.test_tensor import BIASES, GEMMA, Case, compare
 
 CHUNKS = 5  # does not divide 96 tokens
-TOKENS, D, F = 64, 32, 256
+TOKENS = 64
+D = 32
+F = 256
 
 
 def decoder(

@@ -30,7 +30,8 @@ from tests.house.files import ROOT
 from tests.plan.apart import build_settings, call_in_fork
 from tests.selection import mark_slow_except, select_cases
 
-PLANS, FASTEST = read_plans(), read_fastest()
+PLANS = read_plans()
+FASTEST = read_fastest()
 DRIFT = 0.005
 PLANNED_NOW = [
     "demo/full",

@@ -15,7 +15,11 @@ from recipe_lib.ops.attention import (
     scaled_dot_product,
 )
 
-B, H, K, S, E = 2, 6, 2, 24, 8
+B = 2
+H = 6
+K = 2
+S = 24
+E = 8
 LENGTHS = [[5, 12, 4], [24]]
 
 

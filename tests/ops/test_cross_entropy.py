@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from recipe_lib.ops.chunked_heads import CrossEntropy, Loss, cross_entropy
 
-N, D, V = 37, 24, 101
+N = 37
+D = 24
+V = 101
 
 
 def inputs(

@@ -17,7 +17,11 @@ from recipe_lib.ops.head_losses import OutputAdapter, makes_gradients_in_forward
 from tests.distributed.ranks import run_ranks
 from tests.ops.test_cross_entropy import LiveBytes, relative
 
-ROWS, LENGTH, D, TEACHER_D, V = 2, 12, 16, 20, 64
+ROWS = 2
+LENGTH = 12
+D = 16
+TEACHER_D = 20
+V = 64
 KINDS = ("forward_kl", "reverse_kl", "jensen_shannon")
 
 

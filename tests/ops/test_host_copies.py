@@ -13,7 +13,8 @@ from recipe_lib.ops.host_copies import Copy, HostCopies, Prefetch
 from tests.memory.late_copies import LateCopies, LateStream
 
 CPU = torch.device("cpu")
-UNITS, SIZE = 6, 16
+UNITS = 6
+SIZE = 16
 
 
 class Units:

@@ -16,7 +16,10 @@ from recipe_lib.ops import fused_kernels
 from recipe_lib.ops.deferred import defer_weight_gradients, enable_split_backward
 from tests.torchao_oracle import convert, round_rows
 
-TOKENS, IN, OUT = 37, 80, 53  # none a multiple of 16 but one
+# none a multiple of 16 but one
+TOKENS = 37
+IN = 80
+OUT = 53
 
 
 def has_fp8_on_a_cpu() -> bool:

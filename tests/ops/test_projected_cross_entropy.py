@@ -12,7 +12,10 @@ from torch import Tensor
 from recipe_lib.ops.chunked_heads import CrossEntropy, Loss
 from recipe_lib.ops.head_losses import OutputAdapter
 
-N, D, V, R = 37, 24, 101, 3
+N = 37
+D = 24
+V = 101
+R = 3
 Parts = tuple[Tensor, Tensor, Tensor | None]
 
 

@@ -6,7 +6,8 @@ import torch
 from recipe_lib.ops.attention import RealTokens
 
 LENGTHS = [8, 0, 3, 5]
-WIDTH, CPU = 8, torch.device("cpu")
+WIDTH = 8
+CPU = torch.device("cpu")
 MASK = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
 
 

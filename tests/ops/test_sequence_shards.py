@@ -18,7 +18,9 @@ from recipe_lib.ops.sequence_shards import (
 )
 from tests.distributed.ranks import run_ranks
 
-ROWS, LENGTH, WIDTH = 2, 24, 3
+ROWS = 2
+LENGTH = 24
+WIDTH = 3
 
 
 def group_here() -> Group:

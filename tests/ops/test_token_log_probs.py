@@ -11,7 +11,10 @@ from torch import Tensor
 from recipe_lib.ops.head_losses import OutputAdapter, TokenLogProbs
 from tests.ops.test_cross_entropy import LiveBytes, linear_cross_entropy, relative
 
-ROWS, LENGTH, D, V = 3, 11, 24, 101
+ROWS = 3
+LENGTH = 11
+D = 24
+V = 101
 
 
 def inputs(

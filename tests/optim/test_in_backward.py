@@ -30,7 +30,8 @@ from tests.training.cut import Cut, own_part, place_model
 
 CPU = torch.device("cpu")
 ALONE = SimpleNamespace(device=CPU, pipeline=None)
-IN_BACKWARD, PLAIN = MemoryConfig(optimizer_in_backward=True), MemoryConfig()
+IN_BACKWARD = MemoryConfig(optimizer_in_backward=True)
+PLAIN = MemoryConfig()
 CFG = OptimizerConfig(lr=0.05, weight_decay=0.1)
 STEPS = 3
 

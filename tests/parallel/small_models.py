@@ -15,8 +15,11 @@ from recipe_lib.models import DecoderSpec, build_meta, build_spec, init_weights
 from recipe_lib.ops.dtensor_shards import get_detached_local, locate_local_part
 from recipe_lib.ops.head_losses import CrossEntropy
 
-VOCABULARY, WIDTH, MLP_WIDTH = 512, 32, 64
-ROWS, LENGTH = 8, 12
+VOCABULARY = 512
+WIDTH = 32
+MLP_WIDTH = 64
+ROWS = 8
+LENGTH = 12
 
 
 def build_small_spec(

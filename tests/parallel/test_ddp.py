@@ -42,7 +42,9 @@ SIZES = [
     (0, 4),
     (16, 4),
 ]  # with buckets of 64: packed, exactly one, in several
-GLOBAL_BATCH, STEPS, SAVED = 8, 3, 1
+GLOBAL_BATCH = 8
+STEPS = 3
+SAVED = 1
 DDP = "parallel.strategy=ddp"
 SAVE = f"checkpoint.save_every_n_steps={SAVED}"
 FULLY = "memory.activation_checkpointing=full"

@@ -22,8 +22,13 @@ from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import FULL, LORA, PLAIN, ROOT, get_recipe_class, import_recipe_module
 from tests.selection import mark_slow_but, mark_slow_except
 
-WIDTH, MLP_WIDTH, VOCABULARY, LAYERS = 4096, 14336, 128256, 2
-QUERIES, KEYS = 32 * 128, 8 * 128  # heads x head width
+WIDTH = 4096
+MLP_WIDTH = 14336
+VOCABULARY = 128256
+LAYERS = 2
+# heads x head width
+QUERIES = 32 * 128
+KEYS = 8 * 128
 ADAPTER_RANK = 16
 BF16 = 2
 Shapes = list[tuple[int, int]]  # rows and columns, of which a norm has one

@@ -56,7 +56,11 @@ def test_the_model_reserves_what_the_real_allocator_did(path):
 
 # Rows of 2048 tokens of the demo model, which has 4 layers of 4 heads of width 24 and half as many
 # keys.
-LAYERS, STEPS, HEADS, TOKENS, WIDTH = 4, 3, 4, 2048, 24
+LAYERS = 4
+STEPS = 3
+HEADS = 4
+TOKENS = 2048
+WIDTH = 24
 UNPACKED = {"full-demo-4x2048-none": 2, "qlora-demo-2x2048-selective": 1}
 
 

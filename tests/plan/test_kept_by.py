@@ -19,7 +19,8 @@ TENSOR = 2
 HEADS = 4
 KV_HEADS = 2
 RANDOM = 24  # bytes of the random state that the attention kernel returns
-QUERIES, KEYS = WIDTH, WIDTH // HEADS * KV_HEADS
+QUERIES = WIDTH
+KEYS = WIDTH // HEADS * KV_HEADS
 CASES = {
     "one": (1, "parallel.tensor=1"),
     "one by one": (1, "parallel.tensor=1", "fused_kernels=false"),

@@ -10,7 +10,11 @@ from recipe_lib.plan.plan_schema import Plan
 from tests.plan.apart import build_settings, call_in_fork
 from tests.plan.mixtures import CHOICES, EXPERTS, write_mixture
 
-TOKENS, ROWS, LAYERS, WIDTH, INNER = 64, 2, 2, 32, 32
+TOKENS = 64
+ROWS = 2
+LAYERS = 2
+WIDTH = 32
+INNER = 32
 TYPED = (
     f"max_seq_len={TOKENS}",
     f"batch_size={ROWS}",

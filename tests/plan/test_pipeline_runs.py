@@ -19,7 +19,8 @@ from tests.recipes.runs import DPO, FULL, PLAIN, get_recipe_class, import_recipe
 from tests.selection import mark_slow_but, select_cases
 
 ZBV = "parallel.pipeline_schedule=zbv"
-ONCE, KEPT = "parallel.reduce_gradients=step", "parallel.reshard_after_forward=false"
+ONCE = "parallel.reduce_gradients=step"
+KEPT = "parallel.reshard_after_forward=false"
 RECOMPUTED = "memory.activation_checkpointing=full"
 # Recipe, overrides. Of all but the pairs the simulation traces fewer micro-batches than the run
 # has.

@@ -52,7 +52,8 @@ BASE = (
     "batch_size=2",
     "memory.loss_chunks=2",
 )
-PAIRS, TEACHER = "data.format=preference", f"distill.teacher_preset={TIED}"
+PAIRS = "data.format=preference"
+TEACHER = f"distill.teacher_preset={TIED}"
 KTO = ("dpo.loss=kto", "data.format=kto")
 ADAPTED = "lora.target_modules=[all-linear,experts,router]"
 # Recipe, wrapping, checkpointing and accumulation: each value with each recipe.
@@ -71,7 +72,8 @@ GRID: dict[str, tuple[Any, ...]] = {
         (LORA, "layers", "full", 1),
     )
 }
-UNTIED, CONTEXT = "untied", "parallel.context=2"
+UNTIED = "untied"
+CONTEXT = "parallel.context=2"
 CASES = GRID | {
     "zero-1": (
         2,

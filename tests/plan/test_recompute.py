@@ -20,8 +20,13 @@ from recipe_lib.units import GIB
 from tests.plan.apart import call_in_fork
 from tests.recipes.runs import FULL, LORA, PLAIN, get_recipe_class, import_recipe_module
 
-LAYERS, TOKENS, WIDTH, MLP_WIDTH, VOCABULARY = 3, 2048, 4096, 14336, 128256
-BF16, FP32 = 2, 4
+LAYERS = 3
+TOKENS = 2048
+WIDTH = 4096
+MLP_WIDTH = 14336
+VOCABULARY = 128256
+BF16 = 2
+FP32 = 4
 HIDDEN = TOKENS * WIDTH * BF16
 BUDGETS = (0.08, 0.3, 0.65)
 MODEL = read_preset_config("llama3/8B") | {"num_hidden_layers": LAYERS}

@@ -28,7 +28,8 @@ STEPPING = (
     "memory.optimizer_offload=true",
     "clip_grad_norm=null",
 )
-NF4, RECOMPUTE = "lora.quantize_base=nf4", "memory.activation_checkpointing=full"
+NF4 = "lora.quantize_base=nf4"
+RECOMPUTE = "memory.activation_checkpointing=full"
 CASES: dict[str, tuple[Any, ...]] = {
     "qlora, checkpointed": (1, LORA, TIED, NF4, RECOMPUTE),
     "teacher": (

@@ -40,7 +40,8 @@ DENSE: dict[str, dict[str, Any]] = {
                "hidden_activation": "gelu_pytorch_tanh", "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
                "rope_local_base_freq": 10000.0, **_GEMMA},
 }  # fmt: skip
-TWO, FOUR = ("parallel.context=2",), ("parallel.context=4",)
+TWO = ("parallel.context=2",)
+FOUR = ("parallel.context=4",)
 
 # What two ranks, four ranks and other ways to divide a model do; levers alone are test_levers'
 # subject.

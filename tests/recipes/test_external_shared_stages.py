@@ -26,7 +26,8 @@ LLAMA = {
     "initializer_range": 0.1, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
 }  # fmt: skip
-STEPS, SAVED = 3, 2
+STEPS = 3
+SAVED = 2
 SHARED = ("parallel.pipeline=2", "parallel.tensor=2", "parallel.pipeline_schedule=zbv",
           "memory.activation_checkpointing=full")  # fmt: skip
 

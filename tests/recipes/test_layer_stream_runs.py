@@ -32,13 +32,15 @@ from tests.recipes.runs import (
 from tests.recipes.test_dpo import write_pairs
 from tests.selection import mark_slow_except, select_cases
 
-STREAM, EXPERTS = "memory.stream_layers=true", "memory.stream_layers=experts"
+STREAM = "memory.stream_layers=true"
+EXPERTS = "memory.stream_layers=experts"
 STEPPING = (
     "memory.optimizer_in_backward=true",
     "memory.optimizer_offload=true",
     "clip_grad_norm=null",
 )
-NF4, INT8 = "lora.quantize_base=nf4", "lora.quantize_base=int8"
+NF4 = "lora.quantize_base=nf4"
+INT8 = "lora.quantize_base=int8"
 RECOMPUTE, KEPT_HALF = (
     "memory.activation_checkpointing=full",
     "memory.activation_checkpointing=selective",

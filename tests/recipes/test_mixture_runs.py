@@ -32,7 +32,8 @@ from tests.recipes.runs import (
 from tests.recipes.test_dpo import write_pairs
 from tests.selection import mark_slow_except, select_cases
 
-GLOBAL_BATCH, STEPS = 8, 3
+GLOBAL_BATCH = 8
+STEPS = 3
 _NF4 = ("dtype=fp32", "lora.quantize_base=nf4", "lora.rank=4", "optimizer.lr=1e-2")
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "full": (FULL, ("dtype=fp64",)),
@@ -77,11 +78,13 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("dtype=fp64", "lora.rank=4", "lora.target_modules=[q, experts]", "optimizer.lr=1e-2"),
     ),
 }
-TENSOR, PIPELINE = ("parallel.tensor=2",), ("parallel.pipeline=2", "gradient_accumulation_steps=4")
+TENSOR = ("parallel.tensor=2",)
+PIPELINE = ("parallel.pipeline=2", "gradient_accumulation_steps=4")
 ZERO_BUBBLE = (*PIPELINE, "parallel.pipeline_schedule=zbv")
 RECOMPUTE = ("memory.activation_checkpointing=full",)
 KEPT_HALF = ("memory.activation_checkpointing=selective",)
-TILES, OFFLOAD = ("memory.mlp_tiles=3",), ("memory.cpu_offload=true",)
+TILES = ("memory.mlp_tiles=3",)
+OFFLOAD = ("memory.cpu_offload=true",)
 WINDOW = ("memory.activation_offload=true",)
 HOSTED = ("memory.stream_layers=experts",)
 STEPPING = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")

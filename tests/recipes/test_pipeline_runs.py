@@ -31,8 +31,12 @@ from tests.recipes.test_dpo import arguments as preference_arguments
 from tests.recipes.test_dpo import write_pairs
 from tests.selection import mark_slow_except, select_cases
 
-MICRO_BATCHES, ROWS = 4, 8  # of a step, over all data ranks
-STEPS, SAVED = 4, 2  # steps of a run, and the step of the state that others go on from
+# of a step, over all data ranks
+MICRO_BATCHES = 4
+ROWS = 8
+# steps of a run, and the step of the state that others go on from
+STEPS = 4
+SAVED = 2
 PIPELINE = "parallel.pipeline=2"
 QUICK = {"full 2"}  # of tests' names and kinds; the runs of others are slow
 ZBV, ZERO_BUBBLE = (

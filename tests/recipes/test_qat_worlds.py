@@ -25,7 +25,8 @@ from tests.recipes.runs import (
 )
 from tests.selection import mark_slow_except, select_cases
 
-ROWS, STEPS = 8, 3
+ROWS = 8
+STEPS = 3
 ON_ANY_DEVICE = "device=auto"  # said to be a CPU, offloading has no effect
 LORA_INT4 = ("qat=int4", "qat_group_size=16", f"recipe={LORA}")
 # What is rounded, and what is done with it on how many ranks.

@@ -37,7 +37,9 @@ from tests.recipes.test_dpo import write_pairs
 from tests.selection import mark_slow_except, select_cases
 
 GLOBAL_BATCH = 8
-STEPS, SAVED = 4, 2  # steps of a run, and the step of the state that others go on from
+# steps of a run, and the step of the state that others go on from
+STEPS = 4
+SAVED = 2
 SHARED = "parallel.tensor=2"
 QUICK = {"full 2"}  # of tests' names and kinds; the runs of others are slow
 FULL_RUNS = ("full 2", "2 to 4", "2 to 1")

@@ -32,7 +32,8 @@ from tests.selection import mark_slow_except, select_cases
 
 GLOBAL_BATCH = 8
 STEPS = 10
-PEAK, WARMUP = 1e-3, 2
+PEAK = 1e-3
+WARMUP = 2
 # What every step of the text, and of the Alpaca rows, is told by hand in `reference`.
 DECAY = {"text": 0.0, "alpaca": 0.1}
 # The text's last two losses are below those of the untrained model on the same rows by at least

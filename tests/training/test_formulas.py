@@ -24,7 +24,9 @@ from tests.training.formulas import Formula
 
 CPU = torch.device("cpu")
 STEPS = 5
-FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
+FP64 = torch.float64
+FP32 = torch.float32
+BF16 = torch.bfloat16
 # Whole vectors of a kernel, less than one, and a rest; matrices of layers and others, some with
 # states in blocks.
 SHAPES = {

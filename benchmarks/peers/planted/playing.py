@@ -80,7 +80,7 @@ def make_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[st
         outcomes[SOUND_RESUME.name] = Outcome(NOT_APPLICABLE, note=tool.unable["sound_resume"])
         return sound, outcomes
     outcomes[SOUND_RESUME.name] = run_change(
-        SOUND_RESUME, tool, make_setup(work / SOUND_RESUME.name, model), sound
+        SOUND_RESUME, tool=tool, setup=make_setup(work / SOUND_RESUME.name, model), sound=sound
     )
     return sound, outcomes
 
@@ -93,11 +93,11 @@ def run_fault(fault: Fault, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
     fault.plant(setup)
     given = tool.prepare(setup)
     if setup.twist == "small_disk":
-        return _run_on_small_disk(fault, tool, setup, sound, given)
+        return _run_on_small_disk(fault, tool=tool, setup=setup, sound=sound, given=given)
     if setup.twist == "twice":
         run_sound(tool, setup)
     result = tool.start(setup, tool.command(setup))
-    outcome = _judge_fault(fault, tool, setup, sound, result, given)
+    outcome = _judge_fault(fault, tool=tool, setup=setup, sound=sound, result=result, given=given)
     if outcome.outcome == SILENT and fault.trained is not None:
         texts = tool.trained_text(setup)
         outcome.note = (
@@ -105,7 +105,7 @@ def run_fault(fault: Fault, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
         )
         outcome.outcome = HANDLED if texts is not None and fault.trained(texts) else SILENT
     if outcome.outcome == SILENT:
-        _ask_check(fault, tool, setup, sound, given, outcome)
+        _ask_check(fault, tool=tool, setup=setup, sound=sound, given=given, outcome=outcome)
     return outcome
 
 
@@ -114,11 +114,11 @@ def _judge_fault(
 ) -> Outcome:
     return judge(
         result,
-        WORDS[fault.name],
-        len(tool.losses(setup, result)),
-        sound.lines,
-        tool.metric,
-        list(given),
+        words=WORDS[fault.name],
+        steps=len(tool.losses(setup, result)),
+        sound_lines=sound.lines,
+        metric=tool.metric,
+        given=list(given),
     )
 
 
@@ -129,7 +129,14 @@ def _ask_check(
     if command is None:
         return
     checked = tool.start(setup, command)
-    found = judge(checked, WORDS[fault.name], 0, sound.lines, tool.metric, list(given))
+    found = judge(
+        checked,
+        words=WORDS[fault.name],
+        steps=0,
+        sound_lines=sound.lines,
+        metric=tool.metric,
+        given=list(given),
+    )
     if found.line and found.outcome in ("rejected", WARNED, "traceback, named"):
         outcome.outcome, outcome.line, outcome.seconds = FOUND, found.line, found.seconds
 
@@ -150,7 +157,7 @@ def _run_on_small_disk(
         )
     try:
         result = tool.start(setup, tool.command(setup))
-        return _judge_fault(fault, tool, setup, sound, result, given)
+        return _judge_fault(fault, tool=tool, setup=setup, sound=sound, result=result, given=given)
     finally:
         subprocess.run(["umount", "-l", str(setup.output)], check=True)
 
@@ -161,8 +168,8 @@ def run_one(fault: Fault | Change, tool: Tool, work: Path, model: Path, sound: S
         return Outcome(NOT_APPLICABLE, note=tool.unable[fault.name])
     setup = make_setup(work / fault.name, model)
     if isinstance(fault, Change):
-        return run_change(fault, tool, setup, sound)
+        return run_change(fault, tool=tool, setup=setup, sound=sound)
     try:
-        return run_fault(fault, tool, setup, sound)
+        return run_fault(fault, tool=tool, setup=setup, sound=sound)
     except Unfit as reason:
         return Outcome(NOT_APPLICABLE, note=str(reason))

@@ -16,7 +16,9 @@ from benchmarks.peers.planted.tool import Tool, find_newest
 from benchmarks.peers.planted.verdict import HANDLED, NOT_APPLICABLE, SILENT, Outcome, judge
 from benchmarks.peers.planted.words import NOTHING, WORDS
 
-BEFORE, AFTER = 4, 8  # steps of the first run, and of both together
+# steps of the first run, and of both together
+BEFORE = 4
+AFTER = 8
 CLOSE = 1e-3  # largest relative difference of two losses that are the same: tools log four digits
 SUM_CLOSE = 2e-2  # the same where the batch is summed in another order after several steps
 
@@ -103,7 +105,11 @@ def change_nothing(
     _, first = run_sound(tool, run_first_half(setup))
     setup, result = go_on(tool, run_second_half(setup))
     sound.lines += [line for run in (first, result) for _, line in run.lines]
-    return setup, result, *_judge_equality(tool, setup, result, sound.losses, CLOSE)
+    return (
+        setup,
+        result,
+        *_judge_equality(tool, setup=setup, result=result, expected=sound.losses, close=CLOSE),
+    )
 
 
 def change_rows(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
@@ -133,7 +139,11 @@ def change_world(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result,
     expected = tool.losses(unstopped, unstopped_result)
     run_sound(tool, run_first_half(setup, ranks=2))
     setup, result = go_on(tool, run_second_half(setup, batch=2 * setup.batch))
-    return setup, result, *_judge_equality(tool, setup, result, expected, SUM_CLOSE)
+    return (
+        setup,
+        result,
+        *_judge_equality(tool, setup=setup, result=result, expected=expected, close=SUM_CLOSE),
+    )
 
 
 def damage_state(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
@@ -145,7 +155,7 @@ def damage_state(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result,
     path.write_bytes(content)
     setup, result = go_on(tool, run_second_half(setup))
     # One number among many shows in no loss: luck counts not.
-    _, note = _judge_equality(tool, setup, result, sound.losses, CLOSE)
+    _, note = _judge_equality(tool, setup=setup, result=result, expected=sound.losses, close=CLOSE)
     return setup, result, None, f"{path.name} of {path.parent.name}; {note}"
 
 
@@ -171,7 +181,9 @@ def kill_in_save(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result,
             raise Unfit("the run had ended before there was a second state to kill it in")
         states = ", ".join(path.name for path in tool.states(first))
         trial, result = go_on(tool, first.again(resume=True))
-        harmless, note = _judge_equality(tool, trial, result, sound.losses, CLOSE)
+        harmless, note = _judge_equality(
+            tool, setup=trial, result=result, expected=sound.losses, close=CLOSE
+        )
         note = f"attempt {attempt + 1} of 3, on the disk: {states}; {note}"
         worst = (trial, result, harmless, note)
         if result.code != 0 or not harmless:
@@ -217,7 +229,14 @@ def run_change(change: Change, tool: Tool, setup: Setup, sound: Sound) -> Outcom
         return Outcome(NOT_APPLICABLE, note=str(reason))
     steps = len(tool.losses(setup, result))
     given = tool.prepare(setup)
-    outcome = judge(result, WORDS.get(change.name, NOTHING), steps, sound.lines, tool.metric, given)
+    outcome = judge(
+        result,
+        words=WORDS.get(change.name, NOTHING),
+        steps=steps,
+        sound_lines=sound.lines,
+        metric=tool.metric,
+        given=given,
+    )
     outcome.note = note
     if outcome.outcome == SILENT and harmless:
         outcome.outcome = HANDLED

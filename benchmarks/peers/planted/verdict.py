@@ -83,10 +83,10 @@ def judge(
     pattern = re.compile(words, re.IGNORECASE)
     told = [
         (at, line)
-        for at, line in _find_news(result, sound_lines, metric, given)
+        for at, line in _find_news(result, sound_lines=sound_lines, metric=metric, given=given)
         if pattern.search(line)
     ]
-    found = Outcome("", result.seconds, "", result.code, steps)
+    found = Outcome("", seconds=result.seconds, line="", code=result.code, steps=steps)
     if result.timed_out:
         found.outcome = HANGS
     elif result.code == 0:

@@ -27,7 +27,10 @@ from recipe_lib.external.tensor_plan.transformers_models import (
 )
 from tests.plan.apart import call_in_fork
 
-WIDTH, ROWS, LENGTH, WORDS = 16, 2, 8, 32
+WIDTH = 16
+ROWS = 2
+LENGTH = 8
+WORDS = 32
 
 
 class Mixing(nn.Module):

@@ -8,7 +8,8 @@ from benchmarks.pp_traced import build_config, build_small_spec, compute_expecte
 from tests.distributed.ranks import run_ranks
 from tests.selection import mark_slow_except, select_cases
 
-RANKS, COUNT = 2, 4
+RANKS = 2
+COUNT = 4
 SPEC = build_small_spec(layers=4)
 JOBS = [
     ("gpipe", "full"), ("1f1b", "none"), ("interleaved_1f1b", "full"), ("interleaved_zero_bubble", "none"),

@@ -32,7 +32,8 @@ from recipe_lib.parallel.pipeline.simulation import (
     simulate,
 )
 
-SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
+SENDS = ("SF", "SB")
+RECEIVES = ("RF", "RB")
 KINDS_OF_BACKWARD = {False: {"FB"}, True: {"FIW", "FB"}}
 
 

@@ -89,7 +89,8 @@ def test_no_operator_is_taken_apart_that_cuda_has_whole() -> None:
 
 QKV = [(2, 4, 8, 64)] * 3
 WIDE = [(2, 4, 8, 320)] * 3
-FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+FLASH = "_scaled_dot_product_flash_attention"
+EFFICIENT = "_scaled_dot_product_efficient_attention"
 
 
 def both(name: str) -> list[str]:

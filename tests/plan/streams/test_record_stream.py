@@ -15,7 +15,8 @@ from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.plan.apart import build_settings, call_in_fork
 
-SIZE, COUNT = 8 * 2**20, 5
+SIZE = 8 * 2**20
+COUNT = 5
 
 
 def uses_a_stream(recipe: type, recorded: bool) -> type:

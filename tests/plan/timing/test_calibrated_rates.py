@@ -11,8 +11,12 @@ from recipe_lib.plan.timing.cost import ATTENTION, Calibration, compute_op_secon
 from recipe_lib.plan.timing.kernel_rates import MULTIPROCESSORS, compute_bandwidth, get_run_share
 from recipe_lib.plan.tracing.trace import Op
 
-H100, A100, RTX4090 = HARDWARE["h100"], HARDWARE["a100-80gb"], HARDWARE["rtx4090"]
-LARGE, MIDDLE, SMALL = (4096, 14336, 4096), (512, 4096, 4096), (512, 2048, 2048)
+H100 = HARDWARE["h100"]
+A100 = HARDWARE["a100-80gb"]
+RTX4090 = HARDWARE["rtx4090"]
+LARGE = (4096, 14336, 4096)
+MIDDLE = (512, 4096, 4096)
+SMALL = (512, 2048, 2048)
 MEASURED = Calibration(
     device="NVIDIA H100 80GB HBM3",
     torch="2.13.0",
@@ -23,7 +27,8 @@ MEASURED = Calibration(
     host_seconds=8e-6,
     kernel_seconds=1e-6,
 )
-SDPA, VARLEN = "aten::_scaled_dot_product_flash_attention", "aten::_flash_attention_forward"
+SDPA = "aten::_scaled_dot_product_flash_attention"
+VARLEN = "aten::_flash_attention_forward"
 
 
 def product(m: int, n: int, k: int) -> Op:

@@ -20,7 +20,10 @@ from recipe_lib.plan.timing.kernel_rates import compute_tile_share
 from recipe_lib.plan.timing.stream_schedule import MATMULS, classify_op, schedule
 from recipe_lib.plan.tracing.trace import OP, PHASE, Op, Trace
 
-EXPERTS, ROWS, WIDTH, INNER = 128, 128, 2048, 768
+EXPERTS = 128
+ROWS = 128
+WIDTH = 2048
+INNER = 768
 ELEMENTS = ROWS * WIDTH + WIDTH * INNER + ROWS * INNER
 FORWARD = Op(
     "aten::_grouped_mm", flops=2 * EXPERTS * ROWS * WIDTH * INNER, bytes=2 * EXPERTS * ELEMENTS, dtype="bf16",

@@ -14,7 +14,8 @@ from recipe_lib.plan.timing.kernel_rates import (
     compute_tile_share,
 )
 
-FLASH, PACKED = "aten::_scaled_dot_product_flash_attention", "aten::_flash_attention_forward"
+FLASH = "aten::_scaled_dot_product_flash_attention"
+PACKED = "aten::_flash_attention_forward"
 
 
 def test_every_card_has_multiprocessors_and_a_share() -> None:

@@ -17,7 +17,8 @@ from recipe_lib.training import run_log as module
 from recipe_lib.training.run_log import Progress
 from tests.report.terminal_screen import Terminal, read_lines
 
-MAIN, OTHER = SimpleNamespace(is_main=True), SimpleNamespace(is_main=False)
+MAIN = SimpleNamespace(is_main=True)
+OTHER = SimpleNamespace(is_main=False)
 
 
 @pytest.fixture
