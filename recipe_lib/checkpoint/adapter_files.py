@@ -500,7 +500,7 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
     PEFT loads only the modules that the keys of adapter_config.json select. The keys are looked at
     in PEFT's order. Return None if PEFT drops no module.
 
-    names: of modules, as in the file. Raises CheckpointError for a pattern that takes too long.
+    names: of modules, as in the file. Raises CheckpointError as `find_first_matches`.
     """
     is_excluded = _match(config, "exclude_modules", names)
     is_targeted = _match(config, "target_modules", names)

@@ -416,7 +416,7 @@ def _open_adapter(model: Any, adapter: AdapterFile, device: torch.device) -> Any
 
 
 def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
-    """Raise CheckpointError for a pattern that takes too long to match with the model's names.
+    """Raise CheckpointError for a pattern that cannot be matched with the model's names.
 
     PEFT matches the same patterns without a time limit.
     """
@@ -492,7 +492,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
         group_size: of int4: weights of a row that share a scale.
 
     Raises CheckpointError, StorageError, or SetupError if transformers is missing. `out` exists
-    then only if the reopened folder computes other logits.
+    then only if the check of the reopened folder fails.
     """
     transformers = _import_transformers()
     spec = check_quantizable(folder, kind, group_size)

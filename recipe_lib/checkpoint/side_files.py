@@ -304,7 +304,7 @@ def _set_space_rules(built: Any, vocabulary: SentencePieceVocabulary) -> None:
 
 
 def _encodes_same(built: Any, tokenizer: Tokenizer) -> bool:
-    """Return True if both give the same ids for `_SAMPLES` and for all pieces of the vocabulary."""
+    """Return True if both give the same ids for `_SAMPLES` and for its ordinary pieces."""
     specials = [
         tokenizer.get_token_bytes(token).decode()
         for token in (tokenizer.bos_id, tokenizer.eos_id)
@@ -320,7 +320,7 @@ def _encodes_same(built: Any, tokenizer: Tokenizer) -> bool:
 
 
 def _list_words(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield texts that join 4096 ordinary pieces each, until all pieces have been in one."""
+    """Yield texts that join 4096 ordinary pieces each, until each has been in one."""
     ids = [token for token in range(tokenizer.vocab_size) if not tokenizer.is_special(token)]
     texts = [tokenizer.get_token_bytes(token).decode(errors="ignore") for token in ids]
     # ⁇, the text of the unknown token, is itself encoded as other pieces.

@@ -251,7 +251,7 @@ def load_module(path: Path) -> ModuleType:
         if isinstance(error, SyntaxError):
             location = f"{show(str(error.filename or path))}:{error.lineno or 1}"
             raise ConfigError(f"{location}: {error.msg}") from error
-        if isinstance(error, ImportError) and (error.name or "").startswith("recipe_lib"):
+        if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "recipe_lib":
             # A copy outlives the names that it was copied with.
             raise ConfigError(
                 f"{show(str(path))}: {error.msg}; a recipe that was copied from another version is"

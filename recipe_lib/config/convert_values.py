@@ -205,10 +205,10 @@ def _convert_list(node: YamlNode, item_kind: Any, key: Key, typed: bool) -> list
         for item in node.items
     ]
     for value, item in zip(values, node.items, strict=True):
+        if "items" in key.limits:
+            _check_choice(value, key.limits["items"], key)
         if is_only_type:
             _check_limits(value, key, item.text)
-        elif "items" in key.limits:
-            _check_choice(value, key.limits["items"], key)
     length = key.limits.get("length")
     if (length is not None and len(values) != length) or (not values and len(key.kinds) > 1):
         raise MismatchError(

@@ -183,9 +183,10 @@ def read_recipe_configs() -> dict[str, type]:
 def _find_config_class(module: ModuleType) -> type[FullFinetuneConfig]:
     for value in vars(module).values():
         is_config = isinstance(value, type) and issubclass(value, FullFinetuneConfig)
-        if is_config and value.__module__ == module.__name__:
+        # A base of several recipes' classes has no `recipe` of its own.
+        if is_config and value.__module__ == module.__name__ and "recipe" in vars(value):
             return value
-    raise TypeError(f"{module.__file__}: has no subclass of FullFinetuneConfig")
+    raise TypeError(f"{module.__file__}: has no subclass of FullFinetuneConfig with a `recipe`")
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,9 @@ class TensorPlan:
         state = {}
         for name, value in model.state_dict().items():
             if isinstance(value, DTensor):
-                value = restore_file_order(value.full_tensor(), find_runs(plans[name], mesh.size()))
+                # A class' own hooks may have given the tensor a name that no parameter has.
+                runs = find_runs(plans[name], mesh.size()) if name in plans else None
+                value = restore_file_order(value.full_tensor(), runs)
             if mesh.get_local_rank() == 0:
                 state[name] = torch.empty_like(value, device="cpu").copy_(value)
         return state

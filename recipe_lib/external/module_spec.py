@@ -305,8 +305,10 @@ def _find_number(
     built_config: Any = getattr(model, "config", None)
     if hasattr(built_config, "get_text_config"):
         built_config = built_config.get_text_config()
-    values: list[Any] = [getattr(built_config, key, None) or config.get(key) for key in keys]
-    return next((value for value in values if type(value) in (int, float) and value > 0), default)
+    built_values = ((getattr(built_config, key, None), config.get(key)) for key in keys)
+    values: list[Any] = [given if built is None else built for built, given in built_values]
+    numbers = (value for value in values if isinstance(value, (int, float)))
+    return next((value for value in numbers if value > 0 and value is not True), default)
 
 
 # Checkpoint files whose tensors have other names or shapes than the model's parameters.

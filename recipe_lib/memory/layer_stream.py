@@ -1,10 +1,10 @@
 """Layer streaming: layers in pinned host memory, on the device only while they run.
 
-`parallelize` calls `stream_layers(model, cfg.memory, device)`, which marks the parameters and wraps
-the forwards. A unit is what is copied at once: a decoder layer; the embedding or output head, if
-these are two matrices or frozen; or the experts of a layer alone, which are most of a mixture's
-weights. The device holds at most two units: the one that computes, and the next (in backward the
-one before), whose copy is under way.
+`apply_memory_levers` calls `stream_layers(model, cfg.memory, device)`, which marks the parameters
+and wraps the forwards. A unit is what is copied at once: a decoder layer; the embedding or output
+head, if these are two matrices or frozen; or the experts of a layer alone, which are most of a
+mixture's weights. The device holds at most two units: the one that computes, and the next (in
+backward the one before), whose copy is under way.
 
 Between its uses a unit's parameters are those in host memory, which checkpoints, exports and
 optimizers see. Frozen ones are never copied back. A trained one is stepped on the device when

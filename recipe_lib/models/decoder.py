@@ -129,6 +129,15 @@ class Rotary:
         return compute_rotation(positions, self.frequencies(positions), self.factor)
 
 
+# Functions of the module, so that a model can be pickled.
+def _keep_heads(*heads_and_sinks: Any) -> tuple[Any, ...]:
+    return heads_and_sinks
+
+
+def _keep_tokens(attended: Tensor) -> Tensor:
+    return attended
+
+
 class Attention(nn.Module):
     """Grouped-query attention (arXiv 2305.13245): `[b, s, d]` to `[b, s, d]`."""
 
@@ -155,8 +164,8 @@ class Attention(nn.Module):
         # Replaced by context parallelism: its ranks have all heads of some tokens. `to_heads`
         # exchanges q, k, v and sinks for those of all tokens and some heads, `to_tokens` exchanges
         # the results back.
-        self.to_heads: Callable[..., Any] = lambda *heads_and_sinks: heads_and_sinks
-        self.to_tokens: Callable[[Tensor], Tensor] = lambda attended: attended
+        self.to_heads: Callable[..., Any] = _keep_heads
+        self.to_tokens: Callable[[Tensor], Tensor] = _keep_tokens
 
     def forward(
         self, hidden: Tensor, rotation: Rotation, info: AttentionInfo, cache: KVCache | None

@@ -50,7 +50,7 @@ class RealTokens:
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], row_length: int) -> "RealTokens":
         """Return the real tokens of rows of `row_length`, of which the first `lengths` are real."""
-        starts = range(0, row_length * len(lengths), row_length)
+        starts = [row * row_length for row in range(len(lengths))]
         spans = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
         return cls(spans, row_length * len(lengths))
 

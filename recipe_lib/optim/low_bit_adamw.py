@@ -219,7 +219,7 @@ def _mix(words: Tensor) -> Tensor:
 
 CHUNK_ELEMENTS = 2**22  # elements that a step computes at a time: temporaries of some 20 B for each
 MIN_BLOCKWISE_ELEMENTS = 4096  # the least elements of a parameter whose states are coded in blocks
-MIN_BLOCK_SIZE = 16  # elements of a block: with fewer, scales would take as many bytes as codes
+MIN_BLOCK_SIZE = 16  # elements of a block: with fewer, scales take as many bytes as 4-bit codes
 MASTER = "master"  # the key of the fp32 master weights in a parameter's state
 ADAMW_STATES = ("exp_avg", "exp_avg_sq")
 _LAYER_INDEX = re.compile(r"\.\d+\.")  # in the names of parameters in a list of modules

@@ -79,7 +79,7 @@ class OffloadedStates:
         optimizer.step = self.step  # type: ignore[method-assign]
 
     def allocate_state(self, value: Tensor) -> Tensor:
-        """Return memory for a state like `value`, without values: on the host if it is offloaded.
+        """Return memory for a state like `value`, without values: on the host if it is large.
 
         A checkpoint's states are loaded into it.
         """

@@ -1,6 +1,6 @@
 """End all ranks of a run, in bounded time and with one line, when one fails, is gone, or hangs.
 
-`join_world` makes a `Heartbeat`, and a recipe trains inside its block. A rank's main thread may be
+`meet_ranks` makes a `Heartbeat`, and a recipe trains inside its block. A rank's main thread may be
 stuck in a collective, where no Python runs, so each rank has two more threads:
 
 - `_talk` writes a beat to the rendezvous store twice a second, over a connection of its own: that

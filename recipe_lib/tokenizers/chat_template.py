@@ -270,7 +270,6 @@ class ChatTemplate:
         special_tokens: text by role, `bos_token` etc. remedy: what to do about a template that
         cannot be used, for error lines.
         """
-        self.source = source
         self.place = place
         self._remedy = remedy
         tokens = {role: text for role, text in special_tokens.items() if text is not None}

@@ -157,7 +157,7 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Return the ids that end an answer: configured ones, EOS, and the template's end token."""
+        """Return the ids that end an answer: configured ones, EOS, the template's end of a turn."""
         end = self.turn_end.token or self.turn_end.next_turn
         return self._known_stops | ({self._added[end].id} if end else set())
 

@@ -18,7 +18,7 @@ from recipe_lib.cli.main import main
 from tests.cli.adapter_runs import write_adapter_run
 from tests.recipes import distill_models
 from tests.recipes.labeled_runs import build_arguments, write_margins
-from tests.recipes.runs import DISTILL, FULL, LORA, REWARD, run_here, write_stories
+from tests.recipes.runs import DISTILL, FULL, LORA, REWARD, build_story_arguments, run_here
 from tests.selection import mark_slow_except
 
 FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
@@ -195,7 +195,9 @@ def test_a_folder_with_model_and_adapter_is_no_base(
     (model / "adapter_config.json").write_text("{}")
     for recipe in (FULL, LORA):
         words = (f"model.path={model}", f"data.source={tmp_path / 'x.jsonl'}", f"recipe={recipe}")
-        line = refusal(run_here(write_stories(realdata, tmp_path / "run", *words), recipe=recipe))
+        line = refusal(
+            run_here(build_story_arguments(realdata, tmp_path / "run", *words), recipe=recipe)
+        )
         assert line.startswith(
             f"error: {model}: has a model and an adapter (adapter_config.json), expected one"
         )

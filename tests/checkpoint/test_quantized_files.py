@@ -228,7 +228,7 @@ def test_straight_into_four_and_eight_bits(
 
 @contextmanager
 def sharded(folder: Path, kind: str, dtype: torch.dtype) -> Iterator[Decoder]:
-    """A model on this rank's world, without weights. kind: `load_plain`, or of a quantized base beside
+    """A model on this rank's world, without weights. kind: `plain`, or of a quantized base beside
     adapters.
     """
     lora = LoraConfig(quantize_base=kind if kind != "plain" else "none")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.recipes.runs import LORA, run_here, write_stories
+from tests.recipes.runs import LORA, build_story_arguments, run_here
 
 ROWS = [
     [("user", "Hi"), ("assistant", "Hello, you.")],
@@ -33,6 +33,6 @@ def write_adapter_run(realdata: Path, output: Path, *more: str, recipe: str = LO
     data = [f"data.source={rows_file}", "data.format=messages", "data.cache=false"]
     # The learning rate is high so that two steps give the adapter an effect.
     steps = ["max_steps=2", "batch_size=1", "optimizer.lr=1e-2", f"recipe={recipe}"]
-    run = run_here(write_stories(realdata, output, *data, *steps, *more), recipe=recipe)
+    run = run_here(build_story_arguments(realdata, output, *data, *steps, *more), recipe=recipe)
     assert run.code == 0, run.said
     return run

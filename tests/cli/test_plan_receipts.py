@@ -20,7 +20,7 @@ from recipe_lib.plan.measured.receipts import append_receipt, read_receipts
 from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 from tests.cli.commands import ROOT, build_environment
-from tests.plan.made_receipts import build_receipt, write_receipt_of_run
+from tests.plan.made_receipts import build_receipt, build_run_files
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +35,7 @@ def end_of_a_run(
     folder: Path, code: int = 0, changed: dict | None = None, **measured: object
 ) -> None:
     """What `tune run` does at its end, with the figures that a run on a GPU would have measured."""
-    figures, summary, steps = write_receipt_of_run(
-        output_dir=str(folder / "out"), **(changed or {})
-    )
+    figures, summary, steps = build_run_files(output_dir=str(folder / "out"), **(changed or {}))
     (folder / "out").mkdir(exist_ok=True)
     (folder / "figures.json").write_text(json.dumps(figures))
     (folder / "out" / "summary.json").write_text(json.dumps(summary | measured))

@@ -161,6 +161,17 @@ def test_lists_of_a_users_own_sections(load, faults):
     ]
 
 
+def test_choices_of_the_items_of_a_list(load, faults):
+    @dataclasses.dataclass
+    class Mine(FullFinetuneConfig):
+        roles: list[str] = key([], "Roles.", items=("system", "user"))
+
+    assert load("roles: [user, system]\n", schema=Mine).roles == ["user", "system"]
+    assert faults("roles: [user, usr]\n", schema=Mine) == [
+        "c.yaml:1: roles: found 'usr', expected a list [...] of system, user; did you mean user?"
+    ]
+
+
 def test_sections_inside_the_sections_of_a_list_are_refused(write):
     @dataclasses.dataclass
     class Deep:

@@ -1,6 +1,6 @@
 """Write random models of four families, and compute with transformers what `tune` has to give.
 
-Tokenizer and rows are the demo's; `write_samples`, `compute_likelihood` and `answer` are the
+Tokenizer and rows are the demo's; `encode_samples`, `compute_likelihood` and `answer` are the
 reference for evaluation and generation.
 """
 
@@ -79,7 +79,7 @@ class Sample:
     answer: list[int]  # with the token that ends it
 
 
-def write_samples(folder: Path) -> list[Sample]:
+def encode_samples(folder: Path) -> list[Sample]:
     """Return the demo's rows as transformers' tokenizer in `folder` encodes them.
 
     The answer's tokens are those that follow the prompt's in the conversation.

@@ -20,9 +20,9 @@ from tests.evaluation.models import (
     ROWS,
     answer,
     compute_likelihood,
+    encode_samples,
     write_model,
     write_rows,
-    write_samples,
 )
 
 PLUGIN = """
@@ -76,7 +76,7 @@ def test_likelihoods_and_answers_are_those_of_transformers(
     ]
     summary, examples = evaluated(tmp_path / "out", *words, "validation.batch_size=4")
     model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder)
-    known = write_samples(folder)
+    known = encode_samples(folder)
     total, said = 0.0, []
     for example, sample, row in zip(examples, known, ROWS, strict=True):
         wanted, right = compute_likelihood(model, sample)
@@ -107,7 +107,7 @@ def test_exact_match_counts_the_answers_that_transformers_gives_too(
     folder = write_model("llama", tmp_path / "model")
     model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder)
     changed = []
-    for number, (row, sample) in enumerate(zip(ROWS, write_samples(folder), strict=True)):
+    for number, (row, sample) in enumerate(zip(ROWS, encode_samples(folder), strict=True)):
         said = answer(model, tokenizer, sample, 4)
         changed.append({**row, "output": said} if number % 3 == 0 else row)
     data = tmp_path / "rows.json"
@@ -142,7 +142,7 @@ def test_an_adapter_is_measured_next_to_its_base_as_peft_has_them(
     summary, examples = evaluated(
         tmp_path / "out", tmp_path / "adapter", "--data", rows, "--no-generate"
     )
-    known = write_samples(folder)
+    known = encode_samples(folder)
     for example, sample in zip(examples, known, strict=True):
         assert example["tuned"]["log_likelihood"] == pytest.approx(
             compute_likelihood(adapted, sample)[0], rel=1e-5

@@ -16,7 +16,7 @@ def test_functions_begin_with_a_verb():
         for name in list_functions(path)
         if not begins_with_verb(name)
     ]
-    assert len(others) <= measure(LIBRARY)["functions"] / 4, others
+    assert len(others) <= measure(LIBRARY)["functions"] / 20, others
 
 
 def test_no_function_is_named_by_what_it_belongs_to():
@@ -32,12 +32,12 @@ def test_no_function_is_named_by_what_it_belongs_to():
 
 def test_docstrings_have_a_subject_or_a_verb():
     counts = measure(LIBRARY)
-    assert counts["relative docstrings"] <= counts["docstrings"] / 100
+    assert counts["relative docstrings"] <= counts["docstrings"] / 400
 
 
 def test_one_statement_a_line():
     counts = measure(LIBRARY)
-    assert counts["tuples"] <= 3 * counts["code"] / 1000
+    assert counts["tuples"] <= 0.3 * counts["code"] / 1000
     assert not [
         f"{place(path, node)}"
         for path in RECIPES
@@ -53,7 +53,7 @@ def test_calls_name_their_arguments():
 
 def test_reasons_stand_at_the_lines():
     counts = measure(LIBRARY)
-    assert counts["comments"] >= 50 * counts["code"] / 1000
+    assert counts["comments"] >= 80 * counts["code"] / 1000
 
 
 def test_the_measure_sees_what_it_counts():

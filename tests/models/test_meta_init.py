@@ -1,5 +1,7 @@
 """Random weights: the same whoever holds them."""
 
+import pickle
+
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +32,13 @@ def whole(spec: DecoderSpec = SPEC, seed: int = 3, dtype: torch.dtype = torch.fl
     model.to_empty(device="cpu")
     init_weights(model, seed, spec)
     return model
+
+
+def test_a_model_can_be_pickled() -> None:
+    model = whole()
+    copied = pickle.loads(pickle.dumps(model))  # noqa: S301
+    ids = torch.arange(7)[None]
+    assert torch.equal(copied(ids), model(ids))
 
 
 def test_nothing_is_allocated_on_meta() -> None:

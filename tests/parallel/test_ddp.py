@@ -22,6 +22,7 @@ from tests.recipes.runs import (
     FULL,
     LORA,
     ROOT,
+    build_story_arguments,
     expect_done,
     find_largest_difference,
     gather_whole,
@@ -29,7 +30,6 @@ from tests.recipes.runs import (
     read_metrics,
     read_steps,
     run_here,
-    write_stories,
 )
 from tests.selection import select_cases
 
@@ -178,7 +178,7 @@ class Runs:
         (folder / "text.txt").write_text(text[:6_000])
 
     def run(self, name: str, data_ranks: int, *overrides: str, recipe: str = FULL) -> Any:
-        argv = write_stories(
+        argv = build_story_arguments(
             self.realdata,
             self.folder / name,
             f"data.source={self.folder / 'text.txt'}",

@@ -54,7 +54,7 @@ def build_receipt(
     return Receipt(FORMAT, time, versions, build_run(**changed), *figures)
 
 
-def write_receipt_of_run(
+def build_run_files(
     **changed: Any,
 ) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     """Return (figures of the plan, summary, lines of metrics.jsonl) of a run of 4 steps on a GPU.

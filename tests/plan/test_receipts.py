@@ -19,7 +19,7 @@ from recipe_lib.plan.measured.receipts import (
     read_receipts,
 )
 from recipe_lib.units import GIB
-from tests.plan.made_receipts import build_receipt, write_receipt_of_run
+from tests.plan.made_receipts import build_receipt, build_run_files
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_the_receipt_of_a_run():
     """Of its first rank; a step's time is typical, which the first one's is not; of versions those
     that matter.
     """
-    figures, summary, steps = write_receipt_of_run(
+    figures, summary, steps = build_run_files(
         first={"active": 5 * GIB, "allocated": 6 * GIB, "reserved": 9 * GIB}
     )
     receipt = make_receipt(figures, summary, steps)
@@ -218,7 +218,7 @@ def test_a_figure_that_a_summary_lacks(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv("TUNE_RECEIPTS", raising=False)
     (tmp_path / "metrics.jsonl").touch()
-    figures, summary, _ = write_receipt_of_run(output_dir=str(tmp_path))
+    figures, summary, _ = build_run_files(output_dir=str(tmp_path))
     summary[lost] = None
     if is_absent:
         del summary[lost]
@@ -227,7 +227,7 @@ def test_a_figure_that_a_summary_lacks(
 
 
 def test_of_one_step_no_time_is_known():
-    figures, summary, steps = write_receipt_of_run()
+    figures, summary, steps = build_run_files()
     assert set(make_receipt(figures, summary, steps[:2]).errors) == {
         "active",
         "allocated",

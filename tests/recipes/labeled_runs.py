@@ -90,7 +90,7 @@ def build_arguments(data: Path, output: Path, recipe: str, *overrides: str) -> l
     )
 
 
-def validate_run(data: Path) -> list[str]:
+def list_validation_overrides(data: Path) -> list[str]:
     """Return overrides that validate every second step, by the first rows of the same file."""
     return [f"validation.source={data}", "validation.max_samples=7", "validation.every_n_steps=2"]
 
@@ -108,7 +108,9 @@ def train(
     sharing_dimensions = ("parallel.tensor", "parallel.context", "parallel.pipeline")
     ranks_per_batch = 2 if any(word.startswith(sharing_dimensions) for word in overrides) else 1
     batch_size = f"batch_size={ITEMS * ranks_per_batch // ranks // accumulation}"
-    argv = build_arguments(data, output, recipe, batch_size, *validate_run(data), *overrides)
+    argv = build_arguments(
+        data, output, recipe, batch_size, *list_validation_overrides(data), *overrides
+    )
     command_lines = [[*argv, "overwrite_output_dir=true"]]
     if any("save_every_n_steps" in override for override in overrides):
         command_lines.append([*argv, f"resume={output / 'state' / 'step_1'}"])

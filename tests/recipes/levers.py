@@ -37,12 +37,12 @@ class Setting:
         return {override.partition("=")[0] for override in self.overrides}
 
 
-def _is_same(lever: str, *overrides: str, tolerance: float = FINE, ranks: int = 2) -> Setting:
+def _make_same(lever: str, *overrides: str, tolerance: float = FINE, ranks: int = 2) -> Setting:
     """Return a setting that must not change the plain run's losses."""
     return Setting(lever, overrides, tolerance=tolerance, ranks=ranks)
 
 
-def _is_other(lever: str, *overrides: str, tolerance: float = FINE) -> Setting:
+def _make_other(lever: str, *overrides: str, tolerance: float = FINE) -> Setting:
     """Return a setting that changes the losses; its basis is one process with the same."""
     return Setting(lever, overrides, basis=overrides, tolerance=tolerance)
 
@@ -56,55 +56,57 @@ LOW_BITS = 1e-3
 ON_ANY_DEVICE = "device=auto"  # said to be a CPU, offloading has no effect
 NO_CLIPPING = "clip_grad_norm=null"
 REDUCED_ONCE = "parallel.reduce_gradients=step"
-COMPILE = _is_same("compile", "compile=true")
+COMPILE = _make_same("compile", "compile=true")
 LEVERS = [
     COMPILE,
-    _is_same("wrapping", "parallel.fsdp_wrap_policy=layers"),
-    _is_same("wrapping", "parallel.fsdp_wrap_policy=memory_efficient"),
-    _is_same("wrapping", "parallel.fsdp_wrap_policy=[model.layers.*, model.layers.*.mlp, lm_head]"),
-    _is_same("resharding", "parallel.reshard_after_forward=false"),
-    _is_same("shards", "parallel.data_shard=2"),
-    _is_same("replicas", "parallel.data_replicate=2", ranks=4),
-    _is_same("tensor", "parallel.tensor=2", ranks=4),
-    _is_same("context", "parallel.context=2", ranks=4),
-    _is_same("pipeline", "parallel.pipeline=2", "parallel.pipeline_microbatches=2", ranks=4),
-    _is_same("reduction", "parallel.reduce_dtype=fp32"),
-    _is_same("reduction", "parallel.reduce_dtype=bf16", tolerance=BF16),
-    _is_same("checkpointing", "memory.activation_checkpointing=full"),
-    _is_same("checkpointing", "memory.activation_checkpointing=selective"),
-    _is_same(
+    _make_same("wrapping", "parallel.fsdp_wrap_policy=layers"),
+    _make_same("wrapping", "parallel.fsdp_wrap_policy=memory_efficient"),
+    _make_same(
+        "wrapping", "parallel.fsdp_wrap_policy=[model.layers.*, model.layers.*.mlp, lm_head]"
+    ),
+    _make_same("resharding", "parallel.reshard_after_forward=false"),
+    _make_same("shards", "parallel.data_shard=2"),
+    _make_same("replicas", "parallel.data_replicate=2", ranks=4),
+    _make_same("tensor", "parallel.tensor=2", ranks=4),
+    _make_same("context", "parallel.context=2", ranks=4),
+    _make_same("pipeline", "parallel.pipeline=2", "parallel.pipeline_microbatches=2", ranks=4),
+    _make_same("reduction", "parallel.reduce_dtype=fp32"),
+    _make_same("reduction", "parallel.reduce_dtype=bf16", tolerance=BF16),
+    _make_same("checkpointing", "memory.activation_checkpointing=full"),
+    _make_same("checkpointing", "memory.activation_checkpointing=selective"),
+    _make_same(
         "checkpointing",
         "memory.activation_checkpointing=budget",
         "memory.activation_budget_gib=0.01",
     ),
-    _is_same("activation offload", "memory.activation_offload=true", ON_ANY_DEVICE),
-    _is_same(
+    _make_same("activation offload", "memory.activation_offload=true", ON_ANY_DEVICE),
+    _make_same(
         "activation offload",
         "memory.activation_offload=true",
         "memory.activation_offload_prefetch_layers=2",
         ON_ANY_DEVICE,
     ),
-    _is_same("offload", "memory.cpu_offload=true", ON_ANY_DEVICE),
-    _is_same("optimizer offload", "memory.optimizer_offload=true", ON_ANY_DEVICE),
+    _make_same("offload", "memory.cpu_offload=true", ON_ANY_DEVICE),
+    _make_same("optimizer offload", "memory.optimizer_offload=true", ON_ANY_DEVICE),
     Setting(
         "in backward", ("memory.optimizer_in_backward=true", NO_CLIPPING), basis=(NO_CLIPPING,)
     ),
-    _is_same("MLP chunks", "memory.mlp_tiles=3"),
-    _is_same("strategy", "parallel.strategy=ddp"),
-    _is_same("loss chunks", "memory.loss_chunks=5"),
-    _is_same("accumulation", "gradient_accumulation_steps=2"),
-    _is_same("gradient reduction", REDUCED_ONCE, "gradient_accumulation_steps=2"),
-    _is_other(
+    _make_same("MLP chunks", "memory.mlp_tiles=3"),
+    _make_same("strategy", "parallel.strategy=ddp"),
+    _make_same("loss chunks", "memory.loss_chunks=5"),
+    _make_same("accumulation", "gradient_accumulation_steps=2"),
+    _make_same("gradient reduction", REDUCED_ONCE, "gradient_accumulation_steps=2"),
+    _make_other(
         "gradient sums",
         "parallel.accumulate_grad_in_fp32=true",
         "gradient_accumulation_steps=2",
         "dtype=bf16",
         tolerance=BF16,
     ),
-    _is_same("kernels", "optimizer.implementation=single"),
-    _is_same("kernels", "optimizer.implementation=foreach"),
-    _is_same("kernels", "optimizer.implementation=fused"),
-    _is_same(
+    _make_same("kernels", "optimizer.implementation=single"),
+    _make_same("kernels", "optimizer.implementation=foreach"),
+    _make_same("kernels", "optimizer.implementation=fused"),
+    _make_same(
         "validation",
         "validation.source=examples/demo/heldout.jsonl",
         "validation.format=alpaca",
@@ -113,27 +115,27 @@ LEVERS = [
         "validation.batch_size=2",
         "validation.metrics=[token_accuracy, exact_match]",
     ),
-    _is_same("saving", "checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3"),
-    _is_other("packing", "data.packing=true", "data.max_samples=300"),
-    _is_other("tying", "model.preset={folder}/untied.json"),
+    _make_same("saving", "checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3"),
+    _make_other("packing", "data.packing=true", "data.max_samples=300"),
+    _make_other("tying", "model.preset={folder}/untied.json"),
     # At a rate that changes bf16 weights, so that a step that does nothing is noticed.
-    _is_other("optimizer", "optimizer.name=sgd", "optimizer.lr=1", "~optimizer.betas"),
-    _is_other("optimizer", "optimizer.name=sgd", "optimizer.lr=1", "optimizer.momentum=0.9"),
-    _is_other("optimizer", "optimizer.name=muon", tolerance=LOW_BITS),
-    _is_other("state bits", "optimizer.state_bits=32"),
-    _is_other("state bits", "optimizer.state_bits=16", tolerance=LOW_BITS),
-    _is_other("state bits", "optimizer.state_bits=8", tolerance=LOW_BITS),
-    _is_other("state bits", "optimizer.state_bits=4", tolerance=LOW_BITS),
-    _is_other("rounding", "optimizer.stochastic_rounding=true", "dtype=bf16", tolerance=BF16),
-    _is_other("rounding", "optimizer.master_weights=true", "dtype=bf16", tolerance=BF16),
-    _is_other("matmuls", "matmul_dtype=int8", tolerance=BF16),
+    _make_other("optimizer", "optimizer.name=sgd", "optimizer.lr=1", "~optimizer.betas"),
+    _make_other("optimizer", "optimizer.name=sgd", "optimizer.lr=1", "optimizer.momentum=0.9"),
+    _make_other("optimizer", "optimizer.name=muon", tolerance=LOW_BITS),
+    _make_other("state bits", "optimizer.state_bits=32"),
+    _make_other("state bits", "optimizer.state_bits=16", tolerance=LOW_BITS),
+    _make_other("state bits", "optimizer.state_bits=8", tolerance=LOW_BITS),
+    _make_other("state bits", "optimizer.state_bits=4", tolerance=LOW_BITS),
+    _make_other("rounding", "optimizer.stochastic_rounding=true", "dtype=bf16", tolerance=BF16),
+    _make_other("rounding", "optimizer.master_weights=true", "dtype=bf16", tolerance=BF16),
+    _make_other("matmuls", "matmul_dtype=int8", tolerance=BF16),
     # Sums in another order round some weights to the next code.
-    _is_other("qat", "qat=int4", "qat_group_size=16", tolerance=BF16),
-    _is_other("decay", "optimizer.weight_decay=0.1"),
-    _is_other("clipping", "clip_grad_norm=0.1"),
-    _is_other("clipping", "clip_grad_norm=null"),
-    _is_other("dtype", "dtype=bf16", tolerance=BF16),
-    _is_other("loss", f"loss={LOSS}"),
+    _make_other("qat", "qat=int4", "qat_group_size=16", tolerance=BF16),
+    _make_other("decay", "optimizer.weight_decay=0.1"),
+    _make_other("clipping", "clip_grad_norm=0.1"),
+    _make_other("clipping", "clip_grad_norm=null"),
+    _make_other("dtype", "dtype=bf16", tolerance=BF16),
+    _make_other("loss", f"loss={LOSS}"),
 ]
 
 # Keys that act before the first batch or beside the training: why no pair with them can matter, and

@@ -66,7 +66,7 @@ def build_arguments(output: Path, config: str = "demo/full") -> list[str]:
     ]
 
 
-def write_stories(realdata: Path, output: Path, *overrides: str) -> list[str]:
+def build_story_arguments(realdata: Path, output: Path, *overrides: str) -> list[str]:
     """Return the command line of a run that starts from a real model of 260 K weights.
 
     overrides: name the data, and whatever else differs.

@@ -15,11 +15,11 @@ from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import (
     FULL,
     ROOT,
+    build_story_arguments,
     expect_done,
     keep_latest,
     read_metrics,
     run_here,
-    write_stories,
 )
 
 TOKENS = 2_048  # of each of two documents
@@ -27,7 +27,7 @@ TOKENS = 2_048  # of each of two documents
 
 def long_run(realdata: Path, folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
     """What a run records, step by step."""
-    argv = write_stories(
+    argv = build_story_arguments(
         realdata,
         folder / name,
         "~model.path",

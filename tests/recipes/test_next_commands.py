@@ -21,7 +21,7 @@ from recipe_lib.training.export_model import (
     list_model_commands,
 )
 from tests.cli.adapter_runs import write_adapter_run
-from tests.recipes.runs import DPO, FULL, LORA, ROOT, run_here, write_stories
+from tests.recipes.runs import DPO, FULL, LORA, ROOT, build_story_arguments, run_here
 
 
 def commands(lines: list[str]) -> list[list[str]]:
@@ -153,7 +153,7 @@ def test_no_commands_for_what_has_no_base(
     more = [f"data.source={rows}", f"recipe={LORA}", "max_steps=1", "model.path=null", "data.cache=false",
             f"model.preset={realdata}/stories260K-hf/config.json",
             f"tokenizer.path={realdata}/stories260K-hf"]  # fmt: skip
-    run = run_here(write_stories(realdata, tmp_path / "run", *more), recipe=LORA)
+    run = run_here(build_story_arguments(realdata, tmp_path / "run", *more), recipe=LORA)
     assert run.code == 0, run.said
     assert commands(run.said) == []
     assert "vllm" not in (tmp_path / "run/adapter/README.md").read_text()
@@ -296,7 +296,7 @@ def test_the_card_of_preferences(trainable: str, realdata: Path, tmp_path: Path)
         "max_steps=1",
     ]
     run = run_here(
-        write_stories(
+        build_story_arguments(
             realdata, tmp_path / "run", *more, "batch_size=1", f"dpo.trainable={trainable}"
         ),
         recipe=DPO,

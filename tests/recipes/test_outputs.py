@@ -23,6 +23,7 @@ from tests.distributed.ranks import free_port, run_ranks
 from tests.recipes.runs import (
     ROOT,
     build_arguments,
+    build_story_arguments,
     find_largest_difference,
     gather_whole,
     list_parameters,
@@ -30,7 +31,6 @@ from tests.recipes.runs import (
     read_metrics,
     read_steps,
     run_here,
-    write_stories,
 )
 
 STEP_KEYS = {
@@ -319,7 +319,7 @@ def real_runs(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
             "bf16": ["dtype=bf16", "parallel.reduce_dtype=fp32"],
         }.items():
             run = run_here(
-                write_stories(
+                build_story_arguments(
                     realdata,
                     folder / name,
                     f"data.source={rows / 'alpaca_en_demo.json'}",

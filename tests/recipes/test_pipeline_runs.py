@@ -18,6 +18,7 @@ from tests.recipes.runs import (
     FULL,
     LORA,
     ROOT,
+    build_story_arguments,
     expect_done,
     find_largest_difference,
     gather_whole,
@@ -25,7 +26,6 @@ from tests.recipes.runs import (
     read_metrics,
     read_steps,
     run_here,
-    write_stories,
 )
 from tests.recipes.test_dpo import arguments as preference_arguments
 from tests.recipes.test_dpo import write_pairs
@@ -78,7 +78,7 @@ class Runs:
         ]
 
     def full(self, name: str, data_ranks: int, *overrides: str) -> Any:
-        argv = write_stories(
+        argv = build_story_arguments(
             self.realdata,
             self.folder / name,
             *self.text(data_ranks),
@@ -92,13 +92,13 @@ class Runs:
     def packed(self, name: str, *overrides: str) -> Any:
         rows = (f"data.source={ROOT / 'examples' / 'demo' / 'heldout.jsonl'}", "data.format=alpaca")
         packing = ("data.packing=true", "checkpoint.save_model=false")
-        argv = write_stories(
+        argv = build_story_arguments(
             self.realdata, self.folder / name, *self.text(1), *rows, *packing, *overrides
         )
         return expect_done(run_here(argv, recipe=FULL))
 
     def adapters(self, name: str, *overrides: str) -> Any:
-        argv = write_stories(
+        argv = build_story_arguments(
             self.realdata, self.folder / name, *self.text(1), "optimizer.lr=1e-2", *overrides
         )
         argv[1] = str(Path(__file__).parent / "adapters.yaml")
@@ -292,7 +292,7 @@ def test_what_stages_cannot_share_is_refused_before_anything_is_read(
         ),
     }
     for overrides, message in cases.items():
-        argv = write_stories(realdata, tmp_path / "refused", *runs.text(1), *overrides)
+        argv = build_story_arguments(realdata, tmp_path / "refused", *runs.text(1), *overrides)
         assert tune(["validate", *argv[1:]]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line, line

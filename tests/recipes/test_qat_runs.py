@@ -16,12 +16,12 @@ from tests.recipes.runs import (
     DPO,
     LORA,
     build_arguments,
+    build_story_arguments,
     expect_done,
     probe,
     read_metrics,
     read_steps,
     run_here,
-    write_stories,
 )
 from tests.recipes.test_dpo import write_pairs
 from tests.recipes.test_resume import everything, stop_after
@@ -59,7 +59,7 @@ def test_what_transformers_loads_quantized_computes_what_training_computed(
     overrides = (rows, "data.format=text", "max_steps=3", "batch_size=2", *RUNS[name])
     recipe = LORA if "adapters" in name else "full_finetune_distributed"
     run = expect_done(
-        run_here(write_stories(realdata, tmp_path / "run", *overrides), recipe=recipe)
+        run_here(build_story_arguments(realdata, tmp_path / "run", *overrides), recipe=recipe)
     )
     assert any("by torchao's IntxWeightOnlyConfig(torch.int" in line for line in run.said)
     assert (
@@ -138,13 +138,17 @@ def test_an_evaluation_of_a_run_rounds_as_its_validations_did(
         "optimizer.lr=1e-2",
         "data.max_samples=16",
     )
-    run = expect_done(run_here(write_stories(realdata, tmp_path / "run", *text, *RUNS["int4"])))
+    run = expect_done(
+        run_here(build_story_arguments(realdata, tmp_path / "run", *text, *RUNS["int4"]))
+    )
     evaluated, exported = (
         f"next: tune {words}"
         for words in (f"eval {tmp_path}/run", f"export {tmp_path}/run --quantize int4")
     )
     assert evaluated in run.said and exported in run.said
-    expect_done(run_here(write_stories(realdata, tmp_path / "still", *text, "optimizer.lr=1e-12")))
+    expect_done(
+        run_here(build_story_arguments(realdata, tmp_path / "still", *text, "optimizer.lr=1e-12"))
+    )
     capsys.readouterr()
     found = {}
     for words in ((), ("qat=null",)):

@@ -14,9 +14,9 @@ from recipe_lib.methods.reward.loss import pick_sequence_scores
 from tests.distributed.ranks import run_ranks
 from tests.recipes.labeled_runs import (
     build_arguments,
+    list_validation_overrides,
     metrics_of,
     train_all,
-    validate_run,
     write,
     write_classes,
     write_margins,
@@ -88,7 +88,9 @@ def stories(realdata: Path, data: Path, output: Path, *overrides: str) -> list[s
         "checkpoint.save_model=true",
         f"model.path={realdata / 'stories260K-hf'}",
     )
-    words = build_arguments(data, output, REWARD, *given, *validate_run(data), *overrides)
+    words = build_arguments(
+        data, output, REWARD, *given, *list_validation_overrides(data), *overrides
+    )
     return [word for word in words if not word.startswith(("model.preset", "tokenizer.path"))]
 
 

@@ -21,6 +21,7 @@ from tests.recipes.runs import (
     FULL,
     LORA,
     ROOT,
+    build_story_arguments,
     expect_done,
     find_largest_difference,
     gather_whole,
@@ -30,7 +31,6 @@ from tests.recipes.runs import (
     read_metrics,
     read_steps,
     run_here,
-    write_stories,
 )
 from tests.recipes.test_dpo import arguments as preference_arguments
 from tests.recipes.test_dpo import write_pairs
@@ -80,13 +80,13 @@ class Runs:
             f"validation.source={self.folder / 'validation.txt'}",
             f"validation.every_n_steps={SAVED}",
         )
-        argv = write_stories(
+        argv = build_story_arguments(
             self.realdata, self.folder / name, *self.text(data_ranks), *validation, *overrides
         )
         return expect_done(run_here(argv, recipe=FULL))
 
     def adapters(self, name: str, data_ranks: int, *overrides: str) -> Any:
-        argv = write_stories(
+        argv = build_story_arguments(
             self.realdata,
             self.folder / name,
             *self.text(data_ranks),
@@ -321,7 +321,7 @@ def test_what_ranks_cannot_share_is_refused_before_anything_is_read(
         ),
     }
     for name, (overrides, message) in cases.items():
-        argv = write_stories(realdata, tmp_path / name, *runs.text(1), SHARED, *overrides)
+        argv = build_story_arguments(realdata, tmp_path / name, *runs.text(1), SHARED, *overrides)
         argv[1] = str(Path(__file__).parent / "adapters.yaml")
         run = run_here(argv, before_model=read.append, recipe=LORA)
         assert run.code == 2 and message in run.said[-1] and "sizes that fit: 1" in run.said[-1], (

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from recipe_lib.cli.main import main
-from tests.recipes.runs import DPO, FULL, LORA, run_here, write_stories
+from tests.recipes.runs import DPO, FULL, LORA, build_story_arguments, run_here
 from tests.tokenizers.made import CHATML
 
 FILE = (
@@ -69,7 +69,7 @@ def train(realdata: Path, folder: Path, form: str, recipe: str, *more: str) -> A
         *more,
     ]
     run = run_here(
-        write_stories(
+        build_story_arguments(
             realdata,
             folder / "run",
             "data.shuffle=false",
@@ -268,7 +268,7 @@ def test_no_template_was_trained(form: str, realdata: Path, tmp_path: Path) -> N
         f"recipe={LORA}",
     ]
     run = run_here(
-        write_stories(realdata, tmp_path / "run", "data.cache=false", *words), recipe=LORA
+        build_story_arguments(realdata, tmp_path / "run", "data.cache=false", *words), recipe=LORA
     )
     assert run.code == 0, run.said
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter")

@@ -13,9 +13,9 @@ from tests.evaluation.models import (
     ROWS,
     answer,
     compute_likelihood,
+    encode_samples,
     write_model,
     write_rows,
-    write_samples,
 )
 from tests.recipes.runs import PLAIN, keep_latest, read_metrics, run_here
 
@@ -64,7 +64,7 @@ def by_transformers(folder: Path) -> dict[str, float]:
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
-    known, tokenizer = write_samples(folder), AutoTokenizer.from_pretrained(folder)
+    known, tokenizer = encode_samples(folder), AutoTokenizer.from_pretrained(folder)
     found = [(*compute_likelihood(model, sample), len(sample.answer)) for sample in known]
     said = [answer(model, tokenizer, sample, 12) for sample in known]
     return {

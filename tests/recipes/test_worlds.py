@@ -20,13 +20,13 @@ from recipe_lib.tokenizers import load_tokenizer
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import (
     PLAIN,
+    build_story_arguments,
     find_largest_difference,
     gather_whole,
     read_losses,
     read_metrics,
     read_steps,
     run_here,
-    write_stories,
 )
 from tests.selection import mark_slow_except, select_cases
 
@@ -73,7 +73,7 @@ def runs(
         logits = {}
         for kind in kinds:
             run = run_here(
-                write_stories(
+                build_story_arguments(
                     realdata, folder / f"{kind}{ranks}", *overrides(realdata, kind, ranks)
                 )
             )

@@ -414,7 +414,7 @@ def _list_slice_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeD
                 expected = None
                 if isinstance(value, int) and 0 < value < node.size:
                     expected = ranks.compute_offset(tensor, node, int(value))
-                elif isinstance(value, int) and value == node.size:
+                elif isinstance(value, int) and 0 < value == node.size:
                     expected = ranks.compute_size(tensor, node)
                 if expected is not None:
                     yield SizeDemand(

@@ -391,7 +391,8 @@ def find_latest_taken(order: Sequence[Action], parallel: ParallelConfig) -> dict
             continue
         peer = find_stage_rank(parallel, get_partner(action).stage)
         if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
-            latest |= dict.fromkeys(unanswered.pop(peer, []), used[action])
+            for send in unanswered.pop(peer, []):
+                latest[send] = used[action]
         else:
             unanswered.setdefault(peer, []).append(action)
     return latest | {send: len(order) for sends in unanswered.values() for send in sends}
