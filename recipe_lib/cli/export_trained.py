@@ -123,6 +123,8 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
     Raises CheckpointError if there is none, or it is damaged, and ConfigError for a run's config.
     """
     path = Path(arguments.checkpoint).expanduser()
+    # `.` and `..` have no name and no parent to find their run by.
+    path = path.resolve() if path.name in ("", "..") else path
     shown = show(arguments.checkpoint)
     if not path.is_dir():
         raise CheckpointError(

@@ -52,9 +52,8 @@ def compute_next_probabilities(
         ordered[..., top_k:] = -torch.inf
     probabilities = ordered.softmax(dim=-1)
     if top_p is not None:
-        # Sum over the tokens before each
+        # Of each token, the sum over those before it.
         sum_before = probabilities.cumsum(dim=-1) - probabilities
-        sum_before[..., 0] = 0.0
         is_beyond = sum_before >= top_p
         is_beyond[..., 0] = False  # the likeliest is kept even for a top_p of 0
         probabilities = probabilities.masked_fill(is_beyond, 0.0)

@@ -5,6 +5,7 @@ comes with them.
 import json
 import os
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,19 @@ def test_the_adapter_of_a_state(base: Path, tmp_path: Path, capsys: pytest.Captu
         compute_difference(model, load_with_peft(base, tmp_path / "run" / "adapter_step_3")) < 1e-5
     )
     assert (tmp_path / "run" / "adapter_step_3" / "tokenizer.model").is_file()
+
+
+@pytest.mark.parametrize("part", ["adapter", "state/step_3"])
+def test_a_folder_named_by_a_dot_knows_its_run(
+    part: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    make_run(run, base, finished=True)
+    monkeypatch.chdir(run / part)
+    arguments = Namespace(checkpoint=".", recipe=None, hf=False)
+    source = export_trained.find_export(arguments)
+    assert (source.run, source.records) == (run, run)
+    assert source.cfg.output_dir == str(run)
 
 
 @pytest.mark.slow
