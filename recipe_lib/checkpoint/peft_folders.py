@@ -1,10 +1,9 @@
 """Load a PEFT adapter's folder into a model, and export a model's adapters as such a folder.
 
-`load_adapter` reads each rank's own slices. The file's rank, scaling and fused modules (such as
-qkv) may differ from the model's: its matrices are converted while they are read. `export_adapter`
-writes adapter_config.json and adapter_model.safetensors, which PEFT, vLLM and this library read;
-one parameter at a time is gathered and streamed to the disk. "Collective": all ranks must call the
-function. Adapters compute `W x + scaling B A x`, A `[r, in]`, B `[out, r]`.
+A run calls `load_adapter` where it trains an adapter further, and `export_adapter` at its end. A
+`FileModule` is a module as the file names it; its parts are modules of ours, several where the file
+fuses them (Phi 3's qkv). Adapters compute `W x + scaling B A x`, A `[r, in]`, B `[out, r]`.
+"Collective": all ranks must call the function.
 """
 
 import json
@@ -95,10 +94,11 @@ from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec, 
 def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool = False) -> int:
     """Fill the model's adapters from a PEFT adapter; return the number of modules filled.
 
-    An adapter of a lower rank than the model's is padded with zeros, and keeps its rank in
-    training: where A and B are both zero, so are their gradients. If the scalings differ, B is
-    multiplied by their ratio. Parameters that a recipe added are read too. Full weights in the
-    folder replace the base's (`SavedWeights`).
+    Each rank reads its own slices. Modules that the file fuses are split while they are read. An
+    adapter of a lower rank than the model's is padded with zeros, and keeps its rank in training:
+    where A and B are both zero, so are their gradients. If the scalings differ, B is multiplied by
+    their ratio. Parameters that a recipe added are read too. Full weights in the folder replace the
+    base's (`SavedWeights`).
 
     Args:
         model: with adapters, materialized, plain or sharded.
@@ -107,7 +107,7 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
         some: leave modules without an adapter in the folder as `init_adapters` made them (B is
             zero); otherwise such a module is an error.
 
-    Raises CheckpointError if the adapter does not fit the model.
+    Raises CheckpointError if the adapter does not fit the model, or lacks one of its modules.
     """
     adapter = read_adapter(folder)
     saved = check_fits(adapter, spec)
@@ -142,6 +142,7 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
     return len(filled_names)
 
 
+# Fill the parameters that a recipe added to the model, and a score head, from an adapter's file.
 def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
     file_extras = {
         name: FileTensor(adapter.path, entry, extra=True)
@@ -169,8 +170,8 @@ def _fill_module(
 ) -> None:
     """Fill the adapter of one module of ours from a module of the file.
 
-    part: rows of the file's module, which may be fused, that are our module's. number: index of the
-    part among the fused module's adapted parts. num_parts: how many of these there are.
+    part: our module, and its rows of the file's module. number: index of the part among the file
+    module's adapted parts. num_parts: how many of these there are. target: our module's adapter.
     """
     settings = target.settings
     is_stack = is_stacked(adapter, module, parts=num_parts, rank=settings.rank)
@@ -189,6 +190,8 @@ def _fill_module(
         )
         return
 
+    # This rank's part of A or B in pieces, each with the row and column of the full matrix at which
+    # it begins.
     def get_local_parts(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         return list_local_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
 
@@ -232,12 +235,13 @@ def _fill_experts(
     The file has the experts' A below each other and their B side by side
     (`unstack_expert_factors`).
 
-    name: of our module. rank: of the file. ratio: the file's scaling over the model's.
+    name: of our module. rank: of the file. ratio: the file's scaling over the model's. target: our
+    module's adapter.
     """
     factors = unstack_expert_factors(
         adapter.read(module.name, LORA_A), adapter.read(module.name, LORA_B), module.experts
     )
-    if abs(ratio - 1) >= 1e-6:
+    if abs(ratio - 1) >= 1e-6:  # as in `_fill_module`: a ratio of 1 leaves the bits as they are
         factors = (factors[0], factors[1].double() * ratio)
     # A is `[E, r, i]` and B `[E, o, r]`: the rank is dimension 1 or 2.
     for suffix, factor, dim in zip((LORA_A, LORA_B), factors, (1, 2), strict=True):
@@ -315,6 +319,7 @@ def export_adapter(
         cfg,
         base=base,
         modules=modules,
+        # Of all pipeline stages.
         saved=chain.from_iterable(holders.gather(find_extra_modules(model), world)),
         is_multimodal=is_multimodal,
     )
@@ -357,6 +362,7 @@ def compute_file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:
     return max(_compute_rank(module, cfg) for module in find_adapted_modules(spec, cfg))
 
 
+# Return the rank of a module's adapter in an exported file: of a stack, that of all parts together.
 def _compute_rank(module: FileModule, cfg: LoraConfig) -> int:
     return cfg.rank * sum(is_target(part, cfg) for part in module.parts)
 
@@ -369,7 +375,11 @@ def _plan_file(
     dtype: torch.dtype,
     is_multimodal: bool,
 ) -> list[PlannedTensor]:
-    """Return the tensors of a file: the adapters', in the order of the modules, then the extras."""
+    """Return the tensors of a file: the adapters', in the order of the modules, then the extras.
+
+    extras: parameters that are trained without an adapter. dtype: of the adapters. is_multimodal:
+    the base's files have a multimodal model, of which ours is a part.
+    """
     plan: list[PlannedTensor] = []
     for module in modules:
         prefix = f"{PREFIX}{get_file_name(module.name, is_multimodal)}"
@@ -469,7 +479,8 @@ def _gather_pieces(
 ) -> Iterator[torch.Tensor]:
     """Return an iterator of a module's tensors on rank 0, gathered one at a time. Collective.
 
-    They are in the order of `_plan_file`.
+    They are in the order of `_plan_file`. On the other ranks the iterator must be run through too,
+    and yields nothing.
     """
     first = _get_factor_names(module)[0]
     names = [f"{part.module}.{first}" for part in module.parts]
@@ -478,6 +489,7 @@ def _gather_pieces(
     return holders.stream_to_rank_0(name, lambda: _gather_own_pieces(model, module, cfg))
 
 
+# Return the ends of the names of A and B.
 def _get_factor_names(module: FileModule) -> tuple[str, str]:
     return (EMBEDDING_A, EMBEDDING_B) if module.is_embedding else (LORA_A, LORA_B)
 
@@ -487,11 +499,12 @@ def _gather_own_pieces(
     model: nn.Module, module: FileModule, cfg: LoraConfig
 ) -> Iterator[torch.Tensor]:
     """Yield a module's tensors for `_gather_pieces`, on the ranks that have it. Collective."""
+    # Each part, and our module; only those that are targets have an adapter.
     owners = [(part, model.get_submodule(part.module)) for part in module.parts]
     names = _get_factor_names(module)
     adapted = [owner for _, owner in owners if isinstance(owner, AdaptedModule)]
     if module.experts:
-        ((part, owner),) = owners
+        ((part, owner),) = owners  # experts are never fused with other modules
         runs = [get_runs(model).get(f"{part.module}.{name}") for name in names]
         parameters = [gather_whole(owner.get_parameter(name).detach()) for name in names]
         yield from stack_expert_factors(*map(restore_file_order, parameters, runs))
