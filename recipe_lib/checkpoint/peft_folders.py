@@ -103,7 +103,7 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
     Args:
         model: with adapters, materialized, plain or sharded.
         spec: of the base.
-        folder: of an adapter that `check_adapter` has accepted.
+        folder: of the adapter.
         some: leave modules without an adapter in the folder as `init_adapters` made them (B is
             zero); otherwise such a module is an error.
 
