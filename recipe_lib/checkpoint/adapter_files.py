@@ -200,10 +200,10 @@ def _check_contents(
     }
     unreadable = [name for name, dtype in types.items() if dtype not in READABLE_TYPES]
     if unreadable:
-        first = min(unreadable)
+        first_name = min(unreadable)
         faults.append(
-            f"{path}: {first} is of type {types[first]}, expected F32, BF16, F16 or F64; export the"
-            " adapter again"
+            f"{path}: {first_name} is of type {types[first_name]}, expected F32, BF16, F16 or F64;"
+            " export the adapter again"
         )
     raise_faults(CheckpointError, faults)
 
@@ -404,12 +404,12 @@ def _find_target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -
         name for name in missing_names if set(list_targets([expected[name]])) & set(targets)
     ]
     if partial_names:
-        first = expected[partial_names[0]]
-        adapted_kind = "layers or matrices" if first.experts else "layers"
+        first_module = expected[partial_names[0]]
+        adapted_kind = "layers or matrices" if first_module.experts else "layers"
         return (
-            f"{adapter.path}: has no adapter for {first.full_name}, though other {adapted_kind}"
-            f" have one; adapters of some {adapted_kind} only cannot be trained on: merge it into"
-            " the base first (tune export --merge)"
+            f"{adapter.path}: has no adapter for {first_module.full_name}, though other"
+            f" {adapted_kind} have one; adapters of some {adapted_kind} only cannot be trained on:"
+            " merge it into the base first (tune export --merge)"
         )
     if missing_names or has_other_targets:
         return (
@@ -432,11 +432,11 @@ def _find_external_target_fault(
     """
     if set(expected) == set(adapted):
         return None
-    first = min(set(expected) ^ set(adapted))
-    fault = "has no adapter for" if first in expected else "adapts"
+    first_name = min(set(expected) ^ set(adapted))
+    fault = "has no adapter for" if first_name in expected else "adapts"
     last_parts = sorted({name.rpartition(".")[2] for name in adapted})
     return (
-        f"{adapter.folder}: {fault} {first}, unlike lora.target_modules; set"
+        f"{adapter.folder}: {fault} {first_name}, unlike lora.target_modules; set"
         f" lora.target_modules=[{','.join(last_parts)}]"
     )
 

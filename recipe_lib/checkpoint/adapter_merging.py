@@ -99,8 +99,8 @@ class Update:
 
         rows: `[rows, m]` of the weight, beginning with row `start`.
         """
-        second = self.second[start : start + len(rows)].to(rows.dtype)
-        return torch.addmm(rows, second, self.first.to(rows.dtype), alpha=self.scaling)
+        lora_b = self.second[start : start + len(rows)].to(rows.dtype)
+        return torch.addmm(rows, lora_b, self.first.to(rows.dtype), alpha=self.scaling)
 
 
 @torch.no_grad()

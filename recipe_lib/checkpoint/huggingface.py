@@ -276,14 +276,14 @@ def _copy_overlap(
     if not offset:  # a number by itself has no rows
         local.copy_(value)
         return
-    first = max(offset[0], start)
-    last = min(offset[0] + local.shape[0], start + value.shape[0])
-    if first < last:
+    first_row = max(offset[0], start)
+    end_row = min(offset[0] + local.shape[0], start + value.shape[0])
+    if first_row < end_row:
         columns = tuple(
             slice(at, at + size) for at, size in zip(offset[1:], local.shape[1:], strict=True)
         )
-        rows = value[(slice(first - start, last - start), *columns)]
-        local[first - offset[0] : last - offset[0]].copy_(rows)
+        rows = value[(slice(first_row - start, end_row - start), *columns)]
+        local[first_row - offset[0] : end_row - offset[0]].copy_(rows)
 
 
 def find_extras_to_read(

@@ -81,6 +81,7 @@ def get_parameter_name(full_name: str) -> str:
     return full_name.split("/", 1 if full_name.startswith(f"{MODEL}/") else 2)[-1]
 
 
+# Return parameter -> name; raise ValueError if the optimizer has other tensors.
 def _map_parameter_names(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[torch.Tensor, str]:
@@ -145,6 +146,7 @@ def gather_optimizer_settings(
     }
 
 
+# Return what `gather_optimizer_settings` returns, for this rank's parameters.
 def _list_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     names = _map_parameter_names(model, optimizer)
     groups = [
@@ -466,10 +468,10 @@ def check_adapter_use(
 
 
 def _describe_use(use: dict[str, Any], keys: list[str]) -> str:
-    shown = {
+    texts = {
         key: ", ".join(value) if isinstance(value, list) else value for key, value in use.items()
     }
-    return " and ".join(f"{key} {shown[key]}" for key in keys)
+    return " and ".join(f"{key} {texts[key]}" for key in keys)
 
 
 def check_frozen_hash(path: Path, saved: str | None, current: str | None) -> None:

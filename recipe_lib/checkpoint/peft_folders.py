@@ -176,7 +176,7 @@ def _fill_module(
     settings = target.settings
     is_stack = is_stacked(adapter, module, parts=num_parts, rank=settings.rank)
     # In a stack of one adapter for each part, this part's columns of B and rows of A begin here.
-    first = number * settings.rank if is_stack else 0
+    first_rank = number * settings.rank if is_stack else 0
     rank = settings.rank if is_stack else adapter.config.get_rank(module)
     if rank > settings.rank:
         raise CheckpointError(
@@ -203,14 +203,16 @@ def _fill_module(
         source = file.get_slice(entries[suffixes[0]][0])
         for local, (row, column) in get_local_parts(suffixes[0]):
             local.zero_()
-            rows = source[first + min(row, rank) : first + min(row + len(local), rank)]
+            rows = source[first_rank + min(row, rank) : first_rank + min(row + len(local), rank)]
             local[: len(rows)].copy_(rows[:, column : column + local.shape[1]])
 
         # B `[out, r]`: a fused module has the rows of all its parts.
         source = file.get_slice(entries[suffixes[1]][0])
         for local, (row, _) in get_local_parts(suffixes[1]):
             local.zero_()
-            rows = source[part.start + row : part.start + row + len(local)][:, first : first + rank]
+            rows = source[part.start + row : part.start + row + len(local)][
+                :, first_rank : first_rank + rank
+            ]
             # Not multiplied by a ratio of 1, so that the weights are loaded bit for bit.
             local[:, :rank].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
 
@@ -482,8 +484,8 @@ def _gather_pieces(
     They are in the order of `_plan_file`. On the other ranks the iterator must be run through too,
     and yields nothing.
     """
-    first = _get_factor_names(module)[0]
-    names = [f"{part.module}.{first}" for part in module.parts]
+    first_factor = _get_factor_names(module)[0]
+    names = [f"{part.module}.{first_factor}" for part in module.parts]
     # Any adapted part will do: all parts are in one layer, and so on the ranks of one stage.
     name = next(name for name in names if name in holders.first)
     return holders.stream_to_rank_0(name, lambda: _gather_own_pieces(model, module, cfg))

@@ -79,10 +79,10 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """The tensors of a file by name, and its metadata, key -> text."""
+    """The header of a file."""
 
-    tensors: dict[str, TensorEntry]
-    metadata: dict[str, str]
+    tensors: dict[str, TensorEntry]  # by name
+    metadata: dict[str, str]  # key -> text
 
 
 def read_header(path: Path) -> Header:

@@ -81,9 +81,9 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
     if missing_names:
         first = min(missing_names)
         num_more = len(missing_names) - 1
-        more = f" (and {num_more} more such names)" if num_more else ""
+        rest = f" (and {num_more} more such names)" if num_more else ""
         raise CheckpointError(
-            f"{folder / INDEX}: names {first} in {index[first]}, which does not hold it{more};"
+            f"{folder / INDEX}: names {first} in {index[first]}, which does not hold it{rest};"
             " download the folder again"
         )
     extras = set(chain.from_iterable(map(list_extra_names, headers.values())))
@@ -267,10 +267,12 @@ def _list_file_names(entry: WeightEntry) -> Collection[str]:
 
 def _shorten(names: Collection[str]) -> str:
     """Return names as text for one line: with `*` for numbers, and of many only the first part."""
-    shown = sorted({show(re.sub(r"\.\d+(?=\.)", ".*", name)) for name in names})
-    if len(shown) > 3:
-        shown = sorted({re.sub(r"^((model\.)?[^.]+)\..*", r"\1.*", name) for name in shown})
-    return ", ".join(shown)
+    short_names = sorted({show(re.sub(r"\.\d+(?=\.)", ".*", name)) for name in names})
+    if len(short_names) > 3:
+        short_names = sorted(
+            {re.sub(r"^((model\.)?[^.]+)\..*", r"\1.*", name) for name in short_names}
+        )
+    return ", ".join(short_names)
 
 
 def compute_file_shapes(
@@ -307,8 +309,8 @@ def _find_type_fault(
     remedy = "quantized weights cannot be trained: take the checkpoint they were made from"
     types = readable.get(first, READABLE_TYPES)
     if set(types) != READABLE_TYPES:  # codes, and what scales them
-        *before, last = types
-        expected = f"{', '.join(before)} or {last}" if before else last
+        *other_types, last_type = types
+        expected = f"{', '.join(other_types)} or {last_type}" if other_types else last_type
         remedy = "check that config.json and the weights are of one checkpoint"
     return (
         f"{folder}: {name_first(unreadable, 'is', 'are')} of type {unreadable[first].entry.dtype},"
@@ -330,10 +332,10 @@ def find_shape_fault(
     misshapen = [name for name in names if tensors[name].entry.shape != expected[name]]
     if not misshapen:
         return None
-    more = f" (and {len(misshapen) - 1} more of another shape)" if len(misshapen) > 1 else ""
+    rest = f" (and {len(misshapen) - 1} more of another shape)" if len(misshapen) > 1 else ""
     return (
         f"{folder}: {misshapen[0]} has shape {list(tensors[misshapen[0]].entry.shape)}, {by} makes"
-        f" it {list(expected[misshapen[0]])}{more}; check that {by} and the weights are of one"
+        f" it {list(expected[misshapen[0]])}{rest}; check that {by} and the weights are of one"
         " model"
     )
 
@@ -355,12 +357,12 @@ def _find_single(names: list[str]) -> str | None:
     Names are of one kind if they differ in their numbers alone, those of layer and expert. An
     expert is complete if its numbers are there in every kind.
     """
-    numbers = {name: tuple(re.findall(r"\d+", name)) for name in names}
+    numbers_by_name = {name: tuple(re.findall(r"\d+", name)) for name in names}
     numbers_by_kind: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for name in names:
-        numbers_by_kind[re.sub(r"\d+", "*", name)].add(numbers[name])
+        numbers_by_kind[re.sub(r"\d+", "*", name)].add(numbers_by_name[name])
     complete = set.intersection(*numbers_by_kind.values()) if numbers_by_kind else set()
-    return min((name for name in names if numbers[name] not in complete), default=None)
+    return min((name for name in names if numbers_by_name[name] not in complete), default=None)
 
 
 def _find_conversion_fault(
@@ -389,10 +391,10 @@ def _find_conversion_fault(
     single = _find_single(names)
     if single:
         result += f", {single} having no counterpart"
-    more = f" (and {len(misfits) - 1} more of another shape)" if len(misfits) > 1 else ""
+    rest = f" (and {len(misfits) - 1} more of another shape)" if len(misfits) > 1 else ""
     return (
         f"{folder}: {entry.our_name} is made of {len(names)} tensors ({entry.file_name} and"
-        f" others), {result}; config.json makes it {list(shapes[entry.our_name])}{more}; check that"
+        f" others), {result}; config.json makes it {list(shapes[entry.our_name])}{rest}; check that"
         " config.json and the weights are of one model"
     )
 

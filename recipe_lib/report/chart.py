@@ -121,13 +121,19 @@ def render_svg(chart: Chart) -> str:
 def _draw_axes(chart: Chart) -> list[Element]:
     """Return the shapes of the chart's axes: lines, the texts of ticks, and names."""
     shapes = []
-    base = chart.height - chart.bottom
-    end = chart.width - chart.right
+    bottom_edge = chart.height - chart.bottom
+    right_edge = chart.width - chart.right
     if chart.x is not None:
-        shapes.append(_make_shape("line", "axis", x1=chart.left, x2=end, y1=base, y2=base))
+        shapes.append(
+            _make_shape(
+                "line", "axis", x1=chart.left, x2=right_edge, y1=bottom_edge, y2=bottom_edge
+            )
+        )
         for value, text in chart.x.ticks:
             x = chart.compute_x(value)
-            shapes.append(_make_shape("line", "axis", x1=x, x2=x, y1=base, y2=base + 4))
+            shapes.append(
+                _make_shape("line", "axis", x1=x, x2=x, y1=bottom_edge, y2=bottom_edge + 4)
+            )
             # Half the text's width: a text at the end of the axis stays in the picture.
             half = _LETTER / 2 * len(text)
             shapes.append(
@@ -135,7 +141,7 @@ def _draw_axes(chart: Chart) -> list[Element]:
                     "text",
                     text=text,
                     x=min(x, chart.width - half),
-                    y=base + 16,
+                    y=bottom_edge + 16,
                     text_anchor="middle",
                 )
             )
@@ -144,19 +150,19 @@ def _draw_axes(chart: Chart) -> list[Element]:
                 "text",
                 "name",
                 chart.x.name,
-                x=(chart.left + end) / 2,
-                y=base + 32,
+                x=(chart.left + right_edge) / 2,
+                y=bottom_edge + 32,
                 text_anchor="middle",
             )
         )
     if chart.y is not None:
         for value, text in chart.y.ticks:
             y = chart.compute_y(value)
-            shapes.append(_make_shape("line", "grid", x1=chart.left, x2=end, y1=y, y2=y))
+            shapes.append(_make_shape("line", "grid", x1=chart.left, x2=right_edge, y1=y, y2=y))
             shapes.append(
                 _make_shape("text", text=text, x=chart.left - 6, y=y + 4, text_anchor="end")
             )
-        turned = f"translate(11 {format_attribute((chart.top + base) / 2)}) rotate(-90)"
+        turned = f"translate(11 {format_attribute((chart.top + bottom_edge) / 2)}) rotate(-90)"
         shapes.append(
             _make_shape("text", "name", chart.y.name, transform=turned, text_anchor="middle")
         )
@@ -228,8 +234,8 @@ def draw_line_figure(
     # The legend's texts: each curve with its last value.
     ends = [f"{curve.name} {format_short(curve.values[-1], 4)}" for curve in curves]
     steps = [step for curve in curves for step, _ in curve.points]
-    last = max(*steps, min(steps) + 1)
-    ticks = [step for step in compute_ticks(min(steps), last, 6) if step == int(step)]
+    last_step = max(*steps, min(steps) + 1)
+    ticks = [step for step in compute_ticks(min(steps), last_step, 6) if step == int(step)]
     is_log = prefers_log and min(values) > 0 and _DECADE < max(values) / min(values) < _MAX_SPAN
     value_axis = (
         _make_log_axis(unit or name, values)
@@ -246,16 +252,19 @@ def draw_line_figure(
         top=_TOP,
         bottom=_BOTTOM,
         x=Scale(
-            "step", low=min(steps), high=last, ticks=[(step, format_short(step)) for step in ticks]
+            "step",
+            low=min(steps),
+            high=last_step,
+            ticks=[(step, format_short(step)) for step in ticks],
         ),
         y=value_axis,
     )
     group = max(1, math.ceil(max(len(curve.points) for curve in curves) / _MAX_POINTS))
-    for number, curve in enumerate(curves):
-        _draw_curve(chart, _find_runs(curve, group), number % COLORS)
+    for index, curve in enumerate(curves):
+        _draw_curve(chart, _find_runs(curve, group), index % COLORS)
     return Figure(
         render_svg(chart),
-        keys=[(f"k{number % COLORS}", end) for number, end in enumerate(ends)],
+        keys=[(f"k{index % COLORS}", end) for index, end in enumerate(ends)],
         note=f"Line: mean of {group} steps." if group > 1 else "",
         title=title,
     )

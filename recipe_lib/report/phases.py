@@ -226,12 +226,12 @@ class Phase:
             return []
         letters = _SPINNER if has_unicode() else _PLAIN_SPINNER
         row = Text(f"{letters[int(seconds * 10) % len(letters)]} ", style="cyan")
-        end = f"  {self.describe_time(seconds)}"
+        time_text = f"  {self.describe_time(seconds)}"
         row.append(f"{self.what}{self.describe_progress()}", style="default")
         if self.text:
             row.append(f": {self.text}")
-        row.truncate(max(width - len(end), 10), overflow="ellipsis")
-        row.append(end, style=SOFT)
+        row.truncate(max(width - len(time_text), 10), overflow="ellipsis")
+        row.append(time_text, style=SOFT)
         return [row]
 
     def describe_progress(self) -> str:

@@ -278,12 +278,12 @@ def _compute_llama3_factors(rope: RopeSpec) -> tuple[float, ...]:
 # token sees in layers with a window; None: no layer has one.
 def _list_notes(spec: DecoderSpec, window: int | None) -> tuple[str, ...]:
     if spec.rope.kind == "longrope":
-        first = int(spec.rope.numbers["original_positions"])
+        num_positions = int(spec.rope.numbers["original_positions"])
         return (
             (
                 "llama.cpp takes the rotary embedding's long factors by the size of its context,"
-                f" not by the length of a text: up to {first} tokens, -c {first} gives the model's"
-                " answers"
+                f" not by the length of a text: up to {num_positions} tokens, -c {num_positions}"
+                " gives the model's answers"
             ),
         )
     if spec.family in _PATTERNS or window is None or window >= spec.max_positions:

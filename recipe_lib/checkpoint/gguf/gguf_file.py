@@ -179,6 +179,7 @@ def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:
         add_by_type[type(value)](key, value)  # by `type`, since a bool is an int too
 
 
+# Write head and tensors and flush them. sizes: bytes of each tensor in the file, by name.
 def _write_all(
     writer: Any, temporary: Path, tensors: Sequence[GgufTensor], sizes: Mapping[str, int]
 ) -> None:
