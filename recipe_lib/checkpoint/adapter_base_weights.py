@@ -41,6 +41,7 @@ from recipe_lib.models.weight_names import (
 )
 from recipe_lib.units import name_first
 
+# Names in the base's files: the two matrices with a row for each token.
 EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
 HEAD_WEIGHT = f"{HEAD}.weight"
 VOCABULARY = {EMBEDDING_WEIGHT, HEAD_WEIGHT}
@@ -57,16 +58,16 @@ _ENDINGS = {
     ".base_layer.bias": (".bias", "copy"),
     ".base_layer.weight": (".weight", "frozen"),
 }
-FileTensorName = tuple[str, TensorEntry]  # name in the adapter's file, and what its header says
+FileTensorName = tuple[str, TensorEntry]  # name in the adapter's file, entry of its header
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """The parts that an adapter's file has of one tensor of the base. None: not in the file."""
+    """The tensors in an adapter's file for one tensor of the base. None: not in the file."""
 
-    copy: FileTensorName | None = None  # in the base's place
+    copy: FileTensorName | None = None  # trained, takes the base's place
     frozen: FileTensorName | None = None  # a copy that PEFT saves though it was not trained
-    rows: FileTensorName | None = None  # `[tokens, m]`, those of some tokens
+    rows: FileTensorName | None = None  # `[tokens, m]`, trained rows of some tokens
     added: FileTensorName | None = None  # a bias of B, added to the base's
     again: FileTensorName | None = None  # `copy` once more, or the base's own tensor beside it
 

@@ -63,7 +63,7 @@ from recipe_lib.units import name_first
 BASE_FINGERPRINT = "tune_base"  # hash of the base that the adapter was trained on
 BASE_DTYPE = "tune_base_dtype"  # dtype of the base in training
 BASE_STORAGE = "tune_base_storage"  # value of lora.quantize_base in training
-BASE_IMPLEMENTATION = "tune_base_implementation"  # of a base that is not our own decoder
+BASE_IMPLEMENTATION = "tune_base_implementation"  # library of a base that is not our own decoder
 SCORE_KEYS = "tune_score_head"  # the base's values of the keys OF_SCORES, as JSON
 # Keys of config.json that belong to a score head.
 OF_SCORES = ("id2label", "label2id", "pad_token_id", "problem_type")
@@ -84,7 +84,7 @@ class AdapterFile:
     metadata: Mapping[str, str]
     # Name in our model -> a parameter that a recipe added to it, or the weight of a score head.
     extras: Mapping[str, FileTensorName] = field(default_factory=dict)
-    # PEFT's name -> a full weight that the file has in place of the base's (modules_to_save).
+    # Name in the base -> full weights, rows or biases that the file has for it (modules_to_save).
     saved: Mapping[str, SavedTensor] = field(default_factory=dict)
 
     @property

@@ -99,8 +99,6 @@ def make_adapter_settings(adapter: AdapterFile, spec: ModelSpec) -> LoraConfig:
     """Return the config section `lora` that adds adapters of the same shapes to a model.
 
     Its rank is the largest of the adapter's, its alpha gives the scaling of most modules.
-
-    spec: of the base.
     """
     modules = adapter.list_modules(spec)
     rank = max(adapter.config.get_rank(module) for module in modules)
@@ -124,7 +122,7 @@ def load_model(
     device: torch.device,
     lora: LoraConfig | None = None,
 ) -> Decoder:
-    """Return the model of a folder in evaluation mode. lora: adds new adapters; None: none."""
+    """Return the model of a folder in evaluation mode. lora: adds new adapters; None: adds none."""
     model = build_meta(spec, dtype)
     if lora is not None:
         add_adapters(model, lora, dtype)
@@ -278,6 +276,7 @@ def check_with_peft(
         if isinstance(peft_model, str):
             return f"note: not opened with PEFT: {peft_model}"
         logits = compute_logits(peft_model, vocab_size, spec.max_positions)
+    # Logits of a resized vocabulary cannot be compared with the base's.
     trained_base = trained[1] if trained[1].shape == trained[0].shape else None
     comparison = compare_logits(trained[0], logits, trained_base)
     steady_comparison = _compare_steady(trained[0], logits=logits, base=trained_base, dtype=dtype)

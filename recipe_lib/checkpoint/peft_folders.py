@@ -102,7 +102,7 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
 
     Args:
         model: with adapters, materialized, plain or sharded.
-        spec: of the base.
+        spec: sizes and kinds of the base, as its config.json gives them.
         folder: of the adapter.
         some: leave modules without an adapter in the folder as `init_adapters` made them (B is
             zero); otherwise such a module is an error.
@@ -176,7 +176,7 @@ def _fill_module(
     settings = target.settings
     is_stack = is_stacked(adapter, module, parts=num_parts, rank=settings.rank)
     # In a stack of one adapter for each part, this part's columns of B and rows of A begin here.
-    first_rank = number * settings.rank if is_stack else 0
+    rank_offset = number * settings.rank if is_stack else 0
     rank = settings.rank if is_stack else adapter.config.get_rank(module)
     if rank > settings.rank:
         raise CheckpointError(
@@ -203,7 +203,7 @@ def _fill_module(
         source = file.get_slice(entries[suffixes[0]][0])
         for local, (row, column) in get_local_parts(suffixes[0]):
             local.zero_()
-            rows = source[first_rank + min(row, rank) : first_rank + min(row + len(local), rank)]
+            rows = source[rank_offset + min(row, rank) : rank_offset + min(row + len(local), rank)]
             local[: len(rows)].copy_(rows[:, column : column + local.shape[1]])
 
         # B `[out, r]`: a fused module has the rows of all its parts.
@@ -211,7 +211,7 @@ def _fill_module(
         for local, (row, _) in get_local_parts(suffixes[1]):
             local.zero_()
             rows = source[part.start + row : part.start + row + len(local)][
-                :, first_rank : first_rank + rank
+                :, rank_offset : rank_offset + rank
             ]
             # Not multiplied by a ratio of 1, so that the weights are loaded bit for bit.
             local[:, :rank].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
@@ -252,12 +252,12 @@ def _fill_experts(
         ):
             local.zero_()
             begin = offset[dim]
-            num_ranks = min(max(rank - begin, 0), local.shape[dim])
+            num_rows = min(max(rank - begin, 0), local.shape[dim])
             part = [
                 slice(start, start + size) for start, size in zip(offset, local.shape, strict=True)
             ]
-            part[dim] = slice(begin, begin + num_ranks)
-            local.narrow(dim, 0, num_ranks).copy_(factor[tuple(part)])
+            part[dim] = slice(begin, begin + num_rows)
+            local.narrow(dim, 0, num_rows).copy_(factor[tuple(part)])
 
 
 def export_adapter(

@@ -185,6 +185,7 @@ def _write_settings(
             if token is not None and role not in named_roles
         }
         config = role_texts | config
+    # A padding token alone is no reason to write the file.
     is_written = source is not None or config != source_config
     if is_written and tokenizer is not None and pad_id is not None and pad_id != tokenizer.pad_id:
         config["pad_token"] = tokenizer.get_token_bytes(pad_id).decode("utf-8", errors="replace")
@@ -207,8 +208,8 @@ _SAMPLES = (
 def make_tokenizer_json(tokenizer: Tokenizer) -> str | None:
     """Return the text of a tokenizer.json for a sentencepiece model; None if it cannot be written.
 
-    It must give the tokenizer's own ids for some texts, alone and after special tokens; else None
-    is returned.
+    None is also returned if the result encodes some texts, alone and after special tokens, to other
+    ids than the tokenizer does, and if `tokenizer` is of another kind.
     """
     vocabulary = tokenizer.vocabulary
     if not isinstance(vocabulary, SentencePieceVocabulary):
@@ -254,8 +255,11 @@ def _build_byte_pairs(model: SentencePieceProcessor, scores: dict[str, float]) -
     """Return the BPE model of a sentencepiece model.
 
     Every two pieces that together are a third one become a merge, the highest score first.
+
+    scores: piece -> score, in the order of ids.
     """
     ids = {piece: index for index, piece in enumerate(scores)}
+    # (minus the score of the merged piece, ids of the two pieces, the two pieces).
     merges: list[tuple[float, int, int, str, str]] = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):

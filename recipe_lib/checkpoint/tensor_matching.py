@@ -133,6 +133,7 @@ def match_tensors(
         # A causal language model gets a new head, which starts at random.
         entries = [entry for entry in entries if entry.our_name != SCORE]
     plain_entries = [entry for entry in entries if entry.made is None and entry.view is None]
+    # Name in the files -> the shape that the tensor must have.
     expected = compute_file_shapes(plain_entries, shapes)
     views = [entry.view for entry in entries if entry.view is not None]
     # Name in the file -> shape and types of a tensor that a view takes.
@@ -144,6 +145,7 @@ def match_tensors(
     conversion_inputs = set[str]().union(
         *(entry.made.names() for entry in entries if entry.made is not None)
     )
+    # Name of a tied tensor that the files have too -> entry of the parameter that it must equal.
     copies = find_tied_copies(spec, entries, tensors)
     expected |= {
         copy: expected[entry.file_name]
@@ -160,7 +162,7 @@ def match_tensors(
         for name in tensors
         if tensors[name].entry.dtype not in readable.get(name, READABLE_TYPES)
     }
-    with_shapes = {name: tensors[name] for name in tensors.keys() - unreadable}
+    readable_tensors = {name: tensors[name] for name in tensors.keys() - unreadable}
     faults = [
         *describe_foreign_tensors(
             spec,
@@ -170,7 +172,7 @@ def match_tensors(
         ),
         _find_type_fault(folder, {name: tensors[name] for name in weights & unreadable}, readable),
         # The shape of a tensor of another type says nothing: packed codes have fewer columns.
-        find_shape_fault(folder, expected, with_shapes),
+        find_shape_fault(folder, expected, readable_tensors),
         _find_conversion_fault(folder, entries, shapes=shapes, tensors=tensors),
     ]
     raise_faults(CheckpointError, faults)
