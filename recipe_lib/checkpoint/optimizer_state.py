@@ -3,7 +3,7 @@
 `resumable_state` calls all of it. Tensors are named `model/PARAMETER` and
 `optimizer/STATE/PARAMETER`, e.g. `optimizer/exp_avg/model.norm.weight`; everything else is JSON. A
 state has a hash of the frozen weights and the settings of the adapters, so that it is never loaded
-with others. `Holders` says which ranks have which parameters; "collective": all ranks must call.
+with others. `Holders` says which ranks have which parameters. "Collective": all ranks must call.
 """
 
 import hashlib
@@ -408,9 +408,10 @@ def _sum_bits(name: str, parameter: torch.Tensor, holders: Holders) -> torch.Ten
 def gather_adapter_use(
     model: nn.Module, world: RankGroup, holders: Holders
 ) -> dict[str, Any] | None:
-    """Return the values of the section `lora` without which the adapters' numbers mean nothing.
+    """Return the settings without which the adapters' weights mean nothing. Collective.
 
-    None if the model has no adapters. Collective.
+    They are `rank`, `scaling`, `dora`, `targets` (of lora.target_modules) and `quantize` (kind of
+    the frozen weights, or `none`). None if the model has no adapters.
     """
     adapted = {
         name: module for name, module in model.named_modules() if isinstance(module, AdaptedModule)

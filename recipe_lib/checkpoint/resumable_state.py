@@ -135,6 +135,8 @@ def save_state(
     settings: dict[str, Any] = {
         "extra": extra,
         "optimizer": optimizer_settings,
+        # What the loading run's model must have too: adapters of these settings, frozen weights of
+        # this hash.
         "adapters": gather_adapter_use(model, world, holders),
         "frozen": hash_frozen_parameters(model, world, holders),
         # The order of the rows of fused matrices, which depends on the tensor parallel size.
@@ -418,7 +420,7 @@ def has_adapters(path: Path) -> bool:
     return read_state_json(path).get("adapters") is not None
 
 
-# Return the contents of state.json. with_optimizer: raise CheckpointError if it has none.
+# Return the contents of state.json. with_optimizer: raise CheckpointError if it has no optimizer.
 def _read_settings(path: Path, with_optimizer: bool) -> dict[str, Any]:
     saved = read_state_json(path)
     if with_optimizer and saved.get("optimizer") is None:

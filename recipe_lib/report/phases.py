@@ -62,6 +62,7 @@ class _Screen:
             if self._thread is None:
                 self._streams = [(name, getattr(sys, name)) for name in ("stdout", "stderr")]
                 for name, stream in self._streams:
+                    # Standard output only if it is a terminal: a file has nothing to erase.
                     if stream.isatty() or name == "stderr":
                         setattr(sys, name, _Above(self, stream))
                 self._wake = threading.Event()

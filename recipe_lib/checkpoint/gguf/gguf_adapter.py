@@ -78,7 +78,8 @@ class Architecture:
     metadata: dict[str, Any]
     # What llama.cpp does not compute as the model was trained, a line each.
     notes: tuple[str, ...] = ()
-    # Name of a tensor of the file -> factors of the rotary embedding's frequencies, a pair each.
+    # Name of a tensor of the file -> factors of the rotary embedding's frequencies, one for each
+    # pair of channels.
     rope_tables: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
@@ -150,9 +151,10 @@ def _find_unsupported(spec: DecoderSpec) -> str | None:
     The text is the middle of an error line.
     """
     family = spec.family
-    pattern = _PATTERNS.get(family, 1)
-    expected_windows = tuple((layer + 1) % pattern != 0 for layer in range(spec.num_layers))
-    scale = spec.head_width**-0.5
+    period = _PATTERNS.get(family, 1)
+    # True for layers that have a window in llama.cpp.
+    expected_windows = tuple((layer + 1) % period != 0 for layer in range(spec.num_layers))
+    scale = spec.head_width**-0.5  # of attention scores, in llama.cpp
     if _WIDE_SCALE.get(family) == spec.num_layers:
         scale = (spec.width // spec.num_heads) ** -0.5
     has_softcaps = spec.attention_softcap is not None and spec.logit_softcap is not None
@@ -173,7 +175,7 @@ def _find_unsupported(spec: DecoderSpec) -> str | None:
         "found final_logit_softcapping": (
             family not in ("gemma2", "gemma3") and spec.logit_softcap is not None
         ),
-        f"found windows in other layers than all but every {pattern}.": (
+        f"found windows in other layers than all but every {period}.": (
             family in _PATTERNS
             and any(spec.windows)
             and tuple(window is not None for window in spec.windows) != expected_windows
