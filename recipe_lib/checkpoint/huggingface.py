@@ -280,7 +280,8 @@ def _copy_overlap(
     end_row = min(offset[0] + local.shape[0], start + value.shape[0])
     if first_row < end_row:
         columns = tuple(
-            slice(at, at + size) for at, size in zip(offset[1:], local.shape[1:], strict=True)
+            slice(begin, begin + size)
+            for begin, size in zip(offset[1:], local.shape[1:], strict=True)
         )
         rows = value[(slice(first_row - start, end_row - start), *columns)]
         local[first_row - offset[0] : end_row - offset[0]].copy_(rows)
@@ -375,7 +376,7 @@ def _read_along(dim: int, source: Any, *, local: torch.Tensor, offsets: tuple[in
             _read_along(dim + 1, source, local=piece, offsets=starts)
         else:
             ranges = zip(starts, piece.shape, strict=True)
-            piece.copy_(source[tuple(slice(at, at + size) for at, size in ranges)])
+            piece.copy_(source[tuple(slice(begin, begin + size) for begin, size in ranges)])
 
 
 _SAMPLE_COLUMNS = 64  # numbers of a row that a base's fingerprint takes
@@ -468,7 +469,7 @@ def find_untrained_embeddings(
     with Reader(headers) as reader:
         embedding = reader.open_entry(entry, torch.float32)
         sample = np.unique(np.linspace(0, num_rows - 1, min(SAMPLE, num_rows)).astype(int))
-        sample_rows = [embedding[at : at + 1].float().flatten() for at in sample.tolist()]
+        sample_rows = [embedding[index : index + 1].float().flatten() for index in sample.tolist()]
         usual_norm = torch.stack(sample_rows).norm(dim=1).median()
         rows = {
             token: embedding[token : token + 1].float().flatten()

@@ -171,7 +171,7 @@ class Holders:
         """Return the names of the model's tensors in a saved state.
 
         They are the trained parameters and the buffers. If no parameter is trained, they are all
-        parameters and buffers: such a model is only read from, never saved.
+        parameters and buffers: such a model is loaded to be read, not to be trained.
         """
         saved_kinds = {TRAINED if TRAINED in self.kinds.values() else FROZEN, BUFFER}
         return [name for name, kind in self.kinds.items() if kind in saved_kinds]
@@ -187,6 +187,7 @@ class Holders:
             return False
         if not isinstance(tensor, DTensor):
             return self.rank == self.leader
+        # (this rank's index in a dimension of the mesh, placement in that dimension).
         coordinates = zip(tensor.device_mesh.get_coordinate() or [], tensor.placements, strict=True)
         return not any(placement.is_replicate() and index for index, placement in coordinates)
 
@@ -232,7 +233,7 @@ def find_holders(model: nn.Module, world: RankGroup) -> Holders:
         for name, parameter in model.named_parameters()
     }
     kinds_here |= dict.fromkeys(list_persistent_buffers(model), BUFFER)
-    part_here = list(kinds_here.items())
+    part_here = list(kinds_here.items())  # this rank's part of the model: [(name, kind)]
     leaders = (0,) * world.size
     if getattr(world, "pipeline", None) is not None:
         # Hashes first: the lists of names are long, and few ranks have different ones.

@@ -500,7 +500,7 @@ def _reorder_fused(
         in_file_order = restore_file_order(gather_whole(tensor), saved_order)
         for part, offset in list_local_parts(model, name, tensor):
             ranges = zip(offset, part.shape, strict=True)
-            part.copy_(in_file_order[tuple(slice(at, at + size) for at, size in ranges)])
+            part.copy_(in_file_order[tuple(slice(begin, begin + size) for begin, size in ranges)])
 
 
 def _make_targets(

@@ -188,7 +188,7 @@ _WHOLE_BYTES = 4 * MIB
 _BLOCKS = 64  # number of blocks that are hashed
 _BLOCK_BYTES = 2**16
 
-Listing = dict[str, str]  # file name -> "size:hash"
+Listing = dict[str, str]  # file name -> "size:hash", see `describe_file`
 
 
 @dataclass
@@ -198,9 +198,9 @@ class OutputRecord:
     # Name of a folder -> listings of what was published under it. There are two only while
     # `publish` exchanges the folder: that of the new one, then that of the old one.
     folders: dict[str, list[Listing]] = field(default_factory=dict)
-    # Names of published folders that are of a run which another one replaces.
+    # While a new run replaces an earlier one: names of the folders that the earlier one published.
     earlier: list[str] = field(default_factory=list)
-    # Folders with that run's states and records.
+    # Names of the folders to which the earlier run's states and records were moved.
     kept: list[str] = field(default_factory=list)
     # Files that trackers have written, by their paths in `trackers/`.
     trackers: list[str] = field(default_factory=list)

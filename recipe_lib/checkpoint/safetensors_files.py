@@ -226,7 +226,9 @@ def have_same_numbers(first: Any, second: Any) -> bool:
         return False
     parts: list[Any] = [...]  # a number by itself has no rows
     if shape:
-        parts = [slice(at, at + _COMPARED_ROWS) for at in range(0, shape[0], _COMPARED_ROWS)]
+        parts = [
+            slice(start, start + _COMPARED_ROWS) for start in range(0, shape[0], _COMPARED_ROWS)
+        ]
     for part in parts:
         rows = first[part]
         if not torch.equal(rows, second[part].to(rows.dtype)):
@@ -240,7 +242,7 @@ def _get_shape(opened: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to be written: its name in the file, type and shape."""
+    """A tensor that is to be written into a file."""
 
     name: str
     dtype: torch.dtype
