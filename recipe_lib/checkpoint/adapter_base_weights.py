@@ -289,6 +289,8 @@ def _drop_untrained(
     """Return the saved tensors that change the base, by its names.
 
     A copy that PEFT saves untrained changes it only by another number of rows.
+
+    base_tensors: of the base, by PEFT's names.
     """
     changes = {}
     for name, tensor in adapter.saved.items():
@@ -401,7 +403,10 @@ def _list_missing(
     saved: Mapping[str, SavedTensor],
     base_tensors: Mapping[str, _BaseTensor],
 ) -> list[str]:
-    """Return lines for tensors that the config promises, and for those that it does not name."""
+    """Return lines for tensors that adapter_config.json names and the file lacks, and the reverse.
+
+    saved: the tensors that change the base. base_tensors: of the base, by PEFT's names.
+    """
     faults = [
         f"{adapter.path}: has no {name}, which modules_to_save names; {_DOWNLOAD}"
         for name in sorted(base_tensors)

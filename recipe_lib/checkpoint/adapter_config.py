@@ -213,7 +213,10 @@ class AdapterConfig:
         return list_spellings(parameter if is_named or module.experts else module.name)
 
     def _find_number(self, key: str, module: FileModule, default: float) -> float:
-        """Return the rank or alpha that the first matching pattern of a key gives a module."""
+        """Return the rank or alpha that the first matching pattern of a key gives a module.
+
+        key: `rank_pattern` or `alpha_pattern`. default: of a module that no pattern matches.
+        """
         patterns: Mapping[str, float] = getattr(self, key)
         if not patterns:
             return default

@@ -272,7 +272,8 @@ def _read_checked(
 ) -> tuple[AdapterFile, ModelSpec, SavedWeights]:
     """Return the adapter, the spec of the base, and the full weights in the adapter's file.
 
-    Raises CheckpointError if base and adapter do not fit each other.
+    implementation: of the base, see `read_trained_spec`. Raises CheckpointError if base and adapter
+    do not fit each other.
     """
     adapter = read_adapter(adapter_folder)
     if SCORE in adapter.extras:
@@ -383,7 +384,10 @@ class _MergedWeights:
         return self._quantize != "none" and can_quantize(columns, rows, self._quantize)
 
     def _read_experts(self, name: str, module: FileModule | None) -> Tensor:
-        """Return the parameter `[E, o, i]` of a layer's experts, with their adapter if any."""
+        """Return the parameter `[E, o, i]` of a layer's experts, merged with their adapter.
+
+        module: in the files; None: the experts have no adapter.
+        """
         with Reader(self._tensors) as reader:
             weight = reader.open_entry(self._entries[name], self._dtype)[:].to(self._dtype)
         if self._is_rounded(*weight.shape[1:]):

@@ -344,9 +344,9 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path) -> No
 
 
 def _make_row_reader(source: Any, offset: int) -> Callable[[int, int, slice], torch.Tensor]:
-    """Return a function that reads rows, or columns of them, of a weight.
+    """Return a function of (start, stop, columns) that reads rows of a weight, or parts of them.
 
-    offset: the row of the file's tensor at which the weight begins.
+    source: slices of the opened tensor. offset: its row at which the weight begins.
     """
     return lambda start, stop, columns: source[offset + start : offset + stop, columns]
 
@@ -365,7 +365,10 @@ def read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> Non
 
 
 def _read_along(dim: int, source: Any, *, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
-    """Copy a part in pieces along a dimension, or the next one where a single row is too large."""
+    """Copy as `read_part` does, in pieces along dimension `dim`.
+
+    A single row that has more than READ_BYTES is cut along the next dimension.
+    """
     num_rows = local.shape[dim]
     row_bytes = local.numel() // num_rows * 8  # no readable type is wider than 8 bytes
     rows_at_once = max(1, READ_BYTES // row_bytes)

@@ -191,7 +191,10 @@ def write_model(
 
 
 def describe_extra_fault(names: Collection[str]) -> str:
-    """Return the error text for an export of a model with parameters that a recipe added."""
+    """Return the error text for an export of a model with parameters that a recipe added.
+
+    names: of these.
+    """
     return (
         f"found {name_first(names)}, which the recipe added and no other program knows; "
         "set checkpoint.extra_parameters=save to write it too, or checkpoint.save_model=false"
@@ -464,7 +467,7 @@ def _begin_folder(
 
     Return its path, as text for JSON.
 
-    copied: files that will be copied into the folder.
+    shards: file name -> the tensors in it. copied: files that will be copied into the folder.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(out.parent, out.name)  # first: they take up the space
@@ -522,7 +525,10 @@ def list_model_files(
 def export_config(
     source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return the config.json of an export: the source's, with its own dtype and architecture."""
+    """Return the config.json of an export.
+
+    source_config: the config.json that the spec was read from. dtype: of the exported weights.
+    """
     is_external = isinstance(spec, ExternalSpec)
     # Of a multimodal model only the text model is trained and written.
     source = source_config if is_external else get_text_config(source_config)

@@ -456,7 +456,7 @@ def _compare_steady(
 ) -> Comparison:
     """Return the comparison of logits that decides whether two models are the same.
 
-    In 16 bits only the half of the tokens that differ least is compared.
+    If `dtype` has 16 bits, only the half of the tokens that differ least is compared.
     """
     if dtype.itemsize >= torch.float32.itemsize:
         return compare_logits(trained, logits, base)

@@ -76,7 +76,7 @@ def list_model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Te
 
 
 def get_parameter_name(full_name: str) -> str:
-    """Return the parameter or buffer that a saved tensor belongs to."""
+    """Return the name of the parameter or buffer that a saved tensor belongs to."""
     # `model/NAME` has one part before the name, `optimizer/STATE/NAME` two.
     return full_name.split("/", 1 if full_name.startswith(f"{MODEL}/") else 2)[-1]
 

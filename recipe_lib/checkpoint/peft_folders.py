@@ -405,7 +405,8 @@ def _make_fields(
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
-    saved: names of the modules with extra parameters on all ranks.
+    base: name or folder of the base. saved: names of the modules with extra parameters on all
+    ranks. is_multimodal: see `_plan_file`.
     """
     is_scored = has_score_head(spec)
     # A dict keeps the model's order and has each name once.
@@ -433,7 +434,11 @@ def _make_fields(
 def _choose_target_modules(
     modules: list[FileModule], spec: ModelSpec, is_multimodal: bool
 ) -> list[str] | str:
-    """Return target_modules for PEFT: the last parts of the modules' names, if these are unique."""
+    """Return target_modules for PEFT.
+
+    They are the last parts of the modules' names; full names or a pattern if PEFT would take these
+    for other modules too.
+    """
     ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules if not module.parameter})
     if isinstance(spec, ExternalSpec):
         names = {module.name for module in modules}
@@ -456,7 +461,10 @@ def _make_metadata(
     base_folder: Path | None,
     source_config: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Return the metadata of the tensor file: PEFT's key, and facts on the base for merging."""
+    """Return the metadata of the tensor file: PEFT's key, and facts on the base for merging.
+
+    base_folder: None: its hash is left out. source_config: the base's config.json.
+    """
     metadata = {"format": "pt", BASE_STORAGE: cfg.quantize_base}
     # Quantized weights are left out: their codes and scales have other dtypes than the base.
     stored = find_stored_weights(model)

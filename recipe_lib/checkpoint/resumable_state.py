@@ -296,7 +296,7 @@ def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
 
 
 def _list_candidates(root: Path) -> list[str]:
-    """Return the names of all state folders, newest first, on rank 0.
+    """Return the names of all state folders in `root`, newest first, on rank 0.
 
     Those without a readable manifest come first, so that they are reported.
     """

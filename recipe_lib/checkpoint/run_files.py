@@ -209,9 +209,9 @@ class OutputRecord:
 
 
 def read_record(root: Path) -> OutputRecord | None:
-    """Return the record of an output folder; None without one.
+    """Return the record of the output folder `root`; None without one.
 
-    A record that cannot be used is an empty one: then nothing in the folder is ours.
+    For a record that cannot be used, return an empty one: then nothing in the folder is ours.
     """
     path = root / RECORD
     if not path.is_file():

@@ -148,7 +148,7 @@ def _write_settings(
 
     tokenizer.json is made of a sentencepiece model that has none. source: the tokenizer's own
     tokenizer_config.json; None: it has none. tokenizer: None if it cannot be read. template: None
-    if the tokenizer keeps its own.
+    if the tokenizer keeps its own. pad_id: as for `copy_tokenizer`.
     """
     try:
         source_config: dict[str, Any] | None = {} if source is None else read_object(source)

@@ -99,7 +99,7 @@ def _make_shape(
 
 
 def format_attribute(value: float | str) -> str:
-    """Return a number as an attribute: two digits are enough for a picture."""
+    """Return an attribute as text; a float with two decimals, enough for a picture."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 

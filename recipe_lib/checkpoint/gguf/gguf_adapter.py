@@ -548,7 +548,7 @@ def _list_adapter_tensors(
 ) -> list[GgufTensor]:
     """Return A and B of each module, named after the weight that they change.
 
-    alpha: the one alpha of the file.
+    kind: `f16`, `bf16` or `f32`. alpha: the one alpha of the file.
     """
     names = find_gguf_names(
         architecture.name, spec.num_layers, [f"{module.name}.weight" for module in modules]

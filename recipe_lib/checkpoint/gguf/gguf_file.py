@@ -77,7 +77,8 @@ def _choose_mixed_type(name: str, columns: int, *, layers: int, large: bool, tie
     These are the output projection, and in half of the layers the value projection (`attn_qkv`
     where it is one matrix with query and key) and the down projection.
 
-    name: in the GGUF file. tied: the output projection is the embedding.
+    name: in the GGUF file. layers, large: as for `choose_types`. tied: the output projection is the
+    embedding.
     """
     if name == "output.weight" or (tied and name == "token_embd.weight"):
         return "Q8_0" if columns % BLOCK_SIZES["Q4_K"] else "Q6_K"
@@ -373,7 +374,7 @@ def _fit_shifted(parts: Tensor, levels: int, stretches: list[float]) -> tuple[Te
 
     The errors of larger weights count for more, as in llama.cpp.
 
-    levels: the largest code.
+    levels: the largest code. stretches: see _STRETCHES.
     """
     importance = parts.square().mean(-1, keepdim=True).sqrt() + parts.abs()
     total = importance.sum(-1)
