@@ -1,9 +1,9 @@
 """Find Hugging Face model folders, and load their weights into a model.
 
-Recipes call `find_checkpoint` with a path or hub id (nothing is downloaded here), and
-`load_weights` to fill a model; they import `check_weights`, `check_room` and `export_model` from
-here too. `compute_base_fingerprint` tells one base of adapters from another. An extra parameter is
-one that a recipe added to the model. A spec holds a model's sizes and kinds.
+Runs and commands call `find_checkpoint` with a path or hub id (nothing is downloaded here), and
+`load_weights` to fill a model; `check_weights`, `check_room` and `export_model` are re-exported for
+them. `compute_base_fingerprint` tells one base of adapters from another. An extra parameter is one
+that a recipe added to the model. A spec holds a model's sizes and kinds.
 """
 
 import hashlib

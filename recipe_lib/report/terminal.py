@@ -130,6 +130,7 @@ def put_section(console: Console, section: Section) -> None:
         put(console, section.text, SOFT if section.tree else "", indent=2)
 
 
+# Return a tree as a table whose names are indented by their levels.
 def _make_tree_table(lines: Sequence[TreeLine]) -> Table:
     rows = [
         [f"{'  ' * line.level}{line.name}", line.number, line.share, line.count] for line in lines

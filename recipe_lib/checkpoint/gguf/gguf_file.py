@@ -418,12 +418,10 @@ def _quantize_to_six_bits(numbers: Tensor) -> tuple[Tensor, Tensor]:
 def _pack_six_bits(scales: Tensor, minimums: Tensor) -> Tensor:
     """Return two tensors of codes `[n, 8]` of 6 bits in 12 bytes `[n, 12]`."""
     # Above the 6 bits of the first four parts stand the upper 2 bits of the last four.
-    scale_bytes = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
-    minimum_bytes = minimums[:, :4] | ((minimums[:, 4:] >> 4) << 6)
+    first = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
+    second = minimums[:, :4] | ((minimums[:, 4:] >> 4) << 6)
     # The lower 4 bits of the last four parts share bytes.
-    return torch.cat(
-        [scale_bytes, minimum_bytes, (scales[:, 4:] & 15) | ((minimums[:, 4:] & 15) << 4)], 1
-    )
+    return torch.cat([first, second, (scales[:, 4:] & 15) | ((minimums[:, 4:] & 15) << 4)], 1)
 
 
 def _encode_symmetric_blocks(blocks: Tensor) -> Tensor:
