@@ -1,9 +1,9 @@
 """Find and read the weights of the base that an adapter's file brings along.
 
-PEFT puts them in the place of the base's own. It saves whole tensors (`modules_to_save`, trained
-biases, the embedding and head of a resized vocabulary), rows of some tokens
-(`trainable_token_indices`), and with `lora_bias` a bias of B, which is added to the base's.
-`find_saved` matches them with a base; `SavedWeights` reads them.
+PEFT puts them in the place of the base's own: whole tensors (`modules_to_save`, trained biases, the
+embedding and head of a resized vocabulary), rows of some tokens (`trainable_token_indices`), and
+with `lora_bias` a bias of B, which is added to the base's. `adapter_files` calls `add_saved` while
+it reads a file, then `find_saved` to match the tensors with a base. `SavedWeights` reads them.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,11 +41,12 @@ from recipe_lib.models.weight_names import (
 )
 from recipe_lib.units import name_first
 
+# Names in the base's files: the two matrices with a row for each token.
 EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
 HEAD_WEIGHT = f"{HEAD}.weight"
 VOCABULARY = {EMBEDDING_WEIGHT, HEAD_WEIGHT}
-# What follows a module's name -> what follows it in the base, and the field of SavedTensor. The
-# first that fits counts.
+# End of a tensor's name -> (end of its name in the base, field of SavedTensor). The first that fits
+# counts.
 _ENDINGS = {
     # The rows themselves, though called a delta: not what is added to them.
     ".token_adapter.trainable_tokens_delta": (".weight", "rows"),
@@ -57,24 +58,26 @@ _ENDINGS = {
     ".base_layer.bias": (".bias", "copy"),
     ".base_layer.weight": (".weight", "frozen"),
 }
-FileTensorName = tuple[str, TensorEntry]  # name in the adapter's file, and what its header says
+FileTensorName = tuple[str, TensorEntry]  # name in the adapter's file, entry of its header
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """The parts that an adapter's file has of one tensor of the base. None: not in the file."""
+    """The tensors in an adapter's file for one tensor of the base. None: not in the file."""
 
-    copy: FileTensorName | None = None  # in the base's place
+    copy: FileTensorName | None = None  # trained, takes the base's place
     frozen: FileTensorName | None = None  # a copy that PEFT saves though it was not trained
-    rows: FileTensorName | None = None  # `[tokens, m]`, those of some tokens
+    rows: FileTensorName | None = None  # `[tokens, m]`, trained rows of some tokens
     added: FileTensorName | None = None  # a bias of B, added to the base's
-    again: FileTensorName | None = None  # the copy once more, or the base's own beside it
+    again: FileTensorName | None = None  # `copy` once more, or the base's own tensor beside it
 
 
 def add_saved(saved: dict[str, SavedTensor], name: str, entry: TensorEntry) -> bool:
-    """Add a tensor that is no adapter's to `saved`, under the base's name for it.
+    """Add a tensor of an adapter's file to `saved`, under the base's name for it.
 
-    Return False if it cannot be one of the base.
+    Return False, and add nothing, if it cannot be a tensor of the base.
+
+    name: in the file. entry: of the file's header.
     """
     if not name.startswith(PREFIX):
         return False
@@ -83,10 +86,10 @@ def add_saved(saved: dict[str, SavedTensor], name: str, entry: TensorEntry) -> b
         return False
     base_ending, kind = _ENDINGS.get(ending, ("", "copy"))
     base_name = get_extra_name(name.removesuffix(ending) + base_ending)
-    before = saved.get(base_name, SavedTensor())
-    if kind != "again" and getattr(before, kind) is not None:
+    saved_parts = saved.get(base_name, SavedTensor())
+    if kind != "again" and getattr(saved_parts, kind) is not None:
         return False  # two tensors for one
-    saved[base_name] = replace(before, **{kind: (name, entry)})
+    saved[base_name] = replace(saved_parts, **{kind: (name, entry)})
     return True
 
 
@@ -94,23 +97,25 @@ def add_saved(saved: dict[str, SavedTensor], name: str, entry: TensorEntry) -> b
 class SavedWeights:
     """The saved tensors of an adapter by the parameters of the model that they are for."""
 
-    # Of the adapter's file.
+    # The adapter's file.
     path: Path
-    # Of the base with them: they may resize its vocabulary, and tell embedding and head apart.
+    # Sizes and kinds of the base with these tensors in place: they may resize its vocabulary, and
+    # untie embedding and head.
     spec: ModelSpec
-    # Our parameter -> what is saved of it, and the row of that at which it begins.
+    # Our parameter -> the tensor saved for it, and its first row there (a fused one has several).
     parts: Mapping[str, tuple[SavedTensor, int]] = field(default_factory=dict)
     # Our parameter -> the tokens whose rows are saved, in the order of the rows.
     token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    # Our bias -> factor of the bias that is added to it.
+    # Our bias -> the adapter's scaling, factor of the bias that is added to it.
     scalings: Mapping[str, float] = field(default_factory=dict)
 
     def read_rows(
         self, name: str, start: int, stop: int, read_base: Callable[[], Tensor]
     ) -> Tensor:
-        """Return rows `[start, stop)` of a parameter, with what the adapter has of them.
+        """Return rows `[start, stop)` of a parameter, with those that the adapter replaces.
 
-        read_base: returns these rows of the base; called only where they are needed.
+        name: our parameter; all rows of one that is not saved are the base's. read_base: returns
+        these rows of the base; called only where they are needed.
         """
         if name == HEAD_WEIGHT and getattr(self.spec, "tied", False):
             name = EMBEDDING_WEIGHT
@@ -123,9 +128,9 @@ class SavedWeights:
             rows = read_base() if tensor.copy is None else file.get_slice(tensor.copy[0])[file_rows]
             if tensor.rows is not None:
                 rows = rows.clone()  # they may be the base's own
-                for number, row in enumerate(self.token_rows[name]):
-                    if start <= row < stop:
-                        rows[row - start] = file.get_slice(tensor.rows[0])[number].to(rows)
+                for index, token in enumerate(self.token_rows[name]):
+                    if start <= token < stop:
+                        rows[token - start] = file.get_slice(tensor.rows[0])[index].to(rows)
             if tensor.added is not None:
                 added = file.get_slice(tensor.added[0])[file_rows]
                 rows = rows + added.to(rows) * self.scalings[name]
@@ -133,10 +138,10 @@ class SavedWeights:
 
     @torch.no_grad()
     def put_into(self, model: LanguageModel) -> None:
-        """Give a whole model on one device these weights, and keep the base's for `adapters_off`.
+        """Set these weights in a model on one device; keep the base's in `model.base_weights`.
 
-        Raises CheckpointError for a model that ranks share, and for a weight that is kept in 4 or 8
-        bits.
+        The model computes with the latter while its adapters are disabled. Raises CheckpointError
+        for a weight that is sharded over ranks, or kept in 4 or 8 bits.
         """
         if not self.parts:
             return
@@ -159,7 +164,7 @@ class SavedWeights:
             rows = self.read_rows(name, start=0, stop=num_rows, read_base=parameter.cpu)
             # A copy, since the rows may be the base's own, which are read again without adapters.
             weight = rows.to(parameter, copy=True)
-            # Of rows that the base has not got, as of new tokens, it gets the adapter's.
+            # Rows that the base lacks, as those of new tokens, are the adapter's there too.
             base_weight = weight.clone()
             common_rows = slice(min(len(parameter), len(weight))) if parameter.dim() else ...
             base_weight[common_rows] = parameter[common_rows]
@@ -173,7 +178,10 @@ class SavedWeights:
 
 
 def _set_weight(model: nn.Module, name: str, value: Tensor) -> None:
-    """Set a parameter, and make room in the adapter of a matrix with another number of rows."""
+    """Set a frozen parameter. If it has another number of rows, its adapter gets that many too.
+
+    name: our parameter. value: a Parameter is shared, not copied.
+    """
     owner_name, _, leaf = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     is_resized = owner.get_parameter(leaf).shape != value.shape
@@ -182,7 +190,7 @@ def _set_weight(model: nn.Module, name: str, value: Tensor) -> None:
     setattr(owner, leaf, value)
     if not is_resized:
         return
-    # Of the adapter's tensors, the dimension that is the matrix's rows.
+    # Name of an adapter's tensor -> its dimension that stands for the matrix's rows.
     row_dims = {EMBEDDING_A: 1, LORA_B: 0} | ({} if name == EMBEDDING_WEIGHT else {MAGNITUDE: 0})
     for inner_name, adapter in list(owner.named_parameters()):
         if inner_name in row_dims:
@@ -193,30 +201,32 @@ def _set_weight(model: nn.Module, name: str, value: Tensor) -> None:
             setattr(owner.get_submodule(inner_owner), inner_leaf, resized)
 
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # adapter_files imports this module
     from recipe_lib.checkpoint.adapter_files import AdapterFile
 
+# Ends of error lines.
 _REMEDY = "merge the adapter with PEFT first (merge_and_unload)"
 _DOWNLOAD = "export or download the adapter again"
-_NOTHING = SavedTensor()
+_NOTHING = SavedTensor()  # of a tensor that is not in the file
 
 
 @dataclass(frozen=True)
 class _BaseTensor:
     """A tensor of the base under the name that PEFT has for it."""
 
-    # Our parameters in it.
+    # Our parameters in it; several if the files fuse them.
     entries: tuple[WeightEntry, ...]
+    # In the base's files.
     shape: tuple[int, ...]
 
 
 def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
-    """Return what an adapter's file has of the weights of a base.
+    """Return the weights of a base that an adapter's file has.
 
     Raises CheckpointError, all faults at once, for a name that the base lacks, for another shape,
-    and for what the config says otherwise.
+    and for tensors that adapter_config.json names and the file lacks, or the other way around.
 
-    base: the spec of the base as it is.
+    base: spec of the base as its own files have it.
     """
     config = adapter.config
     if not (adapter.saved or config.saved or config.token_rows or config.biases):
@@ -268,17 +278,19 @@ def _list_base_tensors(base: ModelSpec) -> dict[str, _BaseTensor]:
         if ".mlp.router." in entry.our_name:
             # PEFT has the name of the module; files may have an older one.
             name = entry.our_name.replace(".mlp.router.", f".mlp.{get_router_name(spec)}.")
-        before = base_tensors[name].entries if name in base_tensors else ()
-        base_tensors[name] = _BaseTensor((*before, entry), shapes[entry.file_name])
+        fused_entries = base_tensors[name].entries if name in base_tensors else ()
+        base_tensors[name] = _BaseTensor((*fused_entries, entry), shapes[entry.file_name])
     return base_tensors
 
 
 def _drop_untrained(
     adapter: "AdapterFile", base_tensors: Mapping[str, _BaseTensor]
 ) -> dict[str, SavedTensor]:
-    """Return what of the saved tensors changes the base.
+    """Return the saved tensors that change the base, by its names.
 
-    A copy that PEFT saves untrained does so only if its number of rows is another one.
+    A copy that PEFT saves untrained changes it only by another number of rows.
+
+    base_tensors: of the base, by PEFT's names.
     """
     changes = {}
     for name, tensor in adapter.saved.items():
@@ -293,7 +305,7 @@ def _drop_untrained(
 def _list_name_faults(
     adapter: "AdapterFile", base: ModelSpec, base_tensors: Mapping[str, _BaseTensor]
 ) -> list[str]:
-    """Return what is wrong with the names of the saved tensors, a line for each kind of fault."""
+    """Return a line for each kind of fault in the names of the saved tensors."""
     faults: list[str] = []
     unknown: list[str] = []
     without_base: list[str] = []  # biases of B whose linear in the base has none
@@ -327,7 +339,9 @@ def _list_name_faults(
 def _is_where_peft_looks(adapter: "AdapterFile", name: str, tensor: SavedTensor) -> bool:
     """Return True if a copy has the name under which PEFT looks for it.
 
-    Beside an adapter that is `base_layer`'s, else the plain one.
+    A module with an adapter has its weights inside of `base_layer`, others have them by plain name.
+
+    name: of the tensor in the base.
     """
     if tensor.copy is None:
         return tensor.again is None
@@ -342,11 +356,11 @@ def _find_misfit(
     base_tensors: Mapping[str, _BaseTensor],
     can_resize: bool,
 ) -> str | None:
-    """Return what is wrong with the first tensor that does not fit the base, or None.
+    """Return a line about the first saved tensor that does not fit the base; None: all fit.
 
     One is enough: the others have the same cause.
 
-    can_resize: the vocabulary can have another size.
+    can_resize: the adapter may give the base a vocabulary of another size.
     """
     for name in sorted(saved.keys() & base_tensors.keys()):
         tensor = saved[name]
@@ -389,7 +403,10 @@ def _list_missing(
     saved: Mapping[str, SavedTensor],
     base_tensors: Mapping[str, _BaseTensor],
 ) -> list[str]:
-    """Return lines for tensors that the config promises, and for those that it does not name."""
+    """Return lines for tensors that adapter_config.json names and the file lacks, and the reverse.
+
+    saved: the tensors that change the base. base_tensors: of the base, by PEFT's names.
+    """
     faults = [
         f"{adapter.path}: has no {name}, which modules_to_save names; {_DOWNLOAD}"
         for name in sorted(base_tensors)
@@ -458,10 +475,11 @@ def _find_token_rows(adapter: "AdapterFile", name: str) -> tuple[int, ...]:
 def _settle_vocabulary(
     adapter: "AdapterFile", saved: dict[str, SavedTensor], base: ModelSpec
 ) -> tuple[dict[str, SavedTensor], ModelSpec]:
-    """Return what is saved, and the spec of the base with it.
+    """Return the saved tensors, and the spec of the base with them in place.
 
-    The base may get another vocabulary, or no longer be tied: as in PEFT and transformers, a matrix
-    that is saved for itself is no longer the other's, unless both are the same.
+    The base may get another vocabulary size, or be untied: as in PEFT and transformers, embedding
+    and head are no longer one matrix if one of them is saved by itself, unless both are equal. For
+    a base that stays tied the embedding is returned and no head.
     """
     if isinstance(base, ExternalSpec):
         return saved, base

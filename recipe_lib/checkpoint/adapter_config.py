@@ -2,8 +2,8 @@
 
 `adapter_files.read_adapter` calls `read_adapter_config(folder)`, and `peft_folders.export_adapter`
 calls `make_config_fields`. Every key of the file is read (`READ`), has no effect on what an adapter
-computes (`IRRELEVANT`), or is refused by name: none is silently ignored. Regular expressions are
-matched as PEFT matches them.
+computes (`IRRELEVANT`), or is refused by name: none is silently ignored. A `FileModule` is a module
+under its name in PEFT's files.
 """
 
 import json
@@ -29,11 +29,13 @@ from recipe_lib.tokenizers.template_process import MEMORY, match_patterns
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
-_MAX_BYTES = 16 * 1024**2  # size of the file
+# Larger values are refused.
+_MAX_BYTES = 16 * 1024**2  # size of adapter_config.json
 MAX_RANK = 2**20
 MAX_ROWS = 2**31  # tokens of a vocabulary
 # Keys that select the modules with an adapter.
 SELECTING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+# End of an error line.
 _TYPE_REMEDY = "correct the key, or take the file from where the adapter was trained"
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {}, "none")  # values that turn a feature off
 # Keys without effect on what a trained adapter computes: who made it, how its training started, how
@@ -41,7 +43,7 @@ _EMPTY: tuple[Any, ...] = (None, False, "", [], {}, "none")  # values that turn 
 IRRELEVANT = {
     "auto_mapping",
     "bias",  # which biases were trained: those are in the file
-    # These four belong to initializations that are refused, or that changed only A.
+    # The next four belong to initializations that are refused, or that changed only A.
     "corda_config",
     "eva_config",
     "loftq_config",
@@ -57,6 +59,7 @@ IRRELEVANT = {
     "runtime_config",
     "task_type",
 }
+# Keys that are used: they decide what an adapter computes, or name its base.
 READ = {
     "alpha_pattern",
     "base_model_name_or_path",
@@ -76,6 +79,7 @@ READ = {
     "use_dora",
     "use_rslora",
 }
+# Remedies, the ends of error lines.
 _AGAIN = "train an adapter without it"
 _WITH_PEFT = f"{_AGAIN}, or merge this one with PEFT first (merge_and_unload)"
 # Key of a feature that is not supported -> remedy. PEFT can merge some of these, but not all.
@@ -95,10 +99,10 @@ _UNKNOWN = (
     "remove the key if it changes nothing, or merge the adapter with the release of PEFT that"
     " made it"
 )
-# Initializations (init_lora_weights) that leave the frozen weights as they are. Others change them,
-# so that the adapter belongs to weights of no checkpoint; two of those PEFT repeats, bit for bit,
-# when it loads such an adapter.
+# Values of init_lora_weights, the adapter's initialization, that leave the frozen weights as they
+# are. Others change them, so that the adapter belongs to weights of no checkpoint.
 _STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+# Those that change frozen weights, but that PEFT repeats, bit for bit, when it loads the adapter.
 _REPEATED = ("pissa", "olora")
 
 
@@ -115,11 +119,12 @@ _PLAIN = re.compile(r"\^?(\.\*\\\.)?([\w.]|\\\.)+\$?")
 def find_first_matches(
     patterns: tuple[str, ...], names: tuple[str, ...], where: str, *, whole: bool = False
 ) -> tuple[int | None, ...]:
-    """Return for each name the index of the first pattern that matches it, None without one.
+    """Return for each name the index of the first pattern that matches it; None: none does.
 
-    where: beginning of the error. whole: patterns must match the full name, as `target_modules`
-    does; otherwise its end after a dot, as `rank_pattern` does. Raises CheckpointError for a
-    pattern that is no regular expression, is too long, or takes too long to match.
+    patterns: regular expressions, matched as PEFT does. where: beginning of the error. whole:
+    patterns must match the full name, as `target_modules` does; otherwise its end after a dot, as
+    `rank_pattern` does. Raises CheckpointError for a pattern that is no regular expression, is too
+    long, or takes too long to match.
     """
     too_long = [pattern for pattern in patterns if len(pattern) > MAX_PATTERN_CHARACTERS]
     try:
@@ -146,9 +151,9 @@ class AdapterConfig:
     rank: int
     # lora_alpha, of modules that match no alpha_pattern.
     alpha: float
-    # Whether B A is scaled by alpha / sqrt(rank), not by alpha / rank.
+    # True: B A is scaled by alpha / sqrt(rank), not by alpha / rank.
     rslora: bool
-    # Whether it is a DoRA adapter, with magnitudes.
+    # True: it is a DoRA adapter, with magnitudes.
     dora: bool
     # Name or folder of the model that it was trained on.
     base: str = ""
@@ -163,9 +168,9 @@ class AdapterConfig:
     # End of a module's name, empty for the embedding -> tokens whose rows of its weight are in the
     # file (trainable_token_indices).
     token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    # Whether B has a bias (lora_bias).
+    # True: B has a bias (lora_bias).
     biases: bool = False
-    # Values of the keys SELECTING.
+    # Key of SELECTING -> its value.
     selection: Mapping[str, Any] = field(default_factory=dict)
     # The file, named in errors.
     path: Path = Path(CONFIG_FILE)
@@ -199,13 +204,19 @@ class AdapterConfig:
             )
 
     def _list_spellings(self, module: FileModule) -> list[str]:
-        """Return the names of a module, or of a parameter adapted alone, that PEFT matches."""
+        """Return the names under which PEFT matches patterns with a module.
+
+        They are those of its parameter if that is adapted without the module.
+        """
         parameter = module.full_name if module.parameter else f"{module.name}.weight"
         is_named = any(f".{parameter}".endswith(f".{end}") for end in self.parameters)
         return list_spellings(parameter if is_named or module.experts else module.name)
 
     def _find_number(self, key: str, module: FileModule, default: float) -> float:
-        """Return the rank or alpha that the first matching pattern of a key gives a module."""
+        """Return the rank or alpha that the first matching pattern of a key gives a module.
+
+        key: `rank_pattern` or `alpha_pattern`. default: of a module that no pattern matches.
+        """
         patterns: Mapping[str, float] = getattr(self, key)
         if not patterns:
             return default
@@ -224,7 +235,8 @@ def compute_scaling(alpha: float, rank: int, rslora: bool) -> float:
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Read and check an adapter's config.
 
-    Raises CheckpointError, with all faults at once, also for unsupported features of PEFT.
+    Raises CheckpointError, with all faults at once, for values of a wrong type, missing keys, and
+    features of PEFT that are not supported.
     """
     path = folder / CONFIG_FILE
     fields = _read_json(path, folder)
@@ -271,6 +283,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     return config
 
 
+# Return a line if the initialization `start` (init_lora_weights) changes frozen weights; else None.
 def _find_start_fault(path: Path, start: Any) -> str | None:
     if start in _STARTS and type(start) is not int:  # 1 == True
         return None
@@ -287,7 +300,7 @@ def _find_start_fault(path: Path, start: Any) -> str | None:
 
 
 def _find_layers_fault(path: Path, fields: Mapping[str, Any]) -> str | None:
-    """Return what about the keys of layers makes PEFT refuse the file; None if it loads it."""
+    """Return a line if PEFT refuses the file for the keys that select layers; else None."""
     keys = [key for key in ("layers_to_transform", "layers_pattern") if fields.get(key) is not None]
     if keys and isinstance(fields.get("target_modules"), str):
         return (
@@ -310,9 +323,9 @@ def _show(value: Any) -> str:
 
 
 def list_saved_names(header: Header) -> set[str]:
-    """Return the names of the tensors in an adapter's file that are saved whole.
+    """Return our names of the tensors in an adapter's file that are saved whole.
 
-    They are a recipe's extra parameters, and the weight of a score head.
+    They are parameters that a recipe added to the model, and the weight of a score head.
     """
     names = list_extra_names(header)
     if f"{PREFIX}{SCORE}" in header.tensors:  # which PEFT writes without a mark
@@ -455,16 +468,19 @@ def make_config_fields(
     parameters: Collection[str] = (),
     saved: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the contents of the config of an adapter that is exported.
+    """Return the contents of adapter_config.json for an adapter that is exported.
 
-    base: name of the model that it was trained on. ranks: of each module's adapter, by name; fused
-    modules have their parts' ranks together. parameters: ends of names of those that have an
-    adapter by themselves. saved: modules that are in the file as they are.
+    base: name of the model that it was trained on. ranks: module -> rank of its adapter; a fused
+    module has the sum of its parts' ranks. target_modules: names, or a pattern. parameters: ends of
+    names of parameters that have an adapter without their module. saved: modules that are saved
+    whole.
     """
     # The largest: servers make room for the file's `r`. The scaling is the same everywhere.
     rank = max(ranks.values())
     rank_pattern = {
-        name.rsplit(".", 1)[-1]: lower for name, lower in ranks.items() if lower != rank
+        name.rsplit(".", 1)[-1]: lower_rank
+        for name, lower_rank in ranks.items()
+        if lower_rank != rank
     }
     return {
         "peft_type": "LORA",
@@ -479,7 +495,9 @@ def make_config_fields(
         "target_modules": target_modules,
         "target_parameters": sorted(set(parameters)) or None,
         "rank_pattern": rank_pattern,
-        "alpha_pattern": {name: _scale_alpha(cfg, lower) for name, lower in rank_pattern.items()},
+        "alpha_pattern": {
+            name: _scale_alpha(cfg, lower_rank) for name, lower_rank in rank_pattern.items()
+        },
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

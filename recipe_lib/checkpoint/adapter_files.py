@@ -1,9 +1,9 @@
 """Read the files of a PEFT adapter, and check them against a model, a config and a base model.
 
-`read_adapter(folder)` reads adapter_config.json and the header of the tensor file. `check_fits`
-compares names and shapes with a model's; a run that trains an adapter further calls
-`check_adapter`, which also compares it with the config's section `lora`. `check_base` refuses a
-base with other weights than those it was trained on. `find_unselected` selects modules as PEFT.
+Commands and runs call `read_adapter(folder)`, then `check_fits` (names and shapes against a model)
+and `check_base` (the weights it was trained on); a run that trains it further calls
+`check_adapter`. A `FileModule` is a module as the file names it; it has several modules of ours as
+its parts where the file fuses them (Phi 3's qkv). A target is a word of lora.target_modules.
 """
 
 import re
@@ -63,9 +63,9 @@ from recipe_lib.units import name_first
 BASE_FINGERPRINT = "tune_base"  # hash of the base that the adapter was trained on
 BASE_DTYPE = "tune_base_dtype"  # dtype of the base in training
 BASE_STORAGE = "tune_base_storage"  # value of lora.quantize_base in training
-BASE_IMPLEMENTATION = "tune_base_implementation"  # of a base that is not our own decoder
-SCORE_KEYS = "tune_score_head"  # keys of config.json that belong to a score head, as JSON
-# The keys of config.json that belong to a score head.
+BASE_IMPLEMENTATION = "tune_base_implementation"  # library of a base that is not our own decoder
+SCORE_KEYS = "tune_score_head"  # the base's values of the keys OF_SCORES, as JSON
+# Keys of config.json that belong to a score head.
 OF_SCORES = ("id2label", "label2id", "pad_token_id", "problem_type")
 
 
@@ -84,7 +84,7 @@ class AdapterFile:
     metadata: Mapping[str, str]
     # Name in our model -> a parameter that a recipe added to it, or the weight of a score head.
     extras: Mapping[str, FileTensorName] = field(default_factory=dict)
-    # PEFT's name -> a full weight that the file has in place of the base's (modules_to_save).
+    # Name in the base -> full weights, rows or biases that the file has for it (modules_to_save).
     saved: Mapping[str, SavedTensor] = field(default_factory=dict)
 
     @property
@@ -95,7 +95,9 @@ class AdapterFile:
     def list_modules(self, spec: ModelSpec) -> list[FileModule]:
         """Return the modules of a model that this adapter has matrices for.
 
-        Others of the file's modules are left out; `check_fits` refuses a file with such.
+        Modules of the file that the model lacks are left out; `check_fits` refuses them.
+
+        spec: of the base.
         """
         modules = [
             module for name, module in build_file_modules(spec).items() if name in self.tensors
@@ -104,11 +106,11 @@ class AdapterFile:
         return modules
 
     def read(self, module: str, suffix: str) -> torch.Tensor:
-        """Read a tensor by its module and the suffix of its name."""
+        """Return a tensor by its module and the suffix of its name, such as `lora_A.weight`."""
         return self.read_tensor(self.tensors[module][suffix][0])
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Read a tensor by its name in the file."""
+        """Return a tensor by its name in the file."""
         with safe_open(str(self.path), framework="pt") as file:
             return file.get_tensor(name)
 
@@ -160,9 +162,11 @@ def read_adapter(folder: Path) -> AdapterFile:
 
 
 def read_score_keys(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the keys of config.json, of `OF_SCORES`, that an adapter with a score head has stored.
+    """Return key -> value of config.json for a model with an adapter's score head.
 
-    metadata: of the tensor file; empty if it has none or they cannot be parsed.
+    Empty if the adapter has stored none, or they cannot be parsed.
+
+    metadata: of the tensor file.
     """
     try:
         keys = parse_json(metadata.get(SCORE_KEYS, "{}"))
@@ -177,7 +181,8 @@ def _check_contents(
 ) -> None:
     """Raise CheckpointError for tensors of unknown names or types, and for a file without tensors.
 
-    unknown: names that are none of an adapter's. extras: names of which any type is allowed.
+    unknown: names that are none of an adapter's. extras: parameters that a recipe added, which may
+    be of any type.
     """
     faults = []
     if unknown:
@@ -195,16 +200,16 @@ def _check_contents(
     }
     unreadable = [name for name, dtype in types.items() if dtype not in READABLE_TYPES]
     if unreadable:
-        first = min(unreadable)
+        first_name = min(unreadable)
         faults.append(
-            f"{path}: {first} is of type {types[first]}, expected F32, BF16, F16 or F64; export the"
-            " adapter again"
+            f"{path}: {first_name} is of type {types[first_name]}, expected F32, BF16, F16 or F64;"
+            " export the adapter again"
         )
     raise_faults(CheckpointError, faults)
 
 
 def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
-    """Check an adapter against a model; return the full weights that the file has beside it.
+    """Check an adapter against a model; return the full weights of the base in its file.
 
     spec: of the base model. Raises CheckpointError, with all faults at once, if names or shapes are
     not those of an adapter for this model, and for NaN or infinite values.
@@ -222,6 +227,7 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
     known_modules = build_file_modules(saved.spec)
     unknown_names = adapter.tensors.keys() - known_modules.keys()
     faults: list[str | None] = []
+    # transformers 4 had a linear for each expert, such as `mlp.experts.3.up_proj`.
     single_experts = sorted(name for name in unknown_names if re.search(r"\.experts\.\d+\.", name))
     modules = set(spec.layout().modules) if isinstance(spec, ExternalSpec) else set()
     has_experts = getattr(spec, "mixture", None) is not None or any(
@@ -246,6 +252,7 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
             f"{adapter.path}: {name_first(unknown_names, 'is', 'are')} no module of this model; the"
             f" adapter was made for another base{base}"
         )
+    # PEFT selects the experts' parameters by target_parameters, not by these keys.
     linears = [module for module in adapter.list_modules(saved.spec) if not module.experts]
     faults.append(_find_unselected_fault(adapter, linears))
     module_faults = (
@@ -343,7 +350,8 @@ def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | N
 def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
     """Raise CheckpointError if the adapter was trained on other weights than those in `base`.
 
-    It is told by the hash in the metadata, and by full base weights that the file has.
+    Compares the hash in the adapter's metadata, and frozen weights that PEFT has saved with it; an
+    adapter that has neither passes.
     """
     fingerprint = adapter.metadata.get(BASE_FINGERPRINT)
     if fingerprint is not None and fingerprint != compute_base_fingerprint(spec, base):
@@ -380,6 +388,7 @@ def _find_kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:
     )
 
 
+# Return a line if the adapter has other targets than the config, or lacks some layers; else None.
 def _find_target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str | None:
     expected = {module.name: module for module in find_adapted_modules(spec, cfg)}
     modules = {
@@ -395,12 +404,12 @@ def _find_target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -
         name for name in missing_names if set(list_targets([expected[name]])) & set(targets)
     ]
     if partial_names:
-        first = expected[partial_names[0]]
-        adapted_kind = "layers or matrices" if first.experts else "layers"
+        first_module = expected[partial_names[0]]
+        adapted_kind = "layers or matrices" if first_module.experts else "layers"
         return (
-            f"{adapter.path}: has no adapter for {first.full_name}, though other {adapted_kind}"
-            f" have one; adapters of some {adapted_kind} only cannot be trained on: merge it into"
-            " the base first (tune export --merge)"
+            f"{adapter.path}: has no adapter for {first_module.full_name}, though other"
+            f" {adapted_kind} have one; adapters of some {adapted_kind} only cannot be trained on:"
+            " merge it into the base first (tune export --merge)"
         )
     if missing_names or has_other_targets:
         return (
@@ -416,17 +425,18 @@ def _find_external_target_fault(
 ) -> str | None:
     """Return a line if the adapter has other modules of an external model than the config's.
 
-    External models have no short names of targets as our decoder has, so the line gives the last
-    parts of the modules' names. expected, adapted: names of modules by the config, and in the
-    adapter.
+    External models (of another library) have no short names of targets as our decoder has, so the
+    line gives the last parts of the modules' names.
+
+    expected, adapted: names of modules by the config, and in the adapter.
     """
     if set(expected) == set(adapted):
         return None
-    first = min(set(expected) ^ set(adapted))
-    fault = "has no adapter for" if first in expected else "adapts"
+    first_name = min(set(expected) ^ set(adapted))
+    fault = "has no adapter for" if first_name in expected else "adapts"
     last_parts = sorted({name.rpartition(".")[2] for name in adapted})
     return (
-        f"{adapter.folder}: {fault} {first}, unlike lora.target_modules; set"
+        f"{adapter.folder}: {fault} {first_name}, unlike lora.target_modules; set"
         f" lora.target_modules=[{','.join(last_parts)}]"
     )
 
@@ -448,7 +458,8 @@ def find_used_parts(adapter: AdapterFile, module: FileModule) -> FileModule:
 def is_stacked(adapter: AdapterFile, module: FileModule, parts: int, rank: int) -> bool:
     """Return True if the adapter of a fused module stacks one adapter of `rank` for each part.
 
-    B is block-diagonal then: a part's rows are zero in the columns of the other parts.
+    `peft_folders.export_adapter` writes such. B is block-diagonal then: a part's rows are zero in
+    the columns of the other parts.
 
     parts: number of the module's parts that are adapted.
     """
@@ -500,7 +511,8 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
     PEFT loads only the modules that the keys of adapter_config.json select. The keys are looked at
     in PEFT's order. Return None if PEFT drops no module.
 
-    names: of modules, as in the file. Raises CheckpointError as `find_first_matches`.
+    names: of modules, as in the file. Raises CheckpointError for a pattern that cannot be matched,
+    see `find_first_matches`.
     """
     is_excluded = _match(config, "exclude_modules", names)
     is_targeted = _match(config, "target_modules", names)
@@ -525,7 +537,10 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
 
 
 def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
-    """Return for each name whether the value of a key, ends of names or a pattern, matches it."""
+    """Return for each name True if the value of a key matches it.
+
+    The value is a list of ends of names, or a pattern of whole names.
+    """
     value: Any = config.selection.get(key)
     # PEFT's keyword for every linear but the output head.
     if key == "target_modules" and isinstance(value, str) and value.lower() == "all-linear":

@@ -86,7 +86,7 @@ class Update:
     scaling: float
     # DoRA's magnitudes `[n]` of rows, or with `by_column` `[m]` of columns; None: LoRA.
     lengths: Tensor | None = None
-    # Whether magnitudes are of columns: for an embedding, whose transposed weight PEFT adapts.
+    # True: magnitudes are of columns, as for an embedding, whose transposed weight PEFT adapts.
     by_column: bool = False
 
     def slice_rows(self, start: int, stop: int) -> "Update":
@@ -99,8 +99,8 @@ class Update:
 
         rows: `[rows, m]` of the weight, beginning with row `start`.
         """
-        second = self.second[start : start + len(rows)].to(rows.dtype)
-        return torch.addmm(rows, second, self.first.to(rows.dtype), alpha=self.scaling)
+        lora_b = self.second[start : start + len(rows)].to(rows.dtype)
+        return torch.addmm(rows, lora_b, self.first.to(rows.dtype), alpha=self.scaling)
 
 
 @torch.no_grad()
@@ -111,7 +111,8 @@ def merge_rows(
 
     It is computed in fp32, in fp64 for a weight of fp64.
 
-    read_rows: `(start, stop)` to those rows of the weight. update: None leaves the weight as it is.
+    read_rows: function of (start, stop) that returns those rows of the weight. count: rows of the
+    weight. update: None leaves the weight as it is.
     """
     if update is None:
         for start, stop in _cut_pieces(read_rows, count):
@@ -178,7 +179,7 @@ def merge_adapter(
         base_folder: of the base model.
         adapter_folder: of the adapter.
         out: folder of the merged model.
-        quantize: lora.quantize_base of the run that trained the adapter.
+        quantize: lora.quantize_base (`none`, `nf4`, `int8`) of the run that trained the adapter.
         dtype: of the base in that run.
         ranks: all ranks.
         implementation: of the base, see `read_trained_spec`.
@@ -271,7 +272,8 @@ def _read_checked(
 ) -> tuple[AdapterFile, ModelSpec, SavedWeights]:
     """Return the adapter, the spec of the base, and the full weights in the adapter's file.
 
-    Raises CheckpointError if base and adapter do not fit each other.
+    implementation: of the base, see `read_trained_spec`. Raises CheckpointError if base and adapter
+    do not fit each other.
     """
     adapter = read_adapter(adapter_folder)
     if SCORE in adapter.extras:
@@ -289,7 +291,7 @@ def _read_checked(
 
 
 class _MergedWeights:
-    """The merged parameters: of the base as in the run, with the adapter added."""
+    """The parameters of a merged model: the base's as in the run, with the adapter added."""
 
     def __init__(
         self,
@@ -306,7 +308,8 @@ class _MergedWeights:
         """Set up reading; only headers are read here.
 
         spec: of the merged model. saved: full weights in the adapter's file. base: spec of the
-        base. quantize, dtype: of the base in the run. file_dtype: of tensors that `read` yields.
+        base. quantize, dtype: of the base in the run. file_dtype: of floating-point tensors that
+        `read` yields.
         """
         self._adapter = adapter
         self._saved = saved
@@ -322,14 +325,17 @@ class _MergedWeights:
             self._modules |= {part.module: (module, part) for part in module.parts}
 
     def read(self, name: str) -> Iterator[Tensor]:
-        """Yield a parameter in consecutive pieces of rows; that of a layer's experts as one."""
+        """Yield a merged parameter in consecutive pieces of rows; stacked experts as one piece.
+
+        name: our parameter.
+        """
         if name in self._adapter.extras:
             extra = self._adapter.read_tensor(self._adapter.extras[name][0])
             yield extra.to(self._file_dtype) if extra.is_floating_point() else extra
             return
         shape = self._shapes[name]
         adapted = self._modules.get(name.removesuffix(".weight"))
-        if len(shape) == 3:
+        if len(shape) == 3:  # a layer's experts
             yield self._read_experts(name, None if adapted is None else adapted[0])
             return
         read_rows = self._open(name, shape)
@@ -348,8 +354,8 @@ class _MergedWeights:
     def _open(self, name: str, shape: tuple[int, ...]) -> Callable[[int, int], Tensor]:
         """Return a function `(start, stop) -> [stop - start, m]` that reads rows of a parameter.
 
-        They are as in the run: in its dtype, rounded if it quantized them. Full weights in the
-        adapter's file replace the base's.
+        They are the base's as in the run: in its dtype, rounded if it quantized them. Full weights
+        in the adapter's file replace the base's.
         """
         # The files of a base with a tied head have only the embedding.
         entry = self._entries.get(name) or self._entries[f"{EMBEDDING}.weight"]
@@ -378,7 +384,10 @@ class _MergedWeights:
         return self._quantize != "none" and can_quantize(columns, rows, self._quantize)
 
     def _read_experts(self, name: str, module: FileModule | None) -> Tensor:
-        """Return the parameter `[E, o, i]` of a layer's experts, with their adapter if any."""
+        """Return the parameter `[E, o, i]` of a layer's experts, merged with their adapter.
+
+        module: in the files; None: the experts have no adapter.
+        """
         with Reader(self._tensors) as reader:
             weight = reader.open_entry(self._entries[name], self._dtype)[:].to(self._dtype)
         if self._is_rounded(*weight.shape[1:]):
@@ -414,7 +423,8 @@ def _merge_external(
 
     saved: full weights in the adapter's file. quantize, dtype: of the base in the run that trained
     the adapter. file_dtype: of the files. max_shard_bytes: as for `export_model`. Raises
-    StorageError or CheckpointError; then `out` is as it was.
+    CheckpointError if the adapter has parameters that a recipe added, StorageError if the disk
+    refuses; then `out` is as it was.
     """
     if adapter.extras:
         raise CheckpointError(
@@ -449,7 +459,7 @@ def _merge_external(
         out=out,
         max_shard_bytes=max_shard_bytes,
         world=SingleRank(),
-        **vars(side_files),
+        **vars(side_files),  # its fields have the names of arguments
     )
 
 
@@ -459,7 +469,7 @@ def _merge_matrix(weight: Tensor, update: Update) -> Tensor:
 
 
 def _read_update(adapter: AdapterFile, module: FileModule) -> Update:
-    """Read the adapter of one module in the files."""
+    """Return the adapter of one module in the files, read from them."""
     lengths = adapter.read(module.name, MAGNITUDE) if adapter.config.dora else None
     scaling = adapter.config.compute_scaling(module)
     if module.is_embedding:  # PEFT adapts the transposed weight: A and B change places

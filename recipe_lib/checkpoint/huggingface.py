@@ -1,10 +1,9 @@
 """Find Hugging Face model folders, and load their weights into a model.
 
-A folder is named by its path or by a hub id; nothing is downloaded here: `tune download` does that.
-`load_weights` fills a model that is plain or sharded; each rank reads its own slices from the
-safetensors files and nothing else. Besides: what tells one base from another
-(`compute_base_fingerprint`), and which rows of an embedding were never trained. The names by which
-recipes check and export a folder are handed on.
+Runs and commands call `find_checkpoint` with a path or hub id (nothing is downloaded here), and
+`load_weights` to fill a model; `check_weights`, `check_room` and `export_model` are re-exported for
+them. `compute_base_fingerprint` tells one base of adapters from another. An extra parameter is one
+that a recipe added to the model. A spec holds a model's sizes and kinds.
 """
 
 import hashlib
@@ -91,9 +90,9 @@ def find_checkpoint(path_or_hub_id: str | Path) -> Path:
 def find_adapter_base(folder: str | Path, name: str, *, is_preset: bool = False) -> Path:
     """Return the folder of the base that the adapter in `folder` names.
 
-    name: of the base; a path in it may be one of another machine. is_preset: the base is known to
-    be an architecture with random weights; else its name tells, where there is no such folder.
-    Raises CheckpointError.
+    name: of the base: a hub id, or a path, perhaps one of another machine. is_preset: the base is
+    known to be an architecture with random weights; False: its name tells, if no such folder is
+    there. Raises CheckpointError if the base is not found, or had random weights.
     """
     try:
         if not is_preset:
@@ -111,7 +110,7 @@ def find_adapter_base(folder: str | Path, name: str, *, is_preset: bool = False)
 
 
 READ_BYTES = 256 * MIB  # the most that is copied to host memory at a time
-_CHECKED = 2**24  # elements that are checked for NaN together: isfinite makes a mask of them
+_CHECKED = 2**24  # elements that are checked for NaN together: isfinite makes a mask as large
 
 
 @torch.no_grad()
@@ -119,12 +118,13 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     """Fill the model's parameters in place; each rank reads its own slices and nothing else.
 
     In a pipeline a rank reads the weights of its stages, and checks the tensors of all stages.
-    At most READ_BYTES are in host memory at a time, and as much again while it is cast.
+    At most READ_BYTES are in host memory at a time, and as much again while it is cast. Weights
+    that the model keeps quantized are quantized while they are read, from the rows that hold a
+    rank's blocks; no rank has a whole one. Extra parameters are read if the folder was exported
+    with them, else they start from `reset_parameters` and the seed.
 
     model: materialized, plain or sharded (DTensor) in any dimension, on any device; values are cast
-    to the parameter's type. Quantized weights are quantized while they are read, from the rows that
-    hold a rank's blocks; no rank has a whole one. Extra parameters, which the recipe added, are
-    read if the folder was exported with them, else they start from `reset_parameters` and the seed.
+    to the parameter's type. folder: of a Hugging Face model.
 
     Raises CheckpointError as `check_weights` does, for weights that are not finite, and where model
     or folder has parameters that the other lacks; SetupError as `reset_extra` does.
@@ -187,13 +187,14 @@ def _load_entry(
 
     The parameter is a tensor of a file, or made of several, or decoded from codes.
 
-    stored: name of a weight -> the module that keeps it quantized.
+    parameters: of the model, by our names. stored: name of a weight -> the module that keeps it
+    quantized.
     """
-    holder = stored.get(entry.our_name)
-    if holder is not None:
-        source = reader.open_entry(entry, holder.dtype)
+    quantized_module = stored.get(entry.our_name)
+    if quantized_module is not None:
+        source = reader.open_entry(entry, quantized_module.dtype)
         read_rows = _make_row_reader(source, entry.start) if entry.view is None else source.rows
-        holder.fill_weight(read_rows)
+        quantized_module.fill_weight(read_rows)
         return
     parameter = parameters[entry.our_name]
     source = reader.open_entry(entry, parameter.dtype)
@@ -212,8 +213,10 @@ def _load_converted(
 ) -> None:
     """Fill the parameters that are converted from other tensors, in place.
 
-    Of experts each rank reads those it has. The tensors of one conversion, or of one expert, and
-    their result are in host memory at a time.
+    Each rank reads only the experts it has. In host memory are at a time the tensors of one
+    conversion, or of one expert, and their result.
+
+    parameters: of the model, by our names. tensors: of the files, by their names there.
     """
     stored = find_stored_weights(model)
     with Reader(tensors) as reader:
@@ -250,7 +253,10 @@ def _group_by_conversion(entries: Sequence[WeightEntry]) -> list[tuple[FileConve
 
 
 def _has_rows_in(part: tuple[torch.Tensor, tuple[int, ...]], start: int, stop: int | None) -> bool:
-    """Return True if a rank's part of a parameter has any of the rows from `start` to `stop`."""
+    """Return True if a rank's part of a parameter has any of the rows `[start, stop)`.
+
+    part: (tensor, where it begins in the parameter by dimension). stop: None: up to the last row.
+    """
     local, offset = part
     return bool(local.numel()) and (
         stop is None or not offset or (offset[0] < stop and start < offset[0] + local.shape[0])
@@ -262,21 +268,23 @@ def _copy_overlap(
 ) -> None:
     """Copy what a rank's part and the rows `value` of the parameter have in common.
 
-    offset: where `local` begins in the parameter. start: number of the first row of `value`.
+    local: this rank's part. offset: where it begins in the parameter, by dimension. start: number
+    of the first row of `value`.
     """
     if not local.numel():
         return
     if not offset:  # a number by itself has no rows
         local.copy_(value)
         return
-    first = max(offset[0], start)
-    last = min(offset[0] + local.shape[0], start + value.shape[0])
-    if first < last:
+    first_row = max(offset[0], start)
+    end_row = min(offset[0] + local.shape[0], start + value.shape[0])
+    if first_row < end_row:
         columns = tuple(
-            slice(at, at + size) for at, size in zip(offset[1:], local.shape[1:], strict=True)
+            slice(begin, begin + size)
+            for begin, size in zip(offset[1:], local.shape[1:], strict=True)
         )
-        rows = value[(slice(first - start, last - start), *columns)]
-        local[first - offset[0] : last - offset[0]].copy_(rows)
+        rows = value[(slice(first_row - start, end_row - start), *columns)]
+        local[first_row - offset[0] : end_row - offset[0]].copy_(rows)
 
 
 def find_extras_to_read(
@@ -285,7 +293,9 @@ def find_extras_to_read(
     """Return the names of the model's extra parameters that the folder has.
 
     The weight of an adapter's score head is one of them. Raises CheckpointError for extra
-    parameters that only the folder has.
+    parameters that only the folder has, or has in another shape.
+
+    folder: named in errors. tensors: of its files, by their names there.
     """
     parameters = find_fully_saved_tensors(model)
     exported = {name: tensor for name, tensor in tensors.items() if tensor.extra}
@@ -334,9 +344,9 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path) -> No
 
 
 def _make_row_reader(source: Any, offset: int) -> Callable[[int, int, slice], torch.Tensor]:
-    """Return a function that reads rows, or columns of them, of a weight.
+    """Return a function of (start, stop, columns) that reads rows of a weight, or parts of them.
 
-    offset: the row of the file's tensor at which the weight begins.
+    source: slices of the opened tensor. offset: its row at which the weight begins.
     """
     return lambda start, stop, columns: source[offset + start : offset + stop, columns]
 
@@ -355,7 +365,10 @@ def read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> Non
 
 
 def _read_along(dim: int, source: Any, *, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
-    """Copy a part in pieces along a dimension, or the next one where a single row is too large."""
+    """Copy as `read_part` does, in pieces along dimension `dim`.
+
+    A single row that has more than READ_BYTES is cut along the next dimension.
+    """
     num_rows = local.shape[dim]
     row_bytes = local.numel() // num_rows * 8  # no readable type is wider than 8 bytes
     rows_at_once = max(1, READ_BYTES // row_bytes)
@@ -366,16 +379,16 @@ def _read_along(dim: int, source: Any, *, local: torch.Tensor, offsets: tuple[in
             _read_along(dim + 1, source, local=piece, offsets=starts)
         else:
             ranges = zip(starts, piece.shape, strict=True)
-            piece.copy_(source[tuple(slice(at, at + size) for at, size in ranges)])
+            piece.copy_(source[tuple(slice(begin, begin + size) for begin, size in ranges)])
 
 
 _SAMPLE_COLUMNS = 64  # numbers of a row that a base's fingerprint takes
 
 
 def compute_base_fingerprint(spec: ModelSpec, folder: Path) -> str:
-    """Return a hash of some numbers of every weight, rounded to bf16.
+    """Return a hash of 64 numbers of every weight's middle row, rounded to bf16.
 
-    It is the same for files of other types, sizes or layouts.
+    It is the same for the same weights in files of other types, sizes or layouts.
     """
     digest = hashlib.sha256()
     tensors = read_headers(folder)
@@ -390,7 +403,7 @@ def compute_base_fingerprint(spec: ModelSpec, folder: Path) -> str:
 
 
 def _read_middle(reader: Reader, entry: WeightEntry) -> torch.Tensor:
-    """Return the row in the middle of a parameter, of experts in the middle one."""
+    """Return the row in the middle of a parameter; of stacked experts, one of the middle expert."""
     if entry.made is not None:
         pieces = list(entry.made.pieces())
         input_names = pieces[len(pieces) // 2][2]
@@ -409,11 +422,12 @@ def _read_middle(reader: Reader, entry: WeightEntry) -> torch.Tensor:
 
 
 def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: Path) -> None:
-    """Compare the frozen weights in an adapter's file with the base's. Raises CheckpointError.
+    """Raise CheckpointError if frozen weights in an adapter's file differ from the base's.
 
     PEFT saves frozen weights with an adapted embedding or head.
 
-    copies: our parameter -> the tensor's name in the file.
+    path: the adapter's file. copies: our parameter -> the tensor's name in that file. base: folder
+    of the base.
     """
     if not copies:
         return
@@ -432,7 +446,7 @@ def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: P
             )
 
 
-SAMPLE = 512  # rows whose median norm is the usual one
+SAMPLE = 512  # rows of an embedding whose median norm is taken for the usual one
 TINY = 1e-2  # a row of a hundredth of the usual length was left as it was initialized, or is zero
 
 
@@ -443,9 +457,10 @@ def find_untrained_embeddings(
 
     Vocabularies are padded with rows that no text ever reached: they are zeros, tiny, or copies of
     one vector. So a row counts as untrained if it is next to zero, or the very same as that of
-    another special token. Raises CheckpointError.
+    another of `tokens` and `special`.
 
-    special: ids of all special tokens.
+    folder: of the model. special: ids of all special tokens. Raises CheckpointError if the folder's
+    files cannot be read.
     """
     headers = read_headers(folder)
     entry = next(
@@ -457,7 +472,7 @@ def find_untrained_embeddings(
     with Reader(headers) as reader:
         embedding = reader.open_entry(entry, torch.float32)
         sample = np.unique(np.linspace(0, num_rows - 1, min(SAMPLE, num_rows)).astype(int))
-        sample_rows = [embedding[at : at + 1].float().flatten() for at in sample.tolist()]
+        sample_rows = [embedding[index : index + 1].float().flatten() for index in sample.tolist()]
         usual_norm = torch.stack(sample_rows).norm(dim=1).median()
         rows = {
             token: embedding[token : token + 1].float().flatten()

@@ -55,7 +55,7 @@ from recipe_lib.ops.dtensor_shards import gather_full
 from recipe_lib.units import MIB, name_first
 
 # Keys of the original config.json that are left out of the exported one: they would make other
-# programs run code, or expect quantized weights.
+# programs run code, expect quantized weights, or take the export for the original.
 _DROPPED_KEYS = (
     "auto_map",
     "quantization_config",
@@ -146,7 +146,7 @@ def write_model(
     Args:
         out: folder of the model.
         spec: of the model.
-        parameters: our name -> shape and dtype.
+        parameters: our name -> shape and dtype in the files.
         read: yields a parameter by its name, see `TensorPieces`.
         extras: names of parameters that the model's family does not have.
         config: contents of config.json.
@@ -184,14 +184,17 @@ def write_model(
 
         if reads_alone:
             run_on_all_ranks(world, lambda: check_shared(temporary))
-            own_names = list(shards)[world.rank :: world.size]
-            run_on_all_ranks(world, lambda: write_files(own_names, write_tensor_file))
+            names_here = list(shards)[world.rank :: world.size]
+            run_on_all_ranks(world, lambda: write_files(names_here, write_tensor_file))
         else:
             write_files(shards, partial(write_gathered, world=world))
 
 
 def describe_extra_fault(names: Collection[str]) -> str:
-    """Return the error text for an export of a model with parameters that a recipe added."""
+    """Return the error text for an export of a model with parameters that a recipe added.
+
+    names: of these.
+    """
     return (
         f"found {name_first(names)}, which the recipe added and no other program knows; "
         "set checkpoint.extra_parameters=save to write it too, or checkpoint.save_model=false"
@@ -199,14 +202,17 @@ def describe_extra_fault(names: Collection[str]) -> str:
 
 
 def find_extra_fault(cfg: CheckpointConfig, names: Collection[str]) -> str | None:
-    """Return why a run with these extra parameters cannot start; None if it can."""
+    """Return why a run with these extra parameters cannot start; None if it can.
+
+    names: of the parameters that the recipe added to the model.
+    """
     if not names or not cfg.save_model or cfg.extra_parameters == "save":
         return None
     return f"checkpoint.extra_parameters: {describe_extra_fault(names)}"
 
 
 def make_extra_metadata(names: Collection[str]) -> dict[str, str]:
-    """Return the metadata of a file that names its extra parameters; empty without any."""
+    """Return the metadata of a tensor file that names its extra parameters; empty without any."""
     return {EXTRA_PARAMETERS_KEY: " ".join(sorted(names))} if names else {}
 
 
@@ -214,6 +220,8 @@ def check_room(model: nn.Module, out: Path, world: RankGroup) -> None:
     """Raise StorageError if the disk of `out` has no room for the model. Collective.
 
     A run calls this before it trains, as it would otherwise fail after hours.
+
+    out: folder of the export at the end.
     """
     holders = find_holders(model, world)
     num_bytes_here = sum(
@@ -248,10 +256,13 @@ def plan_tensors(
 
     tensors: those of this rank's stage.
     """
-    rows = [(name, DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in tensors.items()]
+    # As values that JSON holds.
+    plans_here = [
+        (name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()
+    ]
     return {
         name: PlannedTensor(name, DTYPES[dtype], tuple(shape))
-        for name, dtype, shape in chain.from_iterable(holders.gather(rows, world))
+        for name, dtype, shape in chain.from_iterable(holders.gather(plans_here, world))
     }
 
 
@@ -265,8 +276,9 @@ def plan_shards(
 
     Files are named as transformers does.
 
-    max_shard_bytes: bytes of data in a file; a larger tensor has a file of its own. extras: names
-    of the parameters that the model's family does not have; they come last.
+    parameters: our name -> shape and dtype in the files. max_shard_bytes: bytes of data in a file;
+    a larger tensor has a file of its own. extras: names of the parameters that the model's family
+    does not have; they come last.
     """
     layout = build_written_layout(spec)
     if layout is None:
@@ -324,8 +336,8 @@ class TensorPieces:
         self._read = read
         self._parameters = parameters
         self._layout = build_written_layout(spec)
-        self._current: Conversion | None = None
-        self._converted: dict[str, torch.Tensor] = {}
+        self._current: Conversion | None = None  # whose results are in `_converted`
+        self._converted: dict[str, torch.Tensor] = {}  # its tensors that are not written yet
         # Name in the file -> the parameters that it is made of, in row order.
         self._parts: dict[str, list[str]] = {}
         if self._layout is None:
@@ -336,7 +348,7 @@ class TensorPieces:
         self._parts |= {name: [name] for name in extras}
 
     def read_all(self, tensors: Iterable[PlannedTensor]) -> Iterator[torch.Tensor]:
-        """Yield the tensors in consecutive pieces of rows, on rank 0. Collective."""
+        """Yield the tensors' data in consecutive pieces, on rank 0. Collective."""
         # chain keeps no reference to the tensor that it yielded: it is freed before the next one is
         # gathered.
         return chain.from_iterable(self._read_tensor(tensor.name) for tensor in tensors)
@@ -417,7 +429,10 @@ def stage_folder(
         contents: name of a JSON file -> its contents.
         side_files: files beside the weights.
         world: all ranks.
-        pad_id: the padding id in config.json of a model with a score head; None: no such model.
+        pad_id: the padding id in config.json of a model with a score head, which the tokenizer must
+            pad with; None: the tokenizer's own.
+
+    Raises StorageError or CheckpointError on every rank.
     """
     tokenizer_paths = list_tokenizer_files(side_files.tokenizer_folder)
     temporary = Path(run_on_rank_0(world, lambda: _begin_folder(out, shards, tokenizer_paths)))
@@ -450,7 +465,9 @@ def _begin_folder(
 ) -> str:
     """Check the room on the disk and make a temporary folder next to `out`, on rank 0.
 
-    copied: files that will be copied into the folder. Return its path.
+    Return its path, as text for JSON.
+
+    shards: file name -> the tensors in it. copied: files that will be copied into the folder.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(out.parent, out.name)  # first: they take up the space
@@ -508,14 +525,19 @@ def list_model_files(
 def export_config(
     source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return the config.json of an export: the source's, with its own dtype and architecture."""
+    """Return the config.json of an export.
+
+    source_config: the config.json that the spec was read from. dtype: of the exported weights.
+    """
     is_external = isinstance(spec, ExternalSpec)
     # Of a multimodal model only the text model is trained and written.
     source = source_config if is_external else get_text_config(source_config)
     config = {key: value for key, value in source.items() if key not in _DROPPED_KEYS}
     if not is_external:
-        causal = FAMILIES[spec.family].architectures[0]
-        config["architectures"] = [get_score_architecture(spec) if has_score_head(spec) else causal]
+        causal_class = FAMILIES[spec.family].architectures[0]
+        config["architectures"] = [
+            get_score_architecture(spec) if has_score_head(spec) else causal_class
+        ]
     config["tie_word_embeddings"] = spec.tied
     config["dtype"] = str(dtype).removeprefix("torch.")
     return spell_config(config, spec)

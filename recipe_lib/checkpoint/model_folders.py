@@ -16,22 +16,21 @@ from recipe_lib.models.spec import describe_other_weights
 from recipe_lib.reading import read_json, suggest_remedy
 from recipe_lib.units import MIB
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-MAX_INDEX_BYTES = 64 * MIB
-_MANIFEST = "manifest.json"  # of a state
-# The forms that a model is exported in for other programs.
-GGUF_KINDS = ("f16", "bf16", "f32", "q8_0", "q4_k_m")
-ADAPTER_KINDS = ("f16", "bf16", "f32")  # of a GGUF file with an adapter alone
-QUANTIZED_KINDS = ("int4", "int8")
-GROUP_SIZE = 32  # weights of a row that share a scale in int4
+INDEX = "model.safetensors.index.json"  # says which file has which tensor, if there are several
+SINGLE = "model.safetensors"  # the only file of a model without an index
+MAX_INDEX_BYTES = 64 * MIB  # the largest that is read
+_MANIFEST = "manifest.json"  # the file that marks a state to resume from
+GGUF_KINDS = ("f16", "bf16", "f32", "q8_0", "q4_k_m")  # types of weights for `tune export --gguf`
+ADAPTER_KINDS = ("f16", "bf16", "f32")  # those for an adapter alone
+QUANTIZED_KINDS = ("int4", "int8")  # types of weights for `tune export --quantize`
+GROUP_SIZE = 32  # by default, weights of a row that share a scale in int4
 
 
 def find_weights(folder: Path) -> dict[str, str]:
-    """Return the file name of each tensor as the folder's index has it.
+    """Return tensor -> name of its file, as the folder's index has them.
 
-    Empty where `SINGLE` alone has the weights. Raises CheckpointError if there are no weights, and
-    for an index that cannot be read or names files that are missing or elsewhere.
+    Empty if the folder has the single file model.safetensors. Raises CheckpointError if there are
+    no weights, and for an index that cannot be read or names files that are missing or elsewhere.
     """
     # transformers prefers the single file too where a folder has both.
     if (folder / SINGLE).is_file():
@@ -76,10 +75,11 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def find_exported_folder(folder: Path) -> Path:
-    """Return the folder of a model or adapter: `folder` itself, or what the run in it has written.
+    """Return the folder of a model or adapter, given it or the output_dir of the run that wrote it.
 
-    Of a run's output_dir it is the newer one of its model and its adapter. Raises CheckpointError
-    for a run that has written neither, and for a state.
+    In an output_dir it is the newer one of the run's model and adapter. A folder that is none of
+    these is returned as it is. Raises CheckpointError for a run that has written neither, and for a
+    state.
     """
     if (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
         return folder

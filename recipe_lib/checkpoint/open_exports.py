@@ -2,14 +2,8 @@
 
 `tune export` compares logits of a fixed prompt: first as this library reads the export
 (`load_model_with_adapter`, `compare_logits`), then as transformers and PEFT do
-(`check_with_transformers`, `check_with_peft`). With `--quantize` it calls `write_quantized`:
-torchao quantizes the linears of the layers, in a folder that transformers and vLLM load.
-
-    int4   symmetric, a scale for each `group_size` weights of a row
-    int8   symmetric, a scale for each row
-
-Codes of 4 bits have a byte each in the file: torchao 0.18 packs two into one for GPUs only, and
-rounds otherwise there. Embedding and output head stay as they are.
+(`check_with_transformers`, `check_with_peft`). With `--quantize` it calls `write_quantized`. A
+spec (`ModelSpec`) holds a model's sizes and kinds as its config.json gives them.
 """
 
 import os
@@ -68,8 +62,8 @@ from recipe_lib.units import MIB, format_bytes
 
 _ROWS = 2  # sequences of the fixed prompt
 _LENGTH = 32  # tokens of each
-# The most that rounding may change a logit, as a share of the largest one, by dtype: sums in
-# another order, or weights that are rounded once more.
+# Dtype of the models -> the most that rounding may change a logit, as a share of the largest one.
+# Sums in another order round differently, and weights may be rounded once more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
@@ -77,7 +71,7 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, tor
 class Comparison:
     """The difference of an exported model's logits from those of the trained one."""
 
-    # Largest absolute difference of two logits.
+    # Largest absolute difference of a logit from the trained model's.
     difference: float
     # Largest absolute logit of the trained model.
     largest: float
@@ -85,7 +79,10 @@ class Comparison:
     change: float | None
 
     def is_within_rounding(self, dtype: torch.dtype) -> bool:
-        """Return True if rounding explains the difference. NaN never is."""
+        """Return True if rounding explains the difference; False if that is NaN.
+
+        dtype: in which the models computed.
+        """
         return self.difference <= _TOLERANCE[dtype] * max(self.largest, 1e-3)
 
     def __str__(self) -> str:
@@ -112,6 +109,7 @@ def make_adapter_settings(adapter: AdapterFile, spec: ModelSpec) -> LoraConfig:
         alpha=find_usual_scaling(adapter, spec) / compute_scaling(1.0, rank, adapter.config.rslora),
         rslora=adapter.config.rslora,
         dora=adapter.config.dora,
+        # A model of another library has no short names for its modules.
         target_modules=names if isinstance(spec, ExternalSpec) else list_targets(modules),
         quantize_base=adapter.metadata.get(BASE_STORAGE, "none"),
     )
@@ -124,7 +122,7 @@ def load_model(
     device: torch.device,
     lora: LoraConfig | None = None,
 ) -> Decoder:
-    """Return the model of a folder in evaluation mode. lora: adds new adapters; None: none."""
+    """Return the model of a folder in evaluation mode. lora: adds new adapters; None: adds none."""
     model = build_meta(spec, dtype)
     if lora is not None:
         add_adapters(model, lora, dtype)
@@ -132,7 +130,7 @@ def load_model(
     load_weights(model, spec, folder)
     if lora is not None:
         with phase("making adapters"):
-            init_adapters(model, 0)
+            init_adapters(model, 0)  # 0: the seed
     return model.eval()
 
 
@@ -149,8 +147,16 @@ def load_model_with_adapter(
     The adapter's matrices are fp32, or fp64 if the model is. An adapter of some layers only is
     allowed, as the model is not trained further.
 
-    storage: how the frozen weights are kept (`none`, `nf4`, `int8`); None: as in training, which
-    the adapter's file says. Raises CheckpointError if the adapter does not fit the base.
+    Args:
+        folder: of the adapter.
+        spec: of the base.
+        base: folder of the base model.
+        dtype: of the base.
+        device: of the model.
+        storage: how the frozen weights are kept (`none`, `nf4`, `int8`); None: as in training,
+            which the adapter's file says.
+
+    Raises CheckpointError if the adapter does not fit the base.
     """
     adapter = read_adapter(folder)
     check_fits(adapter, spec)
@@ -162,7 +168,10 @@ def load_model_with_adapter(
 
 
 def make_prompt(vocabulary: int, max_positions: int) -> torch.Tensor:
-    """Return the fixed prompt of random tokens `[2, 32]`, shorter where positions are fewer."""
+    """Return the fixed prompt of random token ids `[2, 32]`, shorter if max_positions is.
+
+    vocabulary: number of token ids. All models with the same number have the same prompt.
+    """
     shape = (_ROWS, min(_LENGTH, max_positions))
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
 
@@ -171,7 +180,7 @@ def make_prompt(vocabulary: int, max_positions: int) -> torch.Tensor:
 def compute_prompt_logits(model: Decoder, with_adapters: bool = True) -> torch.Tensor:
     """Return logits `[2, 32, v]` of the fixed prompt, on the CPU.
 
-    The prompt is the same for all models with one vocabulary size.
+    with_adapters: False: of the base alone.
     """
     tokens = make_prompt(model.spec.vocab_size, model.spec.max_positions)
     tokens = tokens.to(next(model.parameters()).device)
@@ -185,8 +194,8 @@ def compare_logits(
 ) -> Comparison:
     """Return how logits of a reloaded model differ from those of the trained one.
 
-    trained, exported, base: logits of one shape. base: of the model without its adapters; None: it
-    has none.
+    trained, exported, base: logits of one shape. base: of the model without its adapters; None: no
+    adapter.
     """
     trained = trained.double()
     return Comparison(
@@ -216,7 +225,8 @@ def check_with_peft(
         spec: of the base.
         dtype: of the base in the run.
         device: on which the models compute.
-        trained: logits of the fixed prompt by this library, with the adapter and of the base alone.
+        trained: logits `[2, 32, v]` of the fixed prompt by this library: (with the adapter, of the
+            base alone).
 
     Raises CheckpointError if PEFT does not open the adapter, or computes other logits. Where the
     check is not possible, the line says why.
@@ -266,6 +276,7 @@ def check_with_peft(
         if isinstance(peft_model, str):
             return f"note: not opened with PEFT: {peft_model}"
         logits = compute_logits(peft_model, vocab_size, spec.max_positions)
+    # Logits of a resized vocabulary cannot be compared with the base's.
     trained_base = trained[1] if trained[1].shape == trained[0].shape else None
     comparison = compare_logits(trained[0], logits, trained_base)
     steady_comparison = _compare_steady(trained[0], logits=logits, base=trained_base, dtype=dtype)
@@ -295,10 +306,11 @@ def check_with_transformers(
 ) -> str:
     """Check a model by opening its folder with transformers; return a line for the log.
 
-    dtype: in which the model is opened. trained: logits of the fixed prompt by this library. base:
-    those of the base alone, if an adapter was merged. Raises CheckpointError if transformers
-    computes other logits. Where the check is not possible, the line says why.
+    dtype: in which the model is opened. trained: logits `[2, 32, v]` of the fixed prompt by this
+    library. base: those of the base alone, if an adapter was merged. Raises CheckpointError if
+    transformers computes other logits. Where the check is not possible, the line says why.
     """
+    # As for PEFT: parts of transformers' models are fp32 even in fp64.
     dtype = torch.float32 if dtype == torch.float64 else dtype
     why_not = _why_not_opened(folder, spec, dtype=dtype, device=device, packages=("transformers",))
     if why_not is not None:
@@ -367,7 +379,8 @@ def _why_not_opened(
 ) -> str | None:
     """Return why a model cannot be compared with other libraries; None if it can.
 
-    folder: of the model that they would open. packages: those that are needed.
+    folder: of the model that they would open. dtype, device: in which and on which it would be
+    opened. packages: those that are needed.
     """
     missing = next((package for package in packages if not has_package(package)), None)
     if missing is not None:
@@ -418,7 +431,8 @@ def _open_adapter(model: Any, adapter: AdapterFile, device: torch.device) -> Any
 def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
     """Raise CheckpointError for a pattern that cannot be matched with the model's names.
 
-    PEFT matches the same patterns without a time limit.
+    A pattern may take forever to match: it is tried here with a time limit, since PEFT then matches
+    it without one.
     """
     names = (*dict(model.named_modules()), *dict(model.named_parameters()))
     selections = [config.selection.get(key) for key in ("target_modules", "exclude_modules")]
@@ -442,7 +456,7 @@ def _compare_steady(
 ) -> Comparison:
     """Return the comparison of logits that decides whether two models are the same.
 
-    In 16 bits only the half of the tokens that differ least is compared.
+    If `dtype` has 16 bits, only the half of the tokens that differ least is compared.
     """
     if dtype.itemsize >= torch.float32.itemsize:
         return compare_logits(trained, logits, base)
@@ -483,16 +497,21 @@ class QuantizedReport:
 def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> QuantizedReport:
     """Write a quantized model as the folder `out`, open it again and compare logits.
 
-    The model is in host memory, for a moment twice.
+    torchao quantizes the linears of the layers; embedding and output head stay as they are.
+    transformers and vLLM load the folder. Codes of 4 bits have a byte each in the file: torchao
+    0.18 packs two into one for GPUs only, and rounds otherwise there. The model is in host memory,
+    for a moment twice.
 
     Args:
         folder: a Hugging Face model that is not quantized.
         out: a folder that does not exist.
-        kind: `int4` or `int8`.
-        group_size: of int4: weights of a row that share a scale.
+        kind: `int4`: symmetric, with a scale for each `group_size` weights of a row; `int8`:
+            symmetric, with a scale for each row.
+        group_size: used by int4 alone.
 
-    Raises CheckpointError, StorageError, or SetupError if transformers is missing. `out` exists
-    then only if the check of the reopened folder fails.
+    Raises CheckpointError if the model cannot be quantized, or computes other logits when it is
+    opened again; StorageError if it cannot be written; SetupError if transformers is missing. `out`
+    exists then only if the check of the reopened folder fails.
     """
     transformers = _import_transformers()
     spec = check_quantizable(folder, kind, group_size)
@@ -501,6 +520,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
     num_bytes = sum(tensor.entry.end - tensor.entry.start for tensor in tensors.values())
     with files.report_storage_faults(), silence_transformers():
         files.remove_leftovers(out.absolute().parent, out.name)  # first: they take the space
+        # The unquantized size, and room for config.json and the tokenizer's files.
         files.require_space(out.absolute().parent, num_bytes + 64 * MIB, "the quantized model")
         quantization = transformers.TorchAoConfig(build_torchao_config(kind, group_size))
         with phase("quantizing"):
@@ -570,7 +590,8 @@ def _import_transformers() -> Any:
 def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
     """Return the spec of a model that torchao can quantize.
 
-    Raises CheckpointError for a model that torchao would leave unquantized or fail at.
+    kind, group_size: as for `write_quantized`. Raises CheckpointError for a model that torchao
+    would leave unquantized or fail at.
     """
     spec = read_trained_spec(read_config(folder), str(folder))
     tensors = read_headers(folder)
@@ -587,6 +608,7 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
         return spec
     for name, tensor in tensors.items():
         shape = tensor.entry.shape
+        # Such as model.layers.0.mlp.up_proj.weight.
         is_linear = ".layers." in name and name.endswith("proj.weight") and len(shape) == 2
         if is_linear and shape[1] % group_size:
             raise CheckpointError(
@@ -598,7 +620,10 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
 
 
 def _open(folder: Path, **more: Any) -> Any:
-    """Return transformers' model in its own dtype. Raises CheckpointError if it does not open."""
+    """Return transformers' model in its own dtype.
+
+    more: arguments of `from_pretrained`. Raises CheckpointError if it does not open.
+    """
     try:
         return open_model(folder, "auto", **more)
     except (OSError, ValueError, RuntimeError, KeyError) as error:

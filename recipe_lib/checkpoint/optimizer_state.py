@@ -1,10 +1,9 @@
 """List what a saved state holds of model and optimizer, and put it back into an optimizer.
 
-Tensors are named `model/PARAMETER` and `optimizer/STATE/PARAMETER`, e.g.
-`optimizer/exp_avg/model.norm.weight`; everything else is JSON. The tensors are those of the
-optimizer itself, sharded as its parameters are, so that nothing is copied and any world size can
-read them again. Of frozen weights a state has a hash alone, and of adapters how they are used, so
-that it is never loaded with others.
+`resumable_state` calls all of it. Tensors are named `model/PARAMETER` and
+`optimizer/STATE/PARAMETER`, e.g. `optimizer/exp_avg/model.norm.weight`; everything else is JSON. A
+state has a hash of the frozen weights and the settings of the adapters, so that it is never loaded
+with others. `Holders` says which ranks have which parameters. "Collective": all ranks must call.
 """
 
 import hashlib
@@ -30,17 +29,18 @@ from recipe_lib.checkpoint.rank_groups import (
 )
 from recipe_lib.errors import CheckpointError
 
-# Given an optimizer's state on the device, returns memory without values where it waits instead.
+# Function for an offloaded optimizer: given a state on the device, returns an empty tensor for it
+# in the memory where it stays between steps. None: it stays on the device.
 PlaceState = Callable[[torch.Tensor], torch.Tensor] | None
 
 # First parts of the names of saved tensors.
 MODEL = "model"
 OPTIMIZER = "optimizer"
-# How a step is computed belongs to the machine it runs on, not to the state.
+# Keys of parameter groups that are not saved: the parameters, which are saved by name, and how a
+# step is computed, which belongs to the machine.
 _IMPLEMENTATION_KEYS = {"params", "fused", "foreach", "capturable", "differentiable"}
-
-_OUR_KEYS = {"state_bits", "master_weights"}  # of optimizers that make their states themselves
-# Each of these keys decides which states there are.
+_OUR_KEYS = {"state_bits", "master_weights"}  # of this library's optimizers alone
+# End of error lines. Each of these config keys decides which states there are.
 _SAME_OPTIMIZER = (
     "resume with the run's own optimizer.name, optimizer.state_bits, optimizer.master_weights and "
     "optimizer.stochastic_rounding"
@@ -49,16 +49,17 @@ _SAME_OPTIMIZER = (
 
 @runtime_checkable
 class MakesStates(Protocol):
-    """An optimizer that makes its states itself, before they are read."""
+    """An optimizer that allocates its states itself, in forms of its own (fewer bits)."""
 
     def make_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return every state tensor of a parameter, by its key."""
 
 
 def list_model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Tensor]:
-    """Return `model/NAME` -> this rank's parameter or buffer, tied ones once.
+    """Return `model/NAME` -> this rank's parameter or persistent buffer, tied ones once.
 
-    Where some parameters are frozen, only the trained ones. Sharded models are resharded first.
+    If some parameters are frozen, only trained ones are returned. The tensors are the model's own,
+    sharded as they are. Sharded models are resharded first.
     """
     # FSDP's hook frees gathered parameters, so that what follows sees the shards.
     state_dict = model.state_dict()
@@ -75,11 +76,12 @@ def list_model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Te
 
 
 def get_parameter_name(full_name: str) -> str:
-    """Return the parameter or buffer that a saved tensor belongs to."""
+    """Return the name of the parameter or buffer that a saved tensor belongs to."""
     # `model/NAME` has one part before the name, `optimizer/STATE/NAME` two.
     return full_name.split("/", 1 if full_name.startswith(f"{MODEL}/") else 2)[-1]
 
 
+# Return parameter -> name; raise ValueError if the optimizer has other tensors.
 def _map_parameter_names(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[torch.Tensor, str]:
@@ -93,9 +95,10 @@ def _map_parameter_names(
 def list_optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """Return `optimizer/STATE/PARAMETER` -> tensor, for every state tensor there is.
+    """Return `optimizer/STATE/PARAMETER` -> the optimizer's own tensor, for every state there is.
 
-    Before the first step there is none.
+    Before the first step there is none. Raises ValueError if a state is not sharded as its
+    parameter is.
     """
     tensors: dict[str, torch.Tensor] = {}
     for parameter, name in _map_parameter_names(model, optimizer).items():
@@ -115,20 +118,20 @@ def list_optimizer_tensors(
 def gather_optimizer_settings(
     model: nn.Module, optimizer: torch.optim.Optimizer, world: RankGroup, holders: Holders
 ) -> dict[str, Any]:
-    """Return what of an optimizer is no tensor, as JSON. Collective.
+    """Return the values of an optimizer that are no tensors, as JSON. Collective.
 
-    `groups` has the parameters' names and the numbers of each parameter group, `states` the states
-    that are no tensors. In a pipeline each rank's optimizer has the parameters of its stages;
-    groups at the same place are one.
+    `groups` is a list with a dict for each parameter group: `parameters` (names) and `values` (key
+    -> value, such as lr). `states` is parameter -> the states that are no tensors. In a pipeline
+    each rank's optimizer has the parameters of its stages; groups of the same index are one.
     """
     parts = holders.gather(run_on_all_ranks(world, lambda: _list_settings(model, optimizer)), world)
     if not holders.is_divided:
         return parts[0]
-    # Of a parameter that two of them have, the first one's counts.
+    # Of a parameter that two stages have, the first one's counts.
     states = dict(chain.from_iterable(part["states"].items() for part in reversed(parts)))
     groups = []
-    for groups_at_place in zip_longest(*(part["groups"] for part in parts)):
-        same_groups = [group for group in groups_at_place if group is not None]
+    for groups_by_part in zip_longest(*(part["groups"] for part in parts)):
+        same_groups = [group for group in groups_by_part if group is not None]
         names = set[str]().union(*(group["parameters"] for group in same_groups))
         groups.append(
             {
@@ -143,6 +146,7 @@ def gather_optimizer_settings(
     }
 
 
+# Return what `gather_optimizer_settings` returns, for this rank's parameters.
 def _list_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     names = _map_parameter_names(model, optimizer)
     groups = [
@@ -189,14 +193,14 @@ def make_optimizer_states(
 ) -> dict[str, torch.Tensor]:
     """Replace the optimizer's states by empty tensors as they were saved; return them by full name.
 
-    The caller fills them.
+    The caller fills them. A full name is `optimizer/STATE/PARAMETER`.
 
-    saved: `optimizer/STATE/PARAMETER` -> type and global shape, those of other ranks' parameters
-    too. where: the state's folder, named in errors. place_state: gives a state the memory where it
-    waits; None: next to its parameter. Raises CheckpointError for states of another optimizer.
+    saved: full name -> type and global shape, those of other ranks' parameters too. where: the
+    state's folder, named in errors. Raises CheckpointError for states of another optimizer.
     """
     names = _map_parameter_names(model, optimizer)
     parameters = {name: parameter for parameter, name in names.items()}
+    # Parameter -> the states that its optimizer has made and `saved` has not named so far.
     unsaved: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     groups: dict[torch.Tensor, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -250,7 +254,10 @@ def _check_own_state(
     shape: tuple[int, ...],
     where: str,
 ) -> torch.Tensor:
-    """Return the state that an optimizer has made, if it has the saved one's type and shape."""
+    """Return the state that an optimizer has made; raise CheckpointError if it is not as saved.
+
+    value: None: it has made none. full_name, dtype, shape: of the saved state.
+    """
     key, name = full_name.split("/", 2)[1:]
     if value is None:
         raise _make_states_fault(
@@ -280,6 +287,8 @@ def describe_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
+# Return zeros for a state of an optimizer of torch, sharded as its parameter; None if the state has
+# another shape than its sharded parameter.
 def _make_empty_state(
     parameter: torch.Tensor, *, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor | None:
@@ -302,10 +311,10 @@ def restore_settings(
     where: str,
     current_groups: list[dict[str, Any]],
 ) -> None:
-    """Set what `gather_optimizer_settings` has saved; CheckpointError if the groups differ.
+    """Set the optimizer's values that are no tensors, as `gather_optimizer_settings` returned them.
 
-    where: the state's folder, named in errors. current_groups: what the optimizers of all ranks
-    have now.
+    saved: of the state. where: the state's folder, named in errors. current_groups: the `groups`
+    of this run. Raises CheckpointError if groups have other parameters or keys.
     """
     current_names = [set(group["parameters"]) for group in current_groups]
     saved_names = [set(group["parameters"]) for group in saved["groups"]]
@@ -339,8 +348,9 @@ def restore_settings(
             optimizer.state[parameters[name]].update(values)
 
 
-_PIECE_ELEMENTS = 2**22  # whose bits are added up at a time
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_PIECE_ELEMENTS = 2**22  # elements whose bits are added up at a time
+# Bytes of an element -> integer type of that size, as which its bits are added up.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def hash_frozen_parameters(
@@ -351,7 +361,7 @@ def hash_frozen_parameters(
     It is made of the sum of every parameter's bits: each rank adds up its own part in place, and
     the sums alone travel. Collective.
 
-    holders: of the model, if they are known.
+    holders: of the model; None: they are looked up.
     """
     # FSDP's hook frees gathered parameters, so that what follows sees the shards.
     model.state_dict()
@@ -382,9 +392,10 @@ def hash_frozen_parameters(
 
 
 def _sum_bits(name: str, parameter: torch.Tensor, holders: Holders) -> torch.Tensor:
-    """Return the sum of this rank's bits of a parameter, int64 `[]`; 0 if another rank counts them.
+    """Return the sum of this rank's part of a parameter as integers, int64 `[]`.
 
-    Integers wrap, so the sum does not depend on the order, as one of floats would.
+    It is 0 if another rank counts the part. Integers wrap, so the sum does not depend on the order,
+    as one of floats would.
     """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     total = torch.zeros((), dtype=torch.int64, device=local.device)
@@ -397,9 +408,10 @@ def _sum_bits(name: str, parameter: torch.Tensor, holders: Holders) -> torch.Ten
 def gather_adapter_use(
     model: nn.Module, world: RankGroup, holders: Holders
 ) -> dict[str, Any] | None:
-    """Return the values of the section `lora` without which the adapters' numbers mean nothing.
+    """Return the settings without which the adapters' weights mean nothing. Collective.
 
-    None if the model has no adapters. Collective.
+    They are `rank`, `scaling`, `dora`, `targets` (of lora.target_modules) and `quantize` (kind of
+    the frozen weights, or `none`). None if the model has no adapters.
     """
     adapted = {
         name: module for name, module in model.named_modules() if isinstance(module, AdaptedModule)
@@ -438,10 +450,13 @@ def check_adapter_use(
     saved, current: see `gather_adapter_use`; of the state, and of the model.
     """
     if (saved is None) != (current is None):
-        trained = ("all weights", "adapters") if saved is None else ("adapters", "all weights")
+        # (in the run that saved, in this run).
+        trained_parts = (
+            ("all weights", "adapters") if saved is None else ("adapters", "all weights")
+        )
         raise CheckpointError(
-            f"{path}: is the state of a run that trained {trained[0]}, this run trains"
-            f" {trained[1]}; resume with the run's own recipe and config"
+            f"{path}: is the state of a run that trained {trained_parts[0]}, this run trains"
+            f" {trained_parts[1]}; resume with the run's own recipe and config"
         )
     if saved is None or current is None:
         return
@@ -454,14 +469,17 @@ def check_adapter_use(
 
 
 def _describe_use(use: dict[str, Any], keys: list[str]) -> str:
-    shown = {
+    texts = {
         key: ", ".join(value) if isinstance(value, list) else value for key, value in use.items()
     }
-    return " and ".join(f"{key} {shown[key]}" for key in keys)
+    return " and ".join(f"{key} {texts[key]}" for key in keys)
 
 
 def check_frozen_hash(path: Path, saved: str | None, current: str | None) -> None:
-    """Raise CheckpointError unless the state at `path` was saved with the same frozen weights."""
+    """Raise CheckpointError unless the state at `path` was saved with the same frozen weights.
+
+    saved, current: see `hash_frozen_parameters`; of the state, and of the model.
+    """
     if saved != current:
         raise CheckpointError(
             f"{path}: was saved with other frozen weights than this run has loaded; resume with the"

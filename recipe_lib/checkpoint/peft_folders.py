@@ -1,10 +1,9 @@
 """Load a PEFT adapter's folder into a model, and export a model's adapters as such a folder.
 
-`load_adapter` reads each rank's own slices. The file's rank, scaling and fused modules (such as
-qkv) may differ from the model's: its matrices are converted while they are read. `export_adapter`
-writes adapter_config.json and adapter_model.safetensors, which PEFT, vLLM and this library read;
-one parameter at a time is gathered and streamed to the disk. "Collective": all ranks must call the
-function. Adapters compute `W x + scaling B A x`, A `[r, in]`, B `[out, r]`.
+A run calls `load_adapter` where it trains an adapter further, and `export_adapter` at its end. A
+`FileModule` is a module as the file names it; its parts are modules of ours, several where the file
+fuses them (Phi 3's qkv). Adapters compute `W x + scaling B A x`, A `[r, in]`, B `[out, r]`.
+"Collective": all ranks must call the function.
 """
 
 import json
@@ -95,19 +94,20 @@ from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec, 
 def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool = False) -> int:
     """Fill the model's adapters from a PEFT adapter; return the number of modules filled.
 
-    An adapter of a lower rank than the model's is padded with zeros, and keeps its rank in
-    training: where A and B are both zero, so are their gradients. If the scalings differ, B is
-    multiplied by their ratio. Parameters that a recipe added are read too. Full weights in the
-    folder replace the base's (`SavedWeights`).
+    Each rank reads its own slices. Modules that the file fuses are split while they are read. An
+    adapter of a lower rank than the model's is padded with zeros, and keeps its rank in training:
+    where A and B are both zero, so are their gradients. If the scalings differ, B is multiplied by
+    their ratio. Parameters that a recipe added are read too. Full weights in the folder replace the
+    base's (`SavedWeights`).
 
     Args:
         model: with adapters, materialized, plain or sharded.
-        spec: of the base.
-        folder: of an adapter that `check_adapter` has accepted.
+        spec: sizes and kinds of the base, as its config.json gives them.
+        folder: of the adapter.
         some: leave modules without an adapter in the folder as `init_adapters` made them (B is
             zero); otherwise such a module is an error.
 
-    Raises CheckpointError if the adapter does not fit the model.
+    Raises CheckpointError if the adapter does not fit the model, or lacks one of its modules.
     """
     adapter = read_adapter(folder)
     saved = check_fits(adapter, spec)
@@ -142,6 +142,7 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
     return len(filled_names)
 
 
+# Fill the parameters that a recipe added to the model, and a score head, from an adapter's file.
 def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
     file_extras = {
         name: FileTensor(adapter.path, entry, extra=True)
@@ -169,13 +170,13 @@ def _fill_module(
 ) -> None:
     """Fill the adapter of one module of ours from a module of the file.
 
-    part: rows of the file's module, which may be fused, that are our module's. number: index of the
-    part among the fused module's adapted parts. num_parts: how many of these there are.
+    part: our module, and its rows of the file's module. number: index of the part among the file
+    module's adapted parts. num_parts: how many of these there are. target: our module's adapter.
     """
     settings = target.settings
     is_stack = is_stacked(adapter, module, parts=num_parts, rank=settings.rank)
     # In a stack of one adapter for each part, this part's columns of B and rows of A begin here.
-    first = number * settings.rank if is_stack else 0
+    rank_offset = number * settings.rank if is_stack else 0
     rank = settings.rank if is_stack else adapter.config.get_rank(module)
     if rank > settings.rank:
         raise CheckpointError(
@@ -189,6 +190,8 @@ def _fill_module(
         )
         return
 
+    # This rank's part of A or B in pieces, each with the row and column of the full matrix at which
+    # it begins.
     def get_local_parts(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         return list_local_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
 
@@ -200,14 +203,16 @@ def _fill_module(
         source = file.get_slice(entries[suffixes[0]][0])
         for local, (row, column) in get_local_parts(suffixes[0]):
             local.zero_()
-            rows = source[first + min(row, rank) : first + min(row + len(local), rank)]
+            rows = source[rank_offset + min(row, rank) : rank_offset + min(row + len(local), rank)]
             local[: len(rows)].copy_(rows[:, column : column + local.shape[1]])
 
         # B `[out, r]`: a fused module has the rows of all its parts.
         source = file.get_slice(entries[suffixes[1]][0])
         for local, (row, _) in get_local_parts(suffixes[1]):
             local.zero_()
-            rows = source[part.start + row : part.start + row + len(local)][:, first : first + rank]
+            rows = source[part.start + row : part.start + row + len(local)][
+                :, rank_offset : rank_offset + rank
+            ]
             # Not multiplied by a ratio of 1, so that the weights are loaded bit for bit.
             local[:, :rank].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
 
@@ -232,12 +237,13 @@ def _fill_experts(
     The file has the experts' A below each other and their B side by side
     (`unstack_expert_factors`).
 
-    name: of our module. rank: of the file. ratio: the file's scaling over the model's.
+    name: of our module. rank: of the file. ratio: the file's scaling over the model's. target: our
+    module's adapter.
     """
     factors = unstack_expert_factors(
         adapter.read(module.name, LORA_A), adapter.read(module.name, LORA_B), module.experts
     )
-    if abs(ratio - 1) >= 1e-6:
+    if abs(ratio - 1) >= 1e-6:  # as in `_fill_module`: a ratio of 1 leaves the bits as they are
         factors = (factors[0], factors[1].double() * ratio)
     # A is `[E, r, i]` and B `[E, o, r]`: the rank is dimension 1 or 2.
     for suffix, factor, dim in zip((LORA_A, LORA_B), factors, (1, 2), strict=True):
@@ -246,12 +252,12 @@ def _fill_experts(
         ):
             local.zero_()
             begin = offset[dim]
-            num_ranks = min(max(rank - begin, 0), local.shape[dim])
+            num_rows = min(max(rank - begin, 0), local.shape[dim])
             part = [
                 slice(start, start + size) for start, size in zip(offset, local.shape, strict=True)
             ]
-            part[dim] = slice(begin, begin + num_ranks)
-            local.narrow(dim, 0, num_ranks).copy_(factor[tuple(part)])
+            part[dim] = slice(begin, begin + num_rows)
+            local.narrow(dim, 0, num_rows).copy_(factor[tuple(part)])
 
 
 def export_adapter(
@@ -315,6 +321,7 @@ def export_adapter(
         cfg,
         base=base,
         modules=modules,
+        # Of all pipeline stages.
         saved=chain.from_iterable(holders.gather(find_extra_modules(model), world)),
         is_multimodal=is_multimodal,
     )
@@ -357,6 +364,7 @@ def compute_file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:
     return max(_compute_rank(module, cfg) for module in find_adapted_modules(spec, cfg))
 
 
+# Return the rank of a module's adapter in an exported file: of a stack, that of all parts together.
 def _compute_rank(module: FileModule, cfg: LoraConfig) -> int:
     return cfg.rank * sum(is_target(part, cfg) for part in module.parts)
 
@@ -369,7 +377,11 @@ def _plan_file(
     dtype: torch.dtype,
     is_multimodal: bool,
 ) -> list[PlannedTensor]:
-    """Return the tensors of a file: the adapters', in the order of the modules, then the extras."""
+    """Return the tensors of a file: the adapters', in the order of the modules, then the extras.
+
+    extras: parameters that are trained without an adapter. dtype: of the adapters. is_multimodal:
+    the base's files have a multimodal model, of which ours is a part.
+    """
     plan: list[PlannedTensor] = []
     for module in modules:
         prefix = f"{PREFIX}{get_file_name(module.name, is_multimodal)}"
@@ -393,7 +405,8 @@ def _make_fields(
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
-    saved: names of the modules with extra parameters on all ranks.
+    base: name or folder of the base. saved: names of the modules with extra parameters on all
+    ranks. is_multimodal: see `_plan_file`.
     """
     is_scored = has_score_head(spec)
     # A dict keeps the model's order and has each name once.
@@ -421,7 +434,11 @@ def _make_fields(
 def _choose_target_modules(
     modules: list[FileModule], spec: ModelSpec, is_multimodal: bool
 ) -> list[str] | str:
-    """Return target_modules for PEFT: the last parts of the modules' names, if these are unique."""
+    """Return target_modules for PEFT.
+
+    They are the last parts of the modules' names; full names or a pattern if PEFT would take these
+    for other modules too.
+    """
     ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules if not module.parameter})
     if isinstance(spec, ExternalSpec):
         names = {module.name for module in modules}
@@ -444,7 +461,10 @@ def _make_metadata(
     base_folder: Path | None,
     source_config: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Return the metadata of the tensor file: PEFT's key, and facts on the base for merging."""
+    """Return the metadata of the tensor file: PEFT's key, and facts on the base for merging.
+
+    base_folder: None: its hash is left out. source_config: the base's config.json.
+    """
     metadata = {"format": "pt", BASE_STORAGE: cfg.quantize_base}
     # Quantized weights are left out: their codes and scales have other dtypes than the base.
     stored = find_stored_weights(model)
@@ -469,15 +489,17 @@ def _gather_pieces(
 ) -> Iterator[torch.Tensor]:
     """Return an iterator of a module's tensors on rank 0, gathered one at a time. Collective.
 
-    They are in the order of `_plan_file`.
+    They are in the order of `_plan_file`. On the other ranks the iterator must be run through too,
+    and yields nothing.
     """
-    first = _get_factor_names(module)[0]
-    names = [f"{part.module}.{first}" for part in module.parts]
+    first_factor = _get_factor_names(module)[0]
+    names = [f"{part.module}.{first_factor}" for part in module.parts]
     # Any adapted part will do: all parts are in one layer, and so on the ranks of one stage.
     name = next(name for name in names if name in holders.first)
     return holders.stream_to_rank_0(name, lambda: _gather_own_pieces(model, module, cfg))
 
 
+# Return the ends of the names of A and B.
 def _get_factor_names(module: FileModule) -> tuple[str, str]:
     return (EMBEDDING_A, EMBEDDING_B) if module.is_embedding else (LORA_A, LORA_B)
 
@@ -487,11 +509,12 @@ def _gather_own_pieces(
     model: nn.Module, module: FileModule, cfg: LoraConfig
 ) -> Iterator[torch.Tensor]:
     """Yield a module's tensors for `_gather_pieces`, on the ranks that have it. Collective."""
+    # Each part, and our module; only those that are targets have an adapter.
     owners = [(part, model.get_submodule(part.module)) for part in module.parts]
     names = _get_factor_names(module)
     adapted = [owner for _, owner in owners if isinstance(owner, AdaptedModule)]
     if module.experts:
-        ((part, owner),) = owners
+        ((part, owner),) = owners  # experts are never fused with other modules
         runs = [get_runs(model).get(f"{part.module}.{name}") for name in names]
         parameters = [gather_whole(owner.get_parameter(name).detach()) for name in names]
         yield from stack_expert_factors(*map(restore_file_order, parameters, runs))

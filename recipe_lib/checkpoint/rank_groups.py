@@ -1,10 +1,9 @@
 """Run checkpoint work on several ranks: act together, gather, and write from rank 0.
 
 `run_on_all_ranks` and `run_on_rank_0` raise a fault of any rank on all of them, so that none waits
-for another forever. `find_holders` says which ranks have which parameters: all of them all, or, in
-a pipeline, each those of its stages. The ranks with the same parameters are a group. What a group
-has is counted, gathered and written by that group; where one rank speaks for it, by its first. A
-parameter of two groups, a tied embedding, belongs to the earlier one.
+for another forever. `find_holders` says which ranks have which parameters: all ranks all, or, in a
+pipeline, each rank those of its stages. Ranks with the same parameters are a group; its first rank
+(leader) speaks for it. "Collective": all ranks must call the function.
 """
 
 import hashlib
@@ -33,18 +32,18 @@ class RankGroup(Protocol):
 
     @property
     def rank(self) -> int:
-        """Number of this process among all."""
+        """Return the index of this process among all."""
 
     @property
     def size(self) -> int:
-        """Number of processes."""
+        """Return the number of processes."""
 
     @property
     def device(self) -> torch.device:
-        """Device on which this rank computes."""
+        """Return the device on which this rank computes."""
 
     def agree(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `fn(...)` on every rank; a user error on any is raised on all. Collective."""
+        """Run `fn(...)` on every rank; a user's error on any is raised on all. Collective."""
 
     def broadcast_json(self, value: Any = None) -> Any:
         """Return rank 0's value on every rank. Collective."""
@@ -73,8 +72,8 @@ class SingleRank:
 def run_on_all_ranks(world: RankGroup, action: Callable[[], Result]) -> Result:
     """Run `action` on every rank and return this rank's result. Collective.
 
-    `action` must hold no collective: a rank that fails in it would leave the others waiting. A user
-    error on any rank, or a disk that refuses (StorageError), is raised on all of them.
+    `action` must hold no collective: a rank that fails in it would leave the others waiting. An
+    error for the user on any rank, such as StorageError, is raised on all of them.
     """
     return world.agree(report_storage_faults()(action))
 
@@ -99,8 +98,9 @@ def write_gathered(
 ) -> None:
     """Write a file of tensors on rank 0, which all ranks gather. Collective.
 
-    pieces: see `write_tensor_file`; each step of it holds the same collectives on all ranks. The
-    first fault, of the disk or of a step, is raised when all steps are done.
+    plan, pieces, metadata: as for `write_tensor_file`; each step of `pieces` holds the same
+    collectives on all ranks. The first fault, of the disk or of a step, is raised when all steps
+    are done.
     """
 
     def write() -> None:
@@ -131,11 +131,11 @@ def check_shared(folder: Path) -> None:
         )
 
 
-# Kinds of what a model holds.
+# Kinds of a model's tensors: trained and frozen parameters, persistent buffers.
 TRAINED = "trained"
 FROZEN = "frozen"
 BUFFER = "buffer"
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # the number of a layer in a name
 Value = TypeVar("Value")
 
 
@@ -143,51 +143,56 @@ Value = TypeVar("Value")
 class Holders:
     """The ranks that have each parameter and buffer of the whole model."""
 
-    # This process.
+    # Index of this process.
     rank: int
-    # Of every rank, the first rank of its group.
+    # For every rank, the first rank of its group.
     leaders: tuple[int, ...]
-    # Name, in the order of the whole model -> the first rank that has it.
+    # Name, in the order of the whole model -> the first rank that has it. A parameter of two
+    # groups, as a tied embedding, so belongs to the earlier one.
     first: dict[str, int]
     # Name -> TRAINED, FROZEN or BUFFER.
     kinds: dict[str, str]
 
     @property
     def leader(self) -> int:
-        """The first rank of this rank's group."""
+        """Return the first rank of this rank's group."""
         return self.leaders[self.rank]
 
     @property
     def is_divided(self) -> bool:
-        """True if there are several groups, as in a pipeline."""
+        """Return True if there are several groups, as in a pipeline."""
         return len(set(self.leaders)) > 1
 
     def is_ours(self, name: str) -> bool:
-        """Return True if this rank's group counts and writes a parameter."""
+        """Return True if a parameter or buffer belongs to this rank's group, which writes it."""
         return self.first[name] == self.leader
 
     def list_saved_names(self) -> list[str]:
-        """Return what a state holds of the model: the trained parameters, and the buffers.
+        """Return the names of the model's tensors in a saved state.
 
-        If no parameter is trained, all of them: the model is only looked at.
+        They are the trained parameters and the buffers. If no parameter is trained, they are all
+        parameters and buffers: such a model is loaded to be read, not to be trained.
         """
         saved_kinds = {TRAINED if TRAINED in self.kinds.values() else FROZEN, BUFFER}
         return [name for name, kind in self.kinds.items() if kind in saved_kinds]
 
     def is_counted_here(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return True if this rank counts its part of a parameter, or of a state of it.
+        """Return True if this rank counts its part of a tensor, in a sum over ranks.
 
         Of a part that several ranks hold, the first one counts it.
+
+        name: of the parameter. tensor: the parameter, or a state of its optimizer.
         """
         if not self.is_ours(name):
             return False
         if not isinstance(tensor, DTensor):
             return self.rank == self.leader
+        # (this rank's index in a dimension of the mesh, placement in that dimension).
         coordinates = zip(tensor.device_mesh.get_coordinate() or [], tensor.placements, strict=True)
-        return not any(placement.is_replicate() and at for at, placement in coordinates)
+        return not any(placement.is_replicate() and index for index, placement in coordinates)
 
     def gather(self, value: Value, world: RankGroup) -> list[Value]:
-        """Return the value of each group, first to last, as its first rank has it. Collective.
+        """Return the value of each group, first to last, as its leader has it. Collective.
 
         value: anything that JSON holds.
         """
@@ -201,9 +206,11 @@ class Holders:
     ) -> Iterator[torch.Tensor]:
         """Yield on rank 0 the pieces of a parameter, on the other ranks nothing. Collective.
 
+        Pieces of a group without rank 0 come as their bytes, uint8 `[n]`, a few MiB at a time,
+        through host memory.
+
         pieces: called on all ranks of the group that has the parameter, where it may hold
-        collectives. What another group makes comes to rank 0 as bytes, a few MiB at a time, through
-        the host.
+        collectives.
         """
         source = self.first[name]
         if self.leader == source:
@@ -214,34 +221,34 @@ class Holders:
                     _send(piece)
                 del piece  # gone before the next one is gathered
             if source != 0 and self.rank == source:
-                dist.send(torch.tensor([0]), dst=0)  # the end: see `_receive`
+                dist.send(torch.tensor([0]), dst=0)  # the size that ends `_receive`
         elif self.rank == 0:
             yield from _receive(source)
 
 
 def find_holders(model: nn.Module, world: RankGroup) -> Holders:
-    """Return which ranks have which parameters. Collective in a pipeline."""
+    """Return which ranks have which parameters and buffers. Collective in a pipeline."""
     kinds_here = {
         name: TRAINED if parameter.requires_grad else FROZEN
         for name, parameter in model.named_parameters()
     }
     kinds_here |= dict.fromkeys(list_persistent_buffers(model), BUFFER)
-    part_here = list(kinds_here.items())
+    part_here = list(kinds_here.items())  # this rank's part of the model: [(name, kind)]
     leaders = (0,) * world.size
     if getattr(world, "pipeline", None) is not None:
         # Hashes first: the lists of names are long, and few ranks have different ones.
         digests = world.gather_json(hashlib.sha256(json.dumps(part_here).encode()).hexdigest())
-        leaders = tuple(digests.index(digest) for digest in digests)
+        leaders = tuple(digests.index(digest) for digest in digests)  # the first with the same list
     if len(set(leaders)) == 1:
         return Holders(world.rank, leaders, first=dict.fromkeys(kinds_here, 0), kinds=kinds_here)
     parts = world.gather_json(part_here if world.rank == leaders[world.rank] else None)
-    # Name -> key to sort by, first rank that has it, kind.
-    places: dict[str, tuple[tuple[int, int, int], int, str]] = {}
+    # Name -> (key to sort by, first rank that has it, kind).
+    holders_by_name: dict[str, tuple[tuple[int, int, int], int, str]] = {}
     for rank, part in enumerate(parts):
         sort_keys = _find_sort_keys([name for name, _ in part or []])
         for (name, kind), sort_key in zip(part or [], sort_keys, strict=True):
-            places.setdefault(name, (sort_key, rank, kind))
-    in_order = sorted(places.items(), key=lambda item: item[1][0])
+            holders_by_name.setdefault(name, (sort_key, rank, kind))
+    in_order = sorted(holders_by_name.items(), key=lambda item: item[1][0])
     return Holders(
         rank=world.rank,
         leaders=leaders,
@@ -251,19 +258,20 @@ def find_holders(model: nn.Module, world: RankGroup) -> Holders:
 
 
 def _find_sort_keys(names: list[str]) -> list[tuple[int, int, int]]:
-    """Return by what the names of a part of a model are sorted into the order of the whole model.
+    """Return keys that sort the names of a group's tensors into the order of the whole model.
 
-    A key is (0 before, 1 in, 2 after the layers; number of the layer; place in the part).
+    A key is (0 before, 1 in, 2 after the layers; number of the layer; index in `names`).
     """
     sort_keys: list[tuple[int, int, int]] = []
-    for at, name in enumerate(names):
+    for index, name in enumerate(names):
         layer = _LAYER.search(name)
         is_after_layers = bool(sort_keys) and sort_keys[-1][0] > 0
-        outer_key = (2 if is_after_layers else 0, 0, at)
-        sort_keys.append((1, int(layer[1]), at) if layer else outer_key)
+        outer_key = (2 if is_after_layers else 0, 0, index)
+        sort_keys.append((1, int(layer[1]), index) if layer else outer_key)
     return sort_keys
 
 
+# Send a tensor's bytes to rank 0: for each chunk its size, then the bytes.
 def _send(piece: torch.Tensor) -> None:
     for chunk in copy_to_host(piece):
         dist.send(torch.tensor([len(chunk)]), dst=0)
@@ -271,7 +279,7 @@ def _send(piece: torch.Tensor) -> None:
 
 
 def _receive(source: int) -> Iterator[torch.Tensor]:
-    """Yield the bytes that another rank sends, as they come, up to a size of 0."""
+    """Yield the chunks of bytes, uint8 `[n]`, that a rank sends, until it sends a size of 0."""
     size = torch.zeros(1, dtype=torch.int64)
     while True:
         dist.recv(size, src=source)

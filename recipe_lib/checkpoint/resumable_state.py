@@ -1,18 +1,9 @@
 """Save, verify and load the state from which a run resumes.
 
 A run calls `save_state` every so many steps, and `find_state` and `load_state` when it resumes. A
-state is a new folder that is either complete or not there, and is verified before it is used:
-
-    output_dir/state/step_40/
-        shard-00001-of-00002.safetensors ...   model and optimizer, a file for each rank's shards
-        rng-00001.safetensors ...              random number generators, per rank
-        state.json                             step, data position, optimizer settings
-        manifest.json                          every file's size and SHA-256; written last
-
-The order is: files, flush each, manifest, flush the folder, rename, flush the parent, and only then
-remove older states. "Latest" is computed from the manifests, never stored. A state may be loaded
-with another number of ranks and other parallelism than it was saved with. "Collective": all ranks
-must call the function.
+state is a folder `output_dir/state/step_N` that is either complete or not there; `save_state` lists
+its files. It may be loaded with another number of ranks and other parallelism than it was saved
+with. "Collective": all ranks must call the function.
 """
 
 import json
@@ -105,6 +96,14 @@ def save_state(
 ) -> Path:
     """Save everything that a run needs to go on, as `root/step_N`; return the new folder.
 
+    The folder has these files, and its name only once all of them are flushed; older states are
+    removed after that:
+
+        shard-00001-of-00002.safetensors ...   model and optimizer, a file for each rank's shards
+        rng-00001.safetensors ...              random number generators, per rank
+        state.json                             step, data position, optimizer settings
+        manifest.json                          every file's size and SHA-256; written last
+
     Frozen parameters are not saved but hashed, so that `load_state` can check them. A step that is
     saved again becomes `step_N-2`, and so on: a folder is never written over. Collective.
 
@@ -113,7 +112,7 @@ def save_state(
         step: number of optimizer steps done.
         model: plain or sharded.
         optimizer: None saves the weights alone, for a best step.
-        extra: JSON values that `load_state` returns.
+        extra: JSON values that `load_state` returns, such as the position in the data.
         world: all ranks.
         keep: number of newest states that stay, older ones are removed; None: all stay.
 
@@ -136,6 +135,8 @@ def save_state(
     settings: dict[str, Any] = {
         "extra": extra,
         "optimizer": optimizer_settings,
+        # What the loading run's model must have too: adapters of these settings, frozen weights of
+        # this hash.
         "adapters": gather_adapter_use(model, world, holders),
         "frozen": hash_frozen_parameters(model, world, holders),
         # The order of the rows of fused matrices, which depends on the tensor parallel size.
@@ -182,7 +183,8 @@ def save_state(
 def _begin_folder(root: Path, step: int, num_bytes: int) -> dict[str, Any]:
     """Check the room on the disk and make a temporary folder, on rank 0.
 
-    num_bytes: of the state. Return its name (`temporary`), the state's (`final`) and `sequence`.
+    num_bytes: of the state. Return a dict with the names of the temporary folder (`temporary`) and
+    of the finished one (`final`), and the state's number among all saved ones (`sequence`).
     """
     root.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(root, f"{PREFIX}*")  # first: they take up the space
@@ -210,7 +212,7 @@ class _Shard:
 
     # Name, dtype and local shape of each.
     planned: list[PlannedTensor]
-    # Name -> `saved_offsets` (where the local part begins in each dimension), `global_shape`.
+    # Name -> {`saved_offsets`: where the local part begins, by dimension; `global_shape`}.
     sharding: dict[str, dict[str, list[int]]]
     # The tensors' data in the same order, each fetched when it is written.
     pieces: Iterator[torch.Tensor]
@@ -294,7 +296,7 @@ def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
 
 
 def _list_candidates(root: Path) -> list[str]:
-    """Return the names of all state folders, newest first, on rank 0.
+    """Return the names of all state folders in `root`, newest first, on rank 0.
 
     Those without a readable manifest come first, so that they are reported.
     """
@@ -323,6 +325,7 @@ def verify_state(path: Path, world: RankGroup) -> str | None:
     return next((line for line in world.gather_json(damage_here) if line), None)
 
 
+# Return what is wrong with names and sizes of a state's files, as a text; None: nothing.
 def _find_missing_files(path: Path) -> str | None:
     if not path.is_dir():
         return "no such folder"
@@ -337,6 +340,7 @@ def _find_missing_files(path: Path) -> str | None:
     return None
 
 
+# Return the manifest of a state. Raises CheckpointError if one of its files is missing.
 def _read_whole_manifest(path: Path) -> Manifest:
     try:
         manifest = check_presence(path)
@@ -366,7 +370,8 @@ def load_state(
         model: materialized (not on the meta device), plain or sharded.
         optimizer: over the model's parameters; None: only the model is loaded, for an export.
         world: all ranks.
-        place_state: allocates an offloaded optimizer state; None: beside its parameter.
+        place_state: function that allocates an offloaded optimizer state; None: states are on their
+            parameters' devices.
 
     Raises CheckpointError if the state is of another model, dtype or optimizer.
     """
@@ -415,6 +420,7 @@ def has_adapters(path: Path) -> bool:
     return read_state_json(path).get("adapters") is not None
 
 
+# Return the contents of state.json. with_optimizer: raise CheckpointError if it has no optimizer.
 def _read_settings(path: Path, with_optimizer: bool) -> dict[str, Any]:
     saved = read_state_json(path)
     if with_optimizer and saved.get("optimizer") is None:
@@ -427,7 +433,10 @@ def _read_settings(path: Path, with_optimizer: bool) -> dict[str, Any]:
 
 
 def _read_shards(folder: Path, names: Sequence[str]) -> Metadata:
-    """Return dtype, global shape and saved parts of each tensor, and the file of each part."""
+    """Return dtype, global shape and saved parts of each tensor, and the file of each part.
+
+    names: of the folder's tensor files.
+    """
     tensors: dict[str, TensorStorageMetadata] = {}
     file_names: dict[MetadataIndex, str] = {}
     for file_name in names:
@@ -471,7 +480,8 @@ def _reorder_fused(
     A fused matrix (such as gate and up) has its rows in an order that depends on the size of tensor
     parallelism.
 
-    saved: parameter -> (dimension, runs of rows as [start, stop]) of the run that saved.
+    saved: the order in the state: parameter -> (dimension, ranges [start, stop] of rows of the
+    checkpoint's matrix, in the state's order).
     """
     for full_name, tensor in targets.items():
         name = get_parameter_name(full_name)
@@ -490,7 +500,7 @@ def _reorder_fused(
         in_file_order = restore_file_order(gather_whole(tensor), saved_order)
         for part, offset in list_local_parts(model, name, tensor):
             ranges = zip(offset, part.shape, strict=True)
-            part.copy_(in_file_order[tuple(slice(at, at + size) for at, size in ranges)])
+            part.copy_(in_file_order[tuple(slice(begin, begin + size) for begin, size in ranges)])
 
 
 def _make_targets(
@@ -504,7 +514,8 @@ def _make_targets(
 ) -> dict[str, torch.Tensor]:
     """Return this rank's tensors of model and optimizer that are to be filled, by full name.
 
-    Raises CheckpointError if the model's names, shapes or dtypes are not the saved ones.
+    A full name is `model/NAME` or `optimizer/STATE/NAME`. Raises CheckpointError if the model's
+    names, shapes or dtypes are not the saved ones.
     """
     saved = {
         name: (entry.properties.dtype, tuple(entry.size))

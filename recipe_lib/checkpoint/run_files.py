@@ -1,16 +1,9 @@
 """Record what runs have written into an output folder, so that nothing else in it is ever removed.
 
-`written.json` lists the files of each published folder (`model`, `adapter`) with size and a hash. A
-file is ours as long as it is what was written. A saved state has a `manifest.json` of its own, and
-is used only once `check_presence` and `find_damaged_file` have found nothing. A new model is
-written next to the old one, checked, and exchanged with it in one operation (`publish`): whenever a
-process ends, one of the two is there, whole.
-
-    output_dir/model/               a published folder
-               written.json         what is published, by name
-               state/step_40/       a state to resume from; the newest `checkpoint.keep_last_n` stay
-               state/best/step_25/  weights of a best step; they stay while a state or the run
-                                    names it
+`publish` gives an export's folder (`model`, `adapter`) its name and lists its files, with size and
+hash, in the folder's record `written.json`. A file is ours as long as it is as listed. A state is a
+folder to resume from, `state/step_40`, or with the weights of a best step, `state/best/step_25`;
+its `manifest.json` lists its files. Runs call this through `training.output` and `resumable_state`.
 """
 
 import hashlib
@@ -40,34 +33,38 @@ from recipe_lib.units import MIB
 # Lists every file of a state with size and SHA-256. Written last, so a folder without one was never
 # finished.
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 16 * 1024**2
+MAX_MANIFEST_BYTES = 16 * 1024**2  # the largest that is read
 _SEAL = "manifest_sha256"  # key of a SHA-256 of the manifest's own contents
 
 
-# No error by name: whoever catches it decides if it is one.
+# Not named ...Error: the caller decides if it is one.
 class DamagedState(Exception):  # noqa: N818
-    """Why a folder is not a state that can be used, in one phrase."""
+    """A folder is not a state that can be used; the text says why, in one phrase."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One saved state."""
+    """The contents of a state's manifest.json."""
 
     # Optimizer steps done.
     step: int
     # Counts the saves of a run, so that the newest is known without a clock.
     sequence: int
-    # Ranks that saved it.
+    # Number of ranks that saved it.
     world_size: int
+    # Name, size and SHA-256 of each other file of the state.
     files: tuple[files.FileRecord, ...]
-    # Of torch and Python, for people.
+    # Package -> version, of torch and Python, for people.
     versions: dict[str, str]
 
 
 def write_manifest(
     folder: Path, step: int, sequence: int, world_size: int, records: Sequence[files.FileRecord]
 ) -> None:
-    """Write the manifest into a folder whose files are already flushed."""
+    """Write the manifest into a folder whose files are already flushed.
+
+    step, sequence, world_size: as of `Manifest`. records: of the folder's files.
+    """
     fields: dict[str, Any] = {
         "format": FORMAT,
         "step": step,
@@ -86,7 +83,10 @@ def _compute_seal(fields: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest itself, not the files it names. Raises DamagedState."""
+    """Read and check the manifest itself, not the files it names.
+
+    Raises DamagedState if it is missing, cannot be read, or is not what `write_manifest` wrote.
+    """
     path = folder / MANIFEST
     try:
         fields = read_json(path, MAX_MANIFEST_BYTES)
@@ -137,9 +137,9 @@ def _parse_manifest(fields: dict[str, Any]) -> Manifest:
 
 
 def check_presence(folder: Path) -> Manifest:
-    """Return the manifest, if every file it names is there with its size. Raises DamagedState.
+    """Return the manifest, if every file it names is there with its size.
 
-    No file but the manifest is read.
+    No file but the manifest is read. Raises DamagedState if one is missing, or of another size.
     """
     manifest = read_manifest(folder)
     for record in manifest.files:
@@ -154,9 +154,9 @@ def check_presence(folder: Path) -> Manifest:
 
 
 def find_damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -> str | None:
-    """Read a share of a state's files, and return what is wrong with one of them, or None.
+    """Return what is wrong with one of a share of a state's files; None: they have their hashes.
 
-    part, parts: number of the share, and of how many.
+    part, parts: index of the share, and number of shares.
     """
     # Dealt out in descending size, so that ranks hash about equally many bytes.
     records = sorted(manifest.files, key=lambda record: (-record.size, record.name))[part::parts]
@@ -177,29 +177,30 @@ def find_damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -
 
 
 RECORD = "written.json"
-FORMAT = 1  # of manifests and of the record
-STATE_NAME = re.compile(r"step_\d+(-\d+)?")
-_STATE_FILE = re.compile(
+FORMAT = 1  # version of the format of manifests and of the record
+STATE_NAME = re.compile(r"step_\d+(-\d+)?")  # a state's folder
+_STATE_FILE = re.compile(  # a file of a state
     r"shard-\d+-of-\d+\.safetensors|rng-\d+\.safetensors|state\.json|manifest\.json"
 )
-_MAX_RECORD_BYTES = 64 * MIB
-# A larger file is known by blocks of it: a model of 100 GB is not read whole at each publication.
+_MAX_RECORD_BYTES = 64 * MIB  # the largest that is read
+# A file of more bytes is hashed by blocks: a model of 100 GB is not read whole at each publication.
 _WHOLE_BYTES = 4 * MIB
-_BLOCKS = 64
+_BLOCKS = 64  # number of blocks that are hashed
 _BLOCK_BYTES = 2**16
 
-Listing = dict[str, str]  # file name -> "size:hash"
+Listing = dict[str, str]  # file name -> "size:hash", see `describe_file`
 
 
 @dataclass
 class OutputRecord:
     """The record of an output folder. The fields are the keys of `written.json`."""
 
-    # Name -> listings of what was published under it; two only around an exchange.
+    # Name of a folder -> listings of what was published under it. There are two only while
+    # `publish` exchanges the folder: that of the new one, then that of the old one.
     folders: dict[str, list[Listing]] = field(default_factory=dict)
-    # Names of published folders that are of a run which another one replaces.
+    # While a new run replaces an earlier one: names of the folders that the earlier one published.
     earlier: list[str] = field(default_factory=list)
-    # Folders with that run's states and records.
+    # Names of the folders to which the earlier run's states and records were moved.
     kept: list[str] = field(default_factory=list)
     # Files that trackers have written, by their paths in `trackers/`.
     trackers: list[str] = field(default_factory=list)
@@ -208,9 +209,9 @@ class OutputRecord:
 
 
 def read_record(root: Path) -> OutputRecord | None:
-    """Return the record of an output folder; None without one.
+    """Return the record of the output folder `root`; None without one.
 
-    A record that cannot be used is an empty one: then nothing in the folder is ours.
+    For a record that cannot be used, return an empty one: then nothing in the folder is ours.
     """
     path = root / RECORD
     if not path.is_file():
@@ -231,7 +232,7 @@ def read_record(root: Path) -> OutputRecord | None:
 
 
 def write_record(root: Path, record: OutputRecord) -> None:
-    """Replace the record. Raises StorageError."""
+    """Replace the record. Raises StorageError if the disk refuses."""
     text = json.dumps({"format": FORMAT, **asdict(record)}, indent=1, ensure_ascii=False)
     files.replace_text(root / RECORD, text + "\n")
 
@@ -239,7 +240,8 @@ def write_record(root: Path, record: OutputRecord) -> None:
 def describe_file(path: Path) -> str:
     """Return size and SHA-256 of a file as text, `size:hash`.
 
-    Of one above 4 MiB the hash is that of 64 blocks of 64 KiB, spread evenly over it.
+    For a file above 4 MiB it is `size:64x65536:hash`, with the hash of 64 blocks of 64 KiB that are
+    spread evenly over it.
     """
     size = path.stat().st_size
     with open_regular(path) as file:
@@ -256,7 +258,7 @@ def describe_file(path: Path) -> str:
 def find_unlisted_file(folder: Path, listings: list[Listing]) -> Path | None:
     """Return the first file in a folder that is not as one of the listings has it, or None.
 
-    It is the folder itself, if that is a link or no folder.
+    Return the folder itself if it is a link or a file.
     """
     if folder.is_symlink() or not folder.is_dir():
         return folder if folder.is_symlink() or folder.exists() else None
@@ -285,7 +287,10 @@ def find_unrecorded_file(root: Path, name: str) -> Path | None:
 
 
 def find_unrecorded_in_states(states: Path) -> Path | None:
-    """Return the first file in a folder of states that is none of theirs, or None."""
+    """Return the first file in a folder of states that no run wrote as part of a state, or None.
+
+    What a killed run has left under temporary names does not count.
+    """
     if states.is_symlink() or (states.exists() and not states.is_dir()):
         return states
     for path in sorted(states.iterdir()) if states.is_dir() else []:
@@ -304,9 +309,9 @@ def find_unrecorded_in_states(states: Path) -> Path | None:
 
 
 def find_unrecorded_in_state(state: Path) -> Path | None:
-    """Return the first file of a state that its manifest does not name, or None.
+    """Return the first file in a state's folder that its manifest does not name, or None.
 
-    Without a manifest that can be read, the files' names alone tell.
+    Without a readable manifest, return the first whose name no file of a state has.
     """
     try:
         names = {record.name for record in read_manifest(state).files} | {MANIFEST}
@@ -323,9 +328,12 @@ def find_unrecorded_in_state(state: Path) -> Path | None:
 def publish(temporary: Path, final: Path) -> None:
     """Give a finished temporary folder its name, and remove what runs have published under it.
 
-    The output folder's record knows what runs have published; without a record nothing is known.
-    Where the name is taken by anything else the new folder gets the next free name, which the
-    CheckpointError then tells.
+    An old folder and the new one are exchanged in one operation: whenever a process ends, one of
+    the two is there, whole. The output folder's record says what runs have published; without a
+    record every file counts as foreign. Raises CheckpointError if the name is taken by foreign
+    files: they stay, and the new folder gets the next free name, which the error tells.
+
+    temporary: beside `final`. final: `output_dir/model` or the like.
     """
     for path in temporary.glob("*.safetensors"):
         # Other ranks may have written it: this process must see it, and see it whole.
@@ -347,8 +355,8 @@ def publish(temporary: Path, final: Path) -> None:
     record = read_record(root)
     former_listings = record.folders.get(name, []) if record and is_taken else []
     if record is not None:
-        # Before the exchange, so that a process that is killed leaves a folder that is known as
-        # ours on both sides of it.
+        # Before the exchange: if the process is killed, the folder is known as ours, be it the old
+        # one or the new one.
         older_listings = [listing for listing in former_listings if listing != new_listing]
         record.folders[name] = [new_listing, *older_listings]
         write_record(root, record)
@@ -363,7 +371,10 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def _remove_replaced(old: Path, listings: list[Listing], final: Path) -> None:
-    """Remove what was exchanged, unless something came into it at the last moment."""
+    """Remove the replaced folder, unless something came into it at the last moment.
+
+    old: its temporary path. listings: of its files. final: its former path.
+    """
     if find_unlisted_file(old, listings) is None:
         files.remove_temporary(old)
         return
@@ -373,19 +384,20 @@ def _remove_replaced(old: Path, listings: list[Listing], final: Path) -> None:
 
 
 def find_free(path: Path) -> Path:
-    """Return the path, or `PATH-2`, `PATH-3` and so on where that is taken: a folder is never
-    written over.
+    """Return the path, or `PATH-2`, `PATH-3` and so on if it is taken.
+
+    So no folder is ever written over.
     """
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(free for free in itertools.chain([path], numbered) if not os.path.lexists(free))
 
 
-# A state's `state.json` names the best step that its run had by then. So whichever state a run goes
-# on from, after a kill or by `resume=PATH`, the weights of that best step are there, though a later
-# step was better.
+# Contents of a state that are no tensors. It names the best step that its run had by then.
+# Whichever state a run goes on from, after a kill or by `resume=PATH`, the weights of that best
+# step are there, though a later step was better.
 STATE = "state.json"
-BEST_RECORD = "best"  # in what a run adds to state.json
-PREFIX = "step_"
+BEST_RECORD = "best"  # key of the best step, in the values that a run adds to state.json
+PREFIX = "step_"  # of the names of states
 
 
 def list_readable_states(root: Path) -> list[tuple[Path, Manifest]]:
@@ -412,7 +424,7 @@ def parse_step(path: Path) -> int:
 
 
 def prune_states(root: Path, keep: int) -> None:
-    """Remove the states older than the newest `keep`."""
+    """Remove the states older than the newest `keep` that have all their files."""
     num_whole = 0
     for path, _ in list_readable_states(root):
         if num_whole >= keep:
@@ -424,6 +436,7 @@ def prune_states(root: Path, keep: int) -> None:
             num_whole += 1
 
 
+# Remove a state's folder; warn, and leave it, if it has files of others or the disk refuses.
 def _remove_state(path: Path) -> None:
     try:
         unrecorded = find_unrecorded_in_state(path)
@@ -438,7 +451,7 @@ def _remove_state(path: Path) -> None:
 def prune_best(root: Path, current: str | None) -> None:
     """Remove the weights of best steps that neither a state in `root` nor the run names.
 
-    current: name of the run's own best step, if it has one.
+    current: name of the folder with the run's best step so far; None: it has none.
     """
     files.remove_leftovers(root / BEST_FOLDER, f"{PREFIX}*")  # of a run that was killed
     used_names = {read_best_name(path) for path, _ in list_readable_states(root)}
@@ -448,7 +461,7 @@ def prune_best(root: Path, current: str | None) -> None:
 
 
 def read_state_json(state: Path) -> dict[str, Any]:
-    """Return what a state's `state.json` holds. Raises CheckpointError."""
+    """Return the contents of a state's state.json. Raises CheckpointError if it cannot be read."""
     try:
         return read_object(state / STATE)
     except (OSError, ValueError) as error:
@@ -458,7 +471,7 @@ def read_state_json(state: Path) -> dict[str, Any]:
 
 
 def read_best_name(state: Path) -> str | None:
-    """Return the name of the folder in `best` that a state names as its run's best step by then.
+    """Return the name of the folder in `best` with its run's best step when a state was saved.
 
     None if the run kept none, or the state is damaged.
     """
@@ -472,7 +485,9 @@ def read_best_name(state: Path) -> str | None:
 def copy_best_state(state: Path, root: Path, name: str) -> str:
     """Make sure that the best step that `state` names is in `root/best`; return its name there.
 
-    Its weights are copied where the state is another run's. CheckpointError if they are gone.
+    Its weights are copied if the state is another run's. Raises CheckpointError if they are gone.
+
+    root: the run's folder of states. name: of the best step beside `state`.
     """
     source = state.parent / BEST_FOLDER / name
     best = root / BEST_FOLDER
@@ -496,9 +511,11 @@ def copy_best_state(state: Path, root: Path, name: str) -> str:
 
 
 def find_best_state(root: Path) -> Path | None:
-    """Return the folder with the weights of the best step of the run in `root`, or None.
+    """Return the folder with the weights of a run's best step, or None.
 
     It is the one that the newest state names; without a state, the newest.
+
+    root: the run's folder of states.
     """
     states = [path for path, _ in list_readable_states(root)]
     if states:

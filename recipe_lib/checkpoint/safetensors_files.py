@@ -28,6 +28,7 @@ from recipe_lib.units import format_bytes
 # A file is the length of its header (`<Q`, little-endian), the header in JSON, and the data.
 _LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
+# The format's name of a type -> torch's.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -40,7 +41,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# Of checkpoints that are quantized already; never written.
+# Further types of one byte, in checkpoints that are quantized already; never written.
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "F8_E8M0")
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | dict.fromkeys(
     _EIGHT_BITS, 1
@@ -53,8 +54,8 @@ READABLE_TYPES = {
 }
 # Key of a file's metadata: the names of those of its tensors that a recipe added to the model.
 EXTRA_PARAMETERS_KEY = "tune_extra_parameters"
-_LFS_POINTER = b"version https://git-lfs"
-_COMPARED_ROWS = 4096  # of two tensors, at a time
+_LFS_POINTER = b"version https://git-lfs"  # first bytes of a file that git-lfs has not fetched
+_COMPARED_ROWS = 4096  # rows of two tensors that are compared at a time
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a checkpoint: the file it is in, and what the file's header says of it."""
+    """A tensor of a checkpoint: the file it is in, and its entry in the file's header."""
 
     file: Path
     entry: TensorEntry
@@ -78,16 +79,17 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """The tensors of a file by name, and its free text metadata."""
+    """The header of a file."""
 
-    tensors: dict[str, TensorEntry]
-    metadata: dict[str, str]
+    tensors: dict[str, TensorEntry]  # by name
+    metadata: dict[str, str]  # key -> text
 
 
 def read_header(path: Path) -> Header:
     """Read and check a file's header.
 
-    Raises CheckpointError for a file that is cut short, a git-lfs pointer, or no safetensors file.
+    Raises CheckpointError for a file that cannot be read, is cut short, a git-lfs pointer, or no
+    safetensors file.
     """
     try:
         size = check_regular(path)
@@ -121,7 +123,11 @@ def read_header(path: Path) -> Header:
 
 
 def _check_header(path: Path, fields: Any, *, data_bytes: int, data_start: int) -> Header:
-    """Return the header, whose tensors must fill the data without gaps and without overlaps."""
+    """Return the header; raise CheckpointError if its tensors leave gaps or overlap.
+
+    fields: the parsed JSON. data_bytes, data_start: size of the data, and where it begins in the
+    file.
+    """
     if not isinstance(fields, dict):
         raise _make_format_fault(path, "a header that is not a JSON object")
     metadata = fields.pop("__metadata__", {})
@@ -142,6 +148,7 @@ def _check_header(path: Path, fields: Any, *, data_bytes: int, data_start: int) 
     return Header(tensors, {str(key): str(value) for key, value in metadata.items()})
 
 
+# Return the entry of one tensor; raise CheckpointError if its fields are wrong or disagree.
 def _read_entry(path: Path, name: str, entry: Any) -> TensorEntry:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
@@ -174,6 +181,7 @@ def list_extra_names(header: Header) -> set[str]:
 class Reader(ExitStack):
     """A reader of tensors of a checkpoint by name; a context manager that keeps the files open."""
 
+    # tensors: name in the files -> where it is.
     def __init__(self, tensors: Mapping[str, FileTensor]) -> None:
         super().__init__()
         self._tensors = tensors
@@ -188,10 +196,12 @@ class Reader(ExitStack):
         return self._open(name).get_slice(name)
 
     def open_entry(self, entry: WeightEntry, dtype: torch.dtype) -> Any:
-        """Return slices of the tensor that an entry lies in, or of what its view makes of tensors.
+        """Return the slices of a parameter's tensor, none of which is read yet.
 
-        A view puts several tensors together, or decodes a quantized one. dtype: that of weights
-        decoded from codes; without a view the type is the file's.
+        If the entry has a view, they are slices of the tensor that the view makes: it puts several
+        tensors of the files together, or decodes a quantized one.
+
+        dtype: of weights decoded from codes; other tensors keep the file's type.
         """
         if entry.view is None:
             return self.slice(entry.file_name)
@@ -207,15 +217,18 @@ class Reader(ExitStack):
 def have_same_numbers(first: Any, second: Any) -> bool:
     """Return True if two opened tensors are equal, the second one cast to the type of the first.
 
-    Both are what `Reader.slice` or `Reader.open_entry` return; nothing of them is read yet.
-    Some rows are compared at a time, so that two embeddings need not fit into memory.
+    Some rows are read and compared at a time, so that two embeddings need not fit into memory.
+
+    first, second: as `Reader.slice` or `Reader.open_entry` returns them.
     """
     shape = _get_shape(first)
     if shape != _get_shape(second):
         return False
     parts: list[Any] = [...]  # a number by itself has no rows
     if shape:
-        parts = [slice(at, at + _COMPARED_ROWS) for at in range(0, shape[0], _COMPARED_ROWS)]
+        parts = [
+            slice(start, start + _COMPARED_ROWS) for start in range(0, shape[0], _COMPARED_ROWS)
+        ]
     for part in parts:
         rows = first[part]
         if not torch.equal(rows, second[part].to(rows.dtype)):
@@ -229,7 +242,7 @@ def _get_shape(opened: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to be written: its name in the file, type and shape."""
+    """A tensor that is to be written into a file."""
 
     name: str
     dtype: torch.dtype
@@ -237,7 +250,7 @@ class PlannedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of data it takes in the file."""
+        """Return the bytes of data it takes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -250,8 +263,9 @@ def write_tensor_file(
     """Write a new safetensors file and flush it to the disk.
 
     plan: the tensors in file order. pieces: their data in the same order, each tensor whole or in
-    consecutive pieces along its first dimension (a fused tensor is written from its parts); taken
-    one at a time.
+    consecutive pieces of its bytes (a fused tensor is written from its parts); taken one at a time.
+    metadata: key -> text, for the header. Raises RuntimeError if the pieces have more or fewer
+    bytes than planned.
     """
     header = _make_header(plan, metadata)
     num_bytes = sum(tensor.num_bytes for tensor in plan)

@@ -1,10 +1,9 @@
 """Make the files beside the weights of an export: the tokenizer's files, and the model card.
 
-`model_export.stage_folder` calls `list_tokenizer_files` and `copy_tokenizer`, which copies a
-tokenizer's files with the chat template and the stop tokens of training. A sentencepiece model gets
-a tokenizer.json too (`make_tokenizer_json`), which transformers reads without further packages.
-`make_model_card` makes README.md with the metadata that the Hugging Face hub reads. Paths and names
-of this machine are left out of it.
+`model_export.stage_folder` calls `list_tokenizer_files` and `copy_tokenizer`. A sentencepiece model
+gets a tokenizer.json too (`make_tokenizer_json`), which transformers reads without further
+packages. A run and `tune export` call `make_model_card` for README.md, with the metadata that the
+Hugging Face hub reads; paths and names of this machine are left out of it.
 """
 
 import dataclasses
@@ -35,7 +34,8 @@ CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENS_MAP = "special_tokens_map.json"
-# Only these files are copied from a tokenizer's folder: no code, no weights, nothing unknown.
+# Only the files of these two lists are copied from a tokenizer's folder: no code, no weights,
+# nothing unknown. First those that hold a vocabulary, then those with settings.
 TOKENIZER_FILES = (
     TOKENIZER_JSON,
     "tokenizer.model",
@@ -148,7 +148,7 @@ def _write_settings(
 
     tokenizer.json is made of a sentencepiece model that has none. source: the tokenizer's own
     tokenizer_config.json; None: it has none. tokenizer: None if it cannot be read. template: None
-    if the tokenizer keeps its own.
+    if the tokenizer keeps its own. pad_id: as for `copy_tokenizer`.
     """
     try:
         source_config: dict[str, Any] | None = {} if source is None else read_object(source)
@@ -185,6 +185,7 @@ def _write_settings(
             if token is not None and role not in named_roles
         }
         config = role_texts | config
+    # A padding token alone is no reason to write the file.
     is_written = source is not None or config != source_config
     if is_written and tokenizer is not None and pad_id is not None and pad_id != tokenizer.pad_id:
         config["pad_token"] = tokenizer.get_token_bytes(pad_id).decode("utf-8", errors="replace")
@@ -195,7 +196,7 @@ def _write_settings(
 
 
 _SPACE = "▁"  # sentencepiece's character for a space
-# Texts for which a made tokenizer.json must give the same ids as the sentencepiece model.
+# Texts for which tokenizer.json must give the same ids as the sentencepiece model it was made of.
 _SAMPLES = (
     "Hello there, how are you?",
     "  two  spaces,\ta tab\n\nand lines \n of 1234567890 digits ",
@@ -207,8 +208,8 @@ _SAMPLES = (
 def make_tokenizer_json(tokenizer: Tokenizer) -> str | None:
     """Return the text of a tokenizer.json for a sentencepiece model; None if it cannot be written.
 
-    It must give the tokenizer's own ids for some texts, alone and after special tokens; else None
-    is returned.
+    None is also returned if the result encodes some texts, alone and after special tokens, to other
+    ids than the tokenizer does, and if `tokenizer` is of another kind.
     """
     vocabulary = tokenizer.vocabulary
     if not isinstance(vocabulary, SentencePieceVocabulary):
@@ -254,8 +255,11 @@ def _build_byte_pairs(model: SentencePieceProcessor, scores: dict[str, float]) -
     """Return the BPE model of a sentencepiece model.
 
     Every two pieces that together are a third one become a merge, the highest score first.
+
+    scores: piece -> score, in the order of ids.
     """
     ids = {piece: index for index, piece in enumerate(scores)}
+    # (minus the score of the merged piece, ids of the two pieces, the two pieces).
     merges: list[tuple[float, int, int, str, str]] = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):
@@ -276,7 +280,10 @@ def _has_bytes(model: SentencePieceProcessor) -> bool:
 
 
 def _set_space_rules(built: Any, vocabulary: SentencePieceVocabulary) -> None:
-    """Set where a space is put: nowhere, at the start of a text, or after special tokens too."""
+    """Set where `built`, a tokenizer of the package tokenizers, puts a space into a text.
+
+    That is nowhere, at its start, or after special tokens too.
+    """
     spaces = [tokenizers.normalizers.Replace(" ", _SPACE)]
     if vocabulary.collapses_spaces:
         spaces.insert(0, tokenizers.normalizers.Replace(tokenizers.Regex(" {2,}"), " "))
@@ -304,7 +311,7 @@ def _set_space_rules(built: Any, vocabulary: SentencePieceVocabulary) -> None:
 
 
 def _encodes_same(built: Any, tokenizer: Tokenizer) -> bool:
-    """Return True if both give the same ids for `_SAMPLES` and for its ordinary pieces."""
+    """Return True if `built` encodes `_SAMPLES` and the tokenizer's own pieces as it does."""
     specials = [
         tokenizer.get_token_bytes(token).decode()
         for token in (tokenizer.bos_id, tokenizer.eos_id)
@@ -329,9 +336,10 @@ def _list_words(tokenizer: Tokenizer) -> Iterator[str]:
         yield "".join(words[start : start + 4096])
 
 
-CARD = "README.md"
+CARD = "README.md"  # the file that the hub takes for a model's card
 BASE = "BASE"  # stands in commands for a base model that is not on the hub
-# Keys that say where a run wrote and what it logged: they say nothing about the model.
+# Config keys that a card leaves out: where a run read and wrote and what it logged. They say
+# nothing about the model.
 _UNTOLD_KEYS = re.compile(
     r"output_dir|resume|overwrite_output_dir|device|plugins?|log\..*"
     r"|data\.(source|sources|format|cache.*|num_.*)|validation\.source|model\.path|model\.preset"
@@ -357,7 +365,8 @@ def make_model_card(
         base_folder: its folder, whose own card names the license; None: random weights.
         lora: settings of the adapter; None: all weights were trained.
         is_adapter: the export is an adapter without its base.
-        commands: shown under "Use"; FOLDER stands for the export's folder, BASE for the base's.
+        commands: command lines shown under "Use"; FOLDER stands in them for the export's folder,
+            BASE for the base's.
         plan, results: name -> value, rows of the tables "Plan" and "Results"; None: no table.
     """
     sources = [] if cfg is None else [source.source for source in resolve_sources(cfg.data)]
@@ -404,6 +413,7 @@ def _read_license(folder: Path | None) -> str | None:
     return name if isinstance(name, str) else None
 
 
+# Return the hub tags for the method (`sft`, `dpo`, ...) and the kind of adapter.
 def _list_kind_tags(cfg: FullFinetuneConfig | None, lora: LoraConfig | None) -> list[str]:
     kinds = [] if lora is None else ["dora" if lora.dora else "lora"]
     if cfg is None:
@@ -413,6 +423,7 @@ def _list_kind_tags(cfg: FullFinetuneConfig | None, lora: LoraConfig | None) -> 
     return [cfg.recipe.partition("_")[0] if has_preferences else "sft", *kinds]
 
 
+# Yield the title, the summary, and the sections "Data" and "Settings"; see `make_model_card`.
 def _write_sections(
     cfg: FullFinetuneConfig | None,
     *,
@@ -437,6 +448,7 @@ def _write_sections(
             yield f"## Settings that differ from the defaults\n\n{_format_table(changed)}"
 
 
+# Return a Markdown table of two columns without a heading.
 def _format_table(rows: Mapping[str, str]) -> str:
     lines = [f"| {name} | {value} |" for name, value in rows.items()]
     return "\n".join(["| | |", "|---|---|", *lines])
@@ -456,7 +468,10 @@ def _drop_folders(source: str) -> str:
 
 
 def _list_changed_keys(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys that differ from their defaults, with their values."""
+    """Yield the keys that differ from their defaults, with their values.
+
+    section: a config's dataclass. prefix: goes before its keys, such as `lora.`.
+    """
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         name = prefix + field.name
@@ -481,8 +496,9 @@ def _format_cell(value: Any) -> str:
 def _describe_use(base: str | None, commands: Sequence[str], *, has_base: bool) -> str:
     """Return the text of the section "Use": how to load the export and generate an answer.
 
-    base: name of an adapter's base; None: the export is a full model. has_base: the base has
-    weights that can be loaded; False: training began from random ones.
+    base: name of an adapter's base; None: the export is a full model. commands: see
+    `make_model_card`. has_base: the base has weights that can be loaded; False: training began from
+    random ones.
     """
     if base is not None and not has_base:
         return (
@@ -509,6 +525,7 @@ def _describe_use(base: str | None, commands: Sequence[str], *, has_base: bool) 
     return text
 
 
+# End of the Python example: ask the model and print its answer.
 _ASK = (
     'prompt = [{"role": "user", "content": "Hello"}]\n'
     "inputs = tokenizer.apply_chat_template(\n"

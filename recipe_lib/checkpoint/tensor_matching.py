@@ -1,8 +1,9 @@
 """Match the tensors of a checkpoint's files with the parameters of a model.
 
 Every tensor is read, left out for a reason that is logged, or a fault of one line. Every reader of
-a model folder takes its tensors from `read_headers` and their parameters from `match_tensors`, so
-that none of them is dropped without a word.
+a model folder takes its tensors from `read_headers` and their parameters from `match_tensors`. A
+`WeightEntry` is a parameter with the tensor that it is read from; its `view` or `made` makes it of
+several tensors, or of codes. A spec holds a model's sizes and kinds as its config.json gives them.
 """
 
 import re
@@ -38,36 +39,39 @@ from recipe_lib.models.weight_names import (
 )
 from recipe_lib.units import format_bytes, name_first, pluralize
 
+# Pattern of what wrappers of torch and PEFT insert into names.
 _WRAPPER = (
     r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
     r"|^(module|base_model\.model)\."
 )
+# The number of a layer in a tensor's name.
 _LAYER = re.compile(r"^(?:(?:model|transformer|gpt_neox|language_model)\.)*(?:layers|h)\.(\d+)\.")
+# Ends of error lines.
 _UNTIED = "; if the embedding is the head, set tie_word_embeddings to true in config.json"
 _LEAVE_OUT = "if the model does not need it, leave it out of a copy of the folder"
-_FP8 = "F8_E4M3"
+_FP8 = "F8_E4M3"  # the file's type of FP8 weights
 _MXFP4 = "U8"  # the file's type of MXFP4 blocks: two codes in a byte
 _BLOCKS = ("gate_up_proj_blocks", "down_proj_blocks")  # ends of the names of MXFP4 blocks
-_ORIGINAL = "take the checkpoint that this one was made from"
-Converted = TypeVar("Converted")
+_ORIGINAL = "take the checkpoint that this one was made from"  # end of an error line
+Converted = TypeVar("Converted")  # a tensor, or its shape
 
 
 def read_headers(folder: Path) -> dict[str, FileTensor]:
     """Return every tensor of the folder's safetensors files, by its name in the file.
 
     Of a file that the index names all tensors are taken, also those that it does not name, as
-    transformers takes them. Raises CheckpointError, also for a name under which two files have
-    different tensors.
+    transformers takes them. Raises CheckpointError for a file that is missing, broken, or not as
+    the index says, and for a name under which two files have different tensors.
     """
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: has no config.json; expected a Hugging Face model folder")
     index = find_weights(folder)
     file_read = INDEX if index else SINGLE
-    named = read_config(folder).get("transformers_weights")
+    key_file = read_config(folder).get("transformers_weights")
     # transformers would read another file than we do.
-    if named not in (None, file_read):
+    if key_file not in (None, file_read):
         raise CheckpointError(
-            f"{folder}: config.json: transformers_weights: found {show(str(named))!r}, expected"
+            f"{folder}: config.json: transformers_weights: found {show(str(key_file))!r}, expected"
             f" {file_read}, the file that is read; rename the weights, and take the key out"
         )
     headers = {name: read_header(folder / name) for name in sorted(set(index.values()) or {SINGLE})}
@@ -77,9 +81,9 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
     if missing_names:
         first = min(missing_names)
         num_more = len(missing_names) - 1
-        more = f" (and {num_more} more such names)" if num_more else ""
+        rest = f" (and {num_more} more such names)" if num_more else ""
         raise CheckpointError(
-            f"{folder / INDEX}: names {first} in {index[first]}, which does not hold it{more};"
+            f"{folder / INDEX}: names {first} in {index[first]}, which does not hold it{rest};"
             " download the folder again"
         )
     extras = set(chain.from_iterable(map(list_extra_names, headers.values())))
@@ -97,7 +101,7 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
 
 
 def _have_same_numbers(name: str, first: FileTensor, second: FileTensor) -> bool:
-    """Return True if two files have the same tensor under one name."""
+    """Return True if two files have the same numbers, of the same type, under one name."""
     if first.entry.dtype != second.entry.dtype:
         return False
     with Reader({name: first}) as first_file, Reader({name: second}) as second_file:
@@ -119,7 +123,8 @@ def match_tensors(
 ) -> tuple[list[WeightEntry], dict[str, FileTensor]]:
     """Return the entries to read, and the tensors they lie in by the names in the files.
 
-    shapes: of the parameters, by our names. Raises CheckpointError as `check_weights` does.
+    shapes: of the parameters, by our names. Raises CheckpointError as `check_weights` does, and for
+    tied tensors that differ.
     """
     tensors = read_headers(folder)
     raise_faults(CheckpointError, [find_quantized_fault(spec, folder, tensors)])
@@ -128,15 +133,19 @@ def match_tensors(
         # A causal language model gets a new head, which starts at random.
         entries = [entry for entry in entries if entry.our_name != SCORE]
     plain_entries = [entry for entry in entries if entry.made is None and entry.view is None]
+    # Name in the files -> the shape that the tensor must have.
     expected = compute_file_shapes(plain_entries, shapes)
-    # Of tensors that are no plain weights (codes, scales), the types that they may have.
     views = [entry.view for entry in entries if entry.view is not None]
+    # Name in the file -> shape and types of a tensor that a view takes.
     forms = dict(chain.from_iterable(view.tensors().items() for view in views))
     expected |= {name: form.shape for name, form in forms.items()}
+    # Name in the file -> types that it may have, of tensors that are no plain weights (codes,
+    # scales).
     readable: dict[str, Collection[str]] = {name: form.dtypes for name, form in forms.items()}
     conversion_inputs = set[str]().union(
         *(entry.made.names() for entry in entries if entry.made is not None)
     )
+    # Name of a tied tensor that the files have too -> entry of the parameter that it must equal.
     copies = find_tied_copies(spec, entries, tensors)
     expected |= {
         copy: expected[entry.file_name]
@@ -153,7 +162,7 @@ def match_tensors(
         for name in tensors
         if tensors[name].entry.dtype not in readable.get(name, READABLE_TYPES)
     }
-    with_shapes = {name: tensors[name] for name in tensors.keys() - unreadable}
+    readable_tensors = {name: tensors[name] for name in tensors.keys() - unreadable}
     faults = [
         *describe_foreign_tensors(
             spec,
@@ -163,7 +172,7 @@ def match_tensors(
         ),
         _find_type_fault(folder, {name: tensors[name] for name in weights & unreadable}, readable),
         # The shape of a tensor of another type says nothing: packed codes have fewer columns.
-        find_shape_fault(folder, expected, with_shapes),
+        find_shape_fault(folder, expected, readable_tensors),
         _find_conversion_fault(folder, entries, shapes=shapes, tensors=tensors),
     ]
     raise_faults(CheckpointError, faults)
@@ -175,9 +184,11 @@ def match_tensors(
 def _explain_unused(
     spec: ModelSpec, tensors: Mapping[str, FileTensor], used: Collection[str]
 ) -> dict[str, str | None]:
-    """Return why each unused tensor may be left out; None where it may not.
+    """Return name -> why an unused tensor may be left out; None where it may not.
 
-    A recipe's extra parameters are not among them.
+    Parameters that a recipe added are not among them.
+
+    used: names of the tensors that parameters are read from.
     """
     return {
         name: why_left_out(spec, name, len(tensors[name].entry.shape))
@@ -193,6 +204,8 @@ def _check_copy(
 
     transformers 5 does not tie the two then, others drop one of them: only the user knows which one
     is meant.
+
+    copy: name of the tied tensor. entry: of the parameter that it is tied to.
     """
     with Reader(tensors) as reader:
         weight = reader.open_entry(entry, torch.float32)
@@ -211,13 +224,13 @@ def _check_copy(
 def log_left_out(
     spec: ModelSpec, folder: Path, topic: str, tensors: Mapping[str, FileTensor] | None = None
 ) -> None:
-    """Log what of a checked folder is not used.
+    """Log which tensors and files of a checked folder are not used.
 
     There is a line for each reason to leave tensors out, one for files that are not read, and one
     for buffers that keep their first values.
 
     topic: begins the lines: `model` where it is loaded, `export` where it is written. tensors: as
-    `read_headers` returns them.
+    `read_headers` returns them; None: they are read.
     """
     tensors = read_headers(folder) if tensors is None else tensors
     entries = build_weight_map(spec, [name for name in tensors if not tensors[name].extra])
@@ -231,8 +244,8 @@ def log_left_out(
             names_by_reason[reason].append(name)
     for reason, names in names_by_reason.items():
         size = sum(tensors[name].entry.end - tensors[name].entry.start for name in names)
-        named = f"{_shorten(names)} ({pluralize(len(names), 'tensor')}, {format_bytes(size)})"
-        get_logger().info("%s: left out: %s: %s", topic, named, reason)
+        names_text = f"{_shorten(names)} ({pluralize(len(names), 'tensor')}, {format_bytes(size)})"
+        get_logger().info("%s: left out: %s: %s", topic, names_text, reason)
     read_names = {tensor.file.name for tensor in tensors.values()}
     unread = [name for name in list_weight_files(folder) if name not in read_names]
     if unread:
@@ -255,19 +268,23 @@ def _list_file_names(entry: WeightEntry) -> Collection[str]:
 
 
 def _shorten(names: Collection[str]) -> str:
-    """Return names for one line: without layer numbers, and of many only the parts they are in."""
-    shown = sorted({show(re.sub(r"\.\d+(?=\.)", ".*", name)) for name in names})
-    if len(shown) > 3:
-        shown = sorted({re.sub(r"^((model\.)?[^.]+)\..*", r"\1.*", name) for name in shown})
-    return ", ".join(shown)
+    """Return names as text for one line: with `*` for numbers, and of many only the first part."""
+    short_names = sorted({show(re.sub(r"\.\d+(?=\.)", ".*", name)) for name in names})
+    if len(short_names) > 3:
+        short_names = sorted(
+            {re.sub(r"^((model\.)?[^.]+)\..*", r"\1.*", name) for name in short_names}
+        )
+    return ", ".join(short_names)
 
 
 def compute_file_shapes(
     entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape that each tensor of a file must have.
+    """Return name in the file -> the shape that the tensor must have.
 
     A fused tensor (Phi 3's qkv) has the rows of all its parameters.
+
+    shapes: of the parameters, by our names.
     """
     expected: dict[str, tuple[int, ...]] = {}
     for entry in entries:
@@ -285,7 +302,7 @@ def _find_type_fault(
 ) -> str | None:
     """Return a line for tensors of types that cannot be read; None if there are none.
 
-    readable: of tensors that are no plain weights, the types that they may have.
+    readable: name -> types that a tensor may have that is no plain weight.
     """
     if not unreadable:
         return None
@@ -294,8 +311,8 @@ def _find_type_fault(
     remedy = "quantized weights cannot be trained: take the checkpoint they were made from"
     types = readable.get(first, READABLE_TYPES)
     if set(types) != READABLE_TYPES:  # codes, and what scales them
-        *before, last = types
-        expected = f"{', '.join(before)} or {last}" if before else last
+        *other_types, last_type = types
+        expected = f"{', '.join(other_types)} or {last_type}" if other_types else last_type
         remedy = "check that config.json and the weights are of one checkpoint"
     return (
         f"{folder}: {name_first(unreadable, 'is', 'are')} of type {unreadable[first].entry.dtype},"
@@ -311,39 +328,43 @@ def find_shape_fault(
 ) -> str | None:
     """Return a line for tensors of another shape than expected; None if there are none.
 
-    by: what the expected shapes are from, named in the line.
+    expected: name in the files -> shape. by: where the expected shapes are from, for the line.
     """
     names = sorted(expected.keys() & tensors.keys())
     misshapen = [name for name in names if tensors[name].entry.shape != expected[name]]
     if not misshapen:
         return None
-    more = f" (and {len(misshapen) - 1} more of another shape)" if len(misshapen) > 1 else ""
+    rest = f" (and {len(misshapen) - 1} more of another shape)" if len(misshapen) > 1 else ""
     return (
         f"{folder}: {misshapen[0]} has shape {list(tensors[misshapen[0]].entry.shape)}, {by} makes"
-        f" it {list(expected[misshapen[0]])}{more}; check that {by} and the weights are of one"
+        f" it {list(expected[misshapen[0]])}{rest}; check that {by} and the weights are of one"
         " model"
     )
 
 
 def get_converted(converted: Mapping[str, Converted], name: str) -> Converted:
-    """Return a parameter's part of a conversion's result, tensors or shapes.
+    """Return a parameter's part of a conversion's result.
 
-    It is the part of its name; of a conversion that makes one parameter only, that one.
+    It is the part under its name; of a conversion that makes one parameter only, that one, whatever
+    its name.
+
+    converted: name -> tensor or shape.
     """
     return converted[name] if name in converted else next(iter(converted.values()))
 
 
 def _find_single(names: list[str]) -> str | None:
-    """Return the first tensor of an expert that lacks one of its matrices; None if there is none.
+    """Return the first tensor whose expert lacks another of its matrices; None if there is none.
 
-    Names are of one kind if they differ in their numbers alone, those of layer and expert.
+    Names are of one kind if they differ in their numbers alone, those of layer and expert. An
+    expert is complete if its numbers are there in every kind.
     """
-    numbers = {name: tuple(re.findall(r"\d+", name)) for name in names}
+    numbers_by_name = {name: tuple(re.findall(r"\d+", name)) for name in names}
     numbers_by_kind: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for name in names:
-        numbers_by_kind[re.sub(r"\d+", "*", name)].add(numbers[name])
+        numbers_by_kind[re.sub(r"\d+", "*", name)].add(numbers_by_name[name])
     complete = set.intersection(*numbers_by_kind.values()) if numbers_by_kind else set()
-    return min((name for name in names if numbers[name] not in complete), default=None)
+    return min((name for name in names if numbers_by_name[name] not in complete), default=None)
 
 
 def _find_conversion_fault(
@@ -372,15 +393,15 @@ def _find_conversion_fault(
     single = _find_single(names)
     if single:
         result += f", {single} having no counterpart"
-    more = f" (and {len(misfits) - 1} more of another shape)" if len(misfits) > 1 else ""
+    rest = f" (and {len(misfits) - 1} more of another shape)" if len(misfits) > 1 else ""
     return (
         f"{folder}: {entry.our_name} is made of {len(names)} tensors ({entry.file_name} and"
-        f" others), {result}; config.json makes it {list(shapes[entry.our_name])}{more}; check that"
+        f" others), {result}; config.json makes it {list(shapes[entry.our_name])}{rest}; check that"
         " config.json and the weights are of one model"
     )
 
 
-# What a foreign tensor is and what to do about it, as the end of a line about it.
+# Ends of a line about a tensor that the model does not have: what it is and what to do about it.
 _OTHER = "; check that config.json and the weights are of one model"
 _BEYOND = (
     " (a layer beyond num_hidden_layers); correct num_hidden_layers in config.json, or"
@@ -416,7 +437,8 @@ def describe_foreign_tensors(
 ) -> list[str]:
     """Return a line for missing parameters, and one for each kind of tensors that are not ours.
 
-    missing, foreign: names in the files.
+    missing, foreign: names in the files, of parameters without a tensor, and of tensors without a
+    parameter.
     """
     names_by_remedy: dict[str, list[str]] = defaultdict(list)
     for name in sorted(foreign):
@@ -437,6 +459,7 @@ def describe_foreign_tensors(
     ]
 
 
+# Return the end of the line about a foreign tensor: _BEYOND, one of _KINDS, or _OTHER.
 def _describe_foreign(spec: ModelSpec, name: str) -> str:
     layer = _LAYER.search(name)
     if layer and int(layer[1]) >= spec.num_layers:
@@ -447,9 +470,9 @@ def _describe_foreign(spec: ModelSpec, name: str) -> str:
 def find_quantized_fault(
     spec: ModelSpec, folder: Path, tensors: Mapping[str, FileTensor]
 ) -> str | None:
-    """Return a line for codes that config.json does not declare, and for codes without scales.
+    """Return a line for quantized weights that config.json does not declare, or without scales.
 
-    None if there is no such fault. Tensors that are no codes are not looked at.
+    None if there is no such fault. Only MXFP4 and FP8 are looked at.
     """
     if not isinstance(spec, DecoderSpec):
         return None

@@ -1,4 +1,4 @@
-"""Views for a reader: an HTML page for runs and plans, its charts, and tables for the terminal.
+"""Show runs and plans to a reader: an HTML page, its charts, and tables for the terminal.
 
 No torch in here.
 """

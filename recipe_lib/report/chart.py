@@ -1,8 +1,8 @@
-"""Charts as SVG: axes with names and round numbers, lines over the step; and the page that shows
-them.
+"""Draw charts as SVG, and render the HTML page that shows them.
 
-`draw_line_figure` makes a chart of curves; other figures are drawn on a `Chart` with `put`.
-`render_page` needs neither network nor script; all text is escaped.
+A run calls `draw_line_figure` for a chart of curves over the step; plans draw other figures on a
+`Chart` with `put`, and call `render_svg`. Runs, plans and evaluations call `render_page`: the page
+needs neither network nor script, and all text in it is escaped. Lengths are in units of the SVG.
 """
 
 import math
@@ -14,20 +14,20 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from recipe_lib.report.view import Figure, Section
 
-# Of a line chart: as wide as its column of the page, so that its letters are as large.
+# Size of a line chart: as wide as its column of the page, so that its letters have the page's size.
 WIDTH = 400
 HEIGHT = 230
-# Its margins.
+# Margins of a line chart.
 _LEFT = 58
 _RIGHT = 14
 _TOP = 10
 _BOTTOM = 38
-_MAX_POINTS = 600
-# Spans of values between which an axis is logarithmic, where that is preferred.
+_MAX_POINTS = 600  # of a curve that is drawn
+# Ratios of largest to least value between which an axis is logarithmic, where that is preferred.
 _DECADE = 10.0
 _MAX_SPAN = 1e100
-_LETTER = 6.6  # width of one, about
-COLORS = 10  # classes k0 to k9 of the page
+_LETTER = 6.6  # width of a letter, about
+COLORS = 10  # number of the page's color classes, k0 to k9
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Scale:
     """An axis."""
 
     name: str  # with its unit
-    low: float  # number at its beginning
-    high: float  # at its end
-    ticks: Sequence[tuple[float, str]]  # number, text
-    is_log: bool = False
+    low: float  # value at its beginning
+    high: float  # value at its end
+    ticks: Sequence[tuple[float, str]]  # (value, text)
+    is_log: bool = False  # True: logarithmic
 
     def share(self, value: float) -> float:
         """Return where a value is: 0 at the low end, 1 at the high one."""
@@ -53,22 +53,23 @@ class Chart:
 
     width: float
     height: float
-    label: str  # for who does not see it
+    label: str  # text for people who do not see it (aria-label)
+    # Margins.
     left: float = 0
     right: float = 0
     top: float = 0
     bottom: float = 0
-    x: Scale | None = None
+    x: Scale | None = None  # None: no such axis
     y: Scale | None = None
     shapes: list[Element] = field(default_factory=list)  # in the plot, the first at the back
 
     def compute_x(self, value: float) -> float:
-        """Return where a number of the x axis is."""
+        """Return the x coordinate of a value of the x axis."""
         assert self.x is not None
         return self.left + self.x.share(value) * (self.width - self.left - self.right)
 
     def compute_y(self, value: float) -> float:
-        """Return where a number of the y axis is."""
+        """Return the y coordinate, from the top, of a value of the y axis."""
         assert self.y is not None
         return (
             self.height - self.bottom - self.y.share(value) * (self.height - self.top - self.bottom)
@@ -77,20 +78,20 @@ class Chart:
     def put(
         self, tag: str, style: str = "", text: str = "", title: str = "", **places: float | str
     ) -> None:
-        """Add a shape, like `_make_shape`."""
+        """Add a shape in front of the others; arguments as of `_make_shape`."""
         self.shapes.append(_make_shape(tag, style=style, text=text, title=title, **places))
 
 
 def _make_shape(
     tag: str, style: str = "", text: str = "", title: str = "", **places: float | str
 ) -> Element:
-    """Return an element.
+    """Return an element of an SVG.
 
-    style: its class. text: inside it. title: shown over it. places: its attributes, `text_anchor`
-    for `text-anchor`.
+    tag: such as `line`. style: its class on the page. text: inside it. title: shown when the mouse
+    is over it. places: its other attributes, such as `x1`; `text_anchor` stands for `text-anchor`.
     """
-    named = {name.replace("_", "-"): format_attribute(value) for name, value in places.items()}
-    shape = Element(tag, ({"class": style} if style else {}) | named)
+    attributes = {name.replace("_", "-"): format_attribute(value) for name, value in places.items()}
+    shape = Element(tag, ({"class": style} if style else {}) | attributes)
     shape.text = text
     if title:
         SubElement(shape, "title").text = title
@@ -98,7 +99,7 @@ def _make_shape(
 
 
 def format_attribute(value: float | str) -> str:
-    """Return a number as an attribute: two digits are enough for a picture."""
+    """Return an attribute as text; a float with two decimals, enough for a picture."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
@@ -118,22 +119,29 @@ def render_svg(chart: Chart) -> str:
 
 
 def _draw_axes(chart: Chart) -> list[Element]:
-    """Return what is drawn of the axes that the chart has: lines, numbers and names."""
+    """Return the shapes of the chart's axes: lines, the texts of ticks, and names."""
     shapes = []
-    base = chart.height - chart.bottom
-    end = chart.width - chart.right
+    bottom_edge = chart.height - chart.bottom
+    right_edge = chart.width - chart.right
     if chart.x is not None:
-        shapes.append(_make_shape("line", "axis", x1=chart.left, x2=end, y1=base, y2=base))
+        shapes.append(
+            _make_shape(
+                "line", "axis", x1=chart.left, x2=right_edge, y1=bottom_edge, y2=bottom_edge
+            )
+        )
         for value, text in chart.x.ticks:
             x = chart.compute_x(value)
-            shapes.append(_make_shape("line", "axis", x1=x, x2=x, y1=base, y2=base + 4))
-            half = _LETTER / 2 * len(text)  # a text at the end of the axis stays in the picture
+            shapes.append(
+                _make_shape("line", "axis", x1=x, x2=x, y1=bottom_edge, y2=bottom_edge + 4)
+            )
+            # Half the text's width: a text at the end of the axis stays in the picture.
+            half = _LETTER / 2 * len(text)
             shapes.append(
                 _make_shape(
                     "text",
                     text=text,
                     x=min(x, chart.width - half),
-                    y=base + 16,
+                    y=bottom_edge + 16,
                     text_anchor="middle",
                 )
             )
@@ -142,19 +150,19 @@ def _draw_axes(chart: Chart) -> list[Element]:
                 "text",
                 "name",
                 chart.x.name,
-                x=(chart.left + end) / 2,
-                y=base + 32,
+                x=(chart.left + right_edge) / 2,
+                y=bottom_edge + 32,
                 text_anchor="middle",
             )
         )
     if chart.y is not None:
         for value, text in chart.y.ticks:
             y = chart.compute_y(value)
-            shapes.append(_make_shape("line", "grid", x1=chart.left, x2=end, y1=y, y2=y))
+            shapes.append(_make_shape("line", "grid", x1=chart.left, x2=right_edge, y1=y, y2=y))
             shapes.append(
                 _make_shape("text", text=text, x=chart.left - 6, y=y + 4, text_anchor="end")
             )
-        turned = f"translate(11 {format_attribute((chart.top + base) / 2)}) rotate(-90)"
+        turned = f"translate(11 {format_attribute((chart.top + bottom_edge) / 2)}) rotate(-90)"
         shapes.append(
             _make_shape("text", "name", chart.y.name, transform=turned, text_anchor="middle")
         )
@@ -166,6 +174,7 @@ def compute_ticks(low: float, high: float, max_steps: int) -> list[float]:
 
     They are 1, 2 or 5 times a power of ten apart.
     """
+    # The 1e-9 below allow for rounding: a bound that is a round number itself is among them.
     least_gap = (high - low) / max_steps
     power = 10.0 ** math.floor(math.log10(least_gap))
     gap = next(
@@ -178,7 +187,10 @@ def compute_ticks(low: float, high: float, max_steps: int) -> list[float]:
 
 
 def format_short(value: float, digits: int = 3) -> str:
-    """Return a number in few letters: `0.05`, `1500`, `12.5K`, `2e-5`."""
+    """Return a number in few letters: `0.05`, `1500`, `12.5K`, `2e-5`.
+
+    digits: significant ones.
+    """
     for least, size, letter in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "K")):
         if least <= abs(value) < 1e15:
             return f"{value / size:.{digits}g}{letter}"
@@ -189,14 +201,14 @@ def format_short(value: float, digits: int = 3) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """A named series of (step, value); None where there is no finite number."""
+    """A named series of values over the step."""
 
     name: str
-    points: list[tuple[int, float | None]]
+    points: list[tuple[int, float | None]]  # (step, value); None: the value is not finite
 
     @property
     def values(self) -> list[float]:
-        """The finite numbers."""
+        """Return the finite values."""
         return [value for _, value in self.points if value is not None]
 
 
@@ -208,18 +220,22 @@ def draw_line_figure(
     from_zero: bool = False,
     prefers_log: bool = False,
 ) -> Figure:
-    """Return a chart of curves over the step; each has at least one value that is a number.
+    """Return a chart of curves over the step.
 
-    unit: of the value axis, beside its name. from_zero: the value axis begins at 0. prefers_log: it
-    is logarithmic where the values are above 0 and span a decade. A curve of more than 600 points
-    is drawn as the mean of groups of points; a note says so.
+    If a curve has more than 600 points, the means of groups of points are drawn, and a note says
+    so.
+
+    unit: of the values; empty: none. curves: each has at least one finite value. from_zero: the
+    value axis begins at 0. prefers_log: it is logarithmic if all values are above 0 and the largest
+    is more than ten times the least.
     """
     values = [value for curve in curves for value in curve.values]
     name = f"{title[:1].lower()}{title[1:]}" + (f" ({unit})" if unit else "")
+    # The legend's texts: each curve with its last value.
     ends = [f"{curve.name} {format_short(curve.values[-1], 4)}" for curve in curves]
     steps = [step for curve in curves for step, _ in curve.points]
-    last = max(*steps, min(steps) + 1)
-    ticks = [step for step in compute_ticks(min(steps), last, 6) if step == int(step)]
+    last_step = max(*steps, min(steps) + 1)
+    ticks = [step for step in compute_ticks(min(steps), last_step, 6) if step == int(step)]
     is_log = prefers_log and min(values) > 0 and _DECADE < max(values) / min(values) < _MAX_SPAN
     value_axis = (
         _make_log_axis(unit or name, values)
@@ -236,23 +252,29 @@ def draw_line_figure(
         top=_TOP,
         bottom=_BOTTOM,
         x=Scale(
-            "step", low=min(steps), high=last, ticks=[(step, format_short(step)) for step in ticks]
+            "step",
+            low=min(steps),
+            high=last_step,
+            ticks=[(step, format_short(step)) for step in ticks],
         ),
         y=value_axis,
     )
     group = max(1, math.ceil(max(len(curve.points) for curve in curves) / _MAX_POINTS))
-    for number, curve in enumerate(curves):
-        _draw_curve(chart, _find_runs(curve, group), number % COLORS)
+    for index, curve in enumerate(curves):
+        _draw_curve(chart, _find_runs(curve, group), index % COLORS)
     return Figure(
         render_svg(chart),
-        keys=[(f"k{number % COLORS}", end) for number, end in enumerate(ends)],
+        keys=[(f"k{index % COLORS}", end) for index, end in enumerate(ends)],
         note=f"Line: mean of {group} steps." if group > 1 else "",
         title=title,
     )
 
 
 def _make_value_axis(name: str, values: list[float], from_zero: bool) -> Scale:
-    """Return an axis from the least to the largest value, with a margin."""
+    """Return an axis from the least to the largest value, with a margin.
+
+    from_zero: begin at 0, or below if a value is negative.
+    """
     values = [*values, 0.0] if from_zero else values
     low = min(values)
     high = max(values)
@@ -263,7 +285,10 @@ def _make_value_axis(name: str, values: list[float], from_zero: bool) -> Scale:
 
 
 def _make_log_axis(name: str, values: list[float]) -> Scale:
-    """Return an axis with powers of ten; every so many where they are more than seven."""
+    """Return a logarithmic axis with ticks at powers of ten, at most seven.
+
+    values: above 0.
+    """
     margin = (max(values) / min(values)) ** 0.06
     low = min(values) / margin
     high = max(values) * margin
@@ -279,7 +304,7 @@ def _make_log_axis(name: str, values: list[float]) -> Scale:
 
 
 def _label_ticks(values: list[float]) -> list[tuple[float, str]]:
-    """Return numbers and their texts, with as many digits as tell neighbors apart."""
+    """Return (value, text) for ticks, with as many digits as tell the texts apart."""
     for digits in range(3, 12):
         texts = [format_short(value if abs(value) > 1e-300 else 0.0, digits) for value in values]
         if len(set(texts)) == len(texts):
@@ -288,7 +313,10 @@ def _label_ticks(values: list[float]) -> list[tuple[float, str]]:
 
 
 def _draw_curve(chart: Chart, runs: list[list[tuple[int, float]]], color: int) -> None:
-    """Draw a line, broken between runs; a point that stands alone, and the last one, as dots."""
+    """Draw a line that is broken between runs; dots for points that stand alone, and for the last.
+
+    runs: consecutive points (step, value). color: index of the page's color class.
+    """
     for run in runs:
         points = " ".join(
             f"{chart.compute_x(step):.1f},{chart.compute_y(value):.1f}" for step, value in run
@@ -302,9 +330,9 @@ def _draw_curve(chart: Chart, runs: list[list[tuple[int, float]]], color: int) -
 
 
 def _find_runs(curve: Curve, group: int) -> list[list[tuple[int, float]]]:
-    """Return runs of points, the mean of every `group`.
+    """Return runs of points (step, value), each the mean of `group` points of the curve.
 
-    Where a whole group holds no number the curve breaks.
+    A group without a finite value ends a run: the curve breaks there.
     """
     runs: list[list[tuple[int, float]]] = [[]]
     for start in range(0, len(curve.points), group):
@@ -327,10 +355,12 @@ def render_page(
     status: str = "",
     footer: str = "",
 ) -> str:
-    """Return the page.
+    """Return the text of an HTML page.
 
-    kind: `run`, `plan` or `evaluation`, by which the file is known again. style: `good`, `risky` or
-    `bad` colors the headline. status: a word after the name.
+    kind: `run`, `plan` or `evaluation`, a mark by which commands recognize a page that they may
+    overwrite. title: of the browser's window. name: the page's heading. headline: a sentence below
+    it. style: `good`, `risky` or `bad` colors the headline; empty: no color. status: a word after
+    the name; empty: none. footer: a sentence at the end; empty: none.
     """
     return load_page_template().render(
         kind=kind,
@@ -346,8 +376,9 @@ def render_page(
 
 @cache
 def load_page_template() -> Any:
-    """Return the page as a compiled template of Jinja, which a plan on the terminal does
-    without.
+    """Return page.html as a compiled template of Jinja.
+
+    Jinja is imported here, since a plan on the terminal does without it.
     """
     import jinja2
 

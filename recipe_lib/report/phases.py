@@ -1,12 +1,10 @@
-"""Progress of what takes longer than a moment: a row on a terminal that says what goes on.
+"""Show the progress of work that takes longer than a moment.
 
-    with phase("loading weights", total=bytes, unit="bytes") as progress:
+    with phase("loading weights", total=num_bytes, unit="bytes") as progress:
         progress.advance(count)
 
-On a terminal a row is drawn after ROW_SECONDS, and a phase of more than SAID_SECONDS leaves a line
-with its seconds. Off a terminal one that goes on for long writes a line now and then. Phases may
-stand in one another; the innermost is shown. Ranks other than the first show nothing, and nobody
-does with `--quiet`.
+A phase is such a piece of work. A terminal shows it in a row at its bottom, below all that is
+printed; a run adds rows of its own with `show_rows`.
 """
 
 import os
@@ -29,34 +27,33 @@ from recipe_lib.logs import get_logger, is_quiet, is_verbose
 from recipe_lib.report.terminal import SOFT, open_console, read_console, wants_color
 from recipe_lib.units import format_bytes, format_clock, format_seconds
 
-# The cursor rests at the beginning of the first row. Who prints erases from there on and ends with
-# a new line, and the rows are drawn again below: so also another process can print on the same
-# terminal, and nothing has to know its height. A rich.live.Live would count the rows that it has
+# The cursor rests at the beginning of the first row. Whoever prints erases from there on and ends
+# with a new line, and the rows are drawn again below. So another process can print on the same
+# terminal too, and no terminal height is needed. A rich.live.Live would count the rows that it has
 # drawn upwards from the cursor, and lose what another process printed.
 
-# It erases from the second column on: what is erased from the first place of a screen, tmux keeps
-# in its history.
-ERASE = "\r\x1b[K\x1b[C\x1b[J\r"  # to be written before a line on a terminal that may be drawn on
+# To be written before a line on a terminal that may have rows. After the first line it erases from
+# the second column on: tmux keeps in its history what is erased from the first place of a screen.
+ERASE = "\r\x1b[K\x1b[C\x1b[J\r"
 PAUSE_SECONDS = 0.1  # between two drawings
-NARROWEST = 20  # columns; on less nothing is drawn
+NARROWEST = 20  # columns; nothing is drawn on a narrower terminal
 
-Rows = Callable[[int], list[Text]]  # what to draw in so many columns
+Rows = Callable[[int], list[Text]]  # given the columns, returns the rows to draw
 
 
 class _Screen:
-    """The terminal of this process: at most three rows at its bottom, everything printed above
-    them.
-    """
+    """The terminal of this process: rows at its bottom, everything printed above them."""
 
     def __init__(self) -> None:
-        self.rows: list[Rows] = []  # asked for again at each drawing
-        self.lock = threading.RLock()
-        self.drawn = False
-        self.line_open = False  # somebody's line has no end yet
-        self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
-        self._streams: list[tuple[str, TextIO]] = []  # of sys, as they were before any row
-        self.in_fork = False
+        self.rows: list[Rows] = []  # called again at each drawing
+        self.lock = threading.RLock()  # of all that is written to the terminal
+        self.drawn = False  # True: there are rows on the terminal now
+        self.line_open = False  # True: the last line printed has no end yet
+        self._thread: threading.Thread | None = None  # draws; None: there are no rows
+        self._wake = threading.Event()  # ends the thread
+        # (name in sys, stream) of standard output and error, as they were before any row.
+        self._streams: list[tuple[str, TextIO]] = []
+        self.in_fork = False  # True: this process was forked, and draws nothing
 
     def add(self, rows: Rows) -> None:
         """Draw these rows below the others, until `remove`."""
@@ -65,6 +62,7 @@ class _Screen:
             if self._thread is None:
                 self._streams = [(name, getattr(sys, name)) for name in ("stdout", "stderr")]
                 for name, stream in self._streams:
+                    # Standard output only if it is a terminal: a file has nothing to erase.
                     if stream.isatty() or name == "stderr":
                         setattr(sys, name, _Above(self, stream))
                 self._wake = threading.Event()
@@ -92,7 +90,7 @@ class _Screen:
             thread.join(timeout=1)
 
     def erase(self) -> None:
-        """Take away what is drawn."""
+        """Remove the rows from the terminal."""
         if self.drawn:
             self._write(ERASE)
             self.drawn = False
@@ -120,18 +118,18 @@ class _Screen:
         self.drawn = True
 
     def stream(self) -> TextIO:
-        """Return where it is drawn: standard error as it was when the first rows came."""
+        """Return the stream that rows are drawn on: standard error as it was before any row."""
         return next((stream for name, stream in self._streams if name == "stderr"), sys.stderr)
 
     def _write(self, text: str) -> None:
         try:
             self.stream().write(text)
             self.stream().flush()
-        except (OSError, ValueError):  # the terminal is gone; who prints next will say so
+        except (OSError, ValueError):  # the terminal is gone: the next print raises the same
             self.rows.clear()
 
     def after_fork(self) -> None:
-        """Make a fork draw nothing, and write to the streams themselves."""
+        """Make a forked process draw nothing, and write to the streams themselves."""
         for name, stream in self._streams:
             setattr(sys, name, stream)
         self.__init__()  # type: ignore[misc]
@@ -139,7 +137,7 @@ class _Screen:
 
 
 class _Above:
-    """Standard output or error while rows are drawn: what is written to it stands above them."""
+    """Standard output or error while rows are drawn: text written to it appears above them."""
 
     def __init__(self, screen: _Screen, stream: TextIO) -> None:
         self.screen = screen
@@ -171,7 +169,7 @@ def _close() -> None:
         _screen.erase()
 
 
-call_at_end(_close)
+call_at_end(_close)  # so that no row stays on the terminal
 
 
 def can_draw() -> bool:
@@ -180,64 +178,65 @@ def can_draw() -> bool:
 
 
 def has_unicode() -> bool:
-    """Return True if what is drawn may have letters beyond ASCII.
+    """Return True if the terminal takes letters beyond ASCII.
 
-    Also while standard error is redirected.
+    It is asked for its own encoding also while `sys.stderr` is replaced.
     """
     return (_screen.stream().encoding or "").lower().startswith("utf")
 
 
-show_rows = _screen.add  # rows that are drawn below others, ten times a second, until `hide_rows`
+show_rows = _screen.add  # draws rows below others, ten times a second, until `hide_rows`
 hide_rows = _screen.remove  # nothing happens if they are not shown
 
 
-ROW_SECONDS = 0.3  # before a phase has a row
+ROW_SECONDS = 0.3  # how long a phase lasts before it gets a row
 SAID_SECONDS = 1.0  # a phase that took as long leaves a line on a terminal
-LINE_SECONDS = 15.0  # off a terminal, before the first line and between two
+LINE_SECONDS = 15.0  # without a terminal: before a phase's first line, and between two
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-_PLAIN_SPINNER = "-\\|/"
+_PLAIN_SPINNER = "-\\|/"  # in ASCII
 
-_open: list["Phase"] = []  # innermost last
+_open: list["Phase"] = []  # phases that are drawn and have not ended, the innermost last
 
 
 @dataclass(eq=False)
 class Phase:
-    """The progress of what goes on inside a `phase`."""
+    """The progress of the work inside a block of `phase`."""
 
-    what: str
-    total: int | None  # of `unit`, if it is known
-    unit: str
-    done: int = 0
-    text: str = ""  # how far it is, in words
-    began: float = field(default_factory=time.monotonic)
+    what: str  # names the work, such as `loading weights`
+    total: int | None  # units of work; None: not known
+    unit: str  # plural, such as `tensors`; `bytes` are shown as such; empty: plain numbers
+    done: int = 0  # units of work
+    text: str = ""  # how far it is, in words; empty: not said
+    began: float = field(default_factory=time.monotonic)  # seconds of the monotonic clock
 
     def advance(self, count: int) -> None:
-        """Count so much more of the total as done."""
+        """Add `count` units to the work that is done."""
         self.done += count
 
     def say(self, text: str) -> None:
-        """Set how far it is, in words: the best answer so far, the part that is worked on."""
+        """Set how far it is, in words: the best result so far, or the part that is worked on."""
         self.text = text
 
     def rows(self, width: int) -> list[Text]:
-        """Return what is drawn: nothing for a phase that has just begun, or that another one is
-        in.
+        """Return the row to draw; none for a phase that has just begun, or has another one inside.
+
+        width: in columns.
         """
         seconds = time.monotonic() - self.began
         if seconds < ROW_SECONDS or not _open or _open[-1] is not self or is_quiet():
             return []
         letters = _SPINNER if has_unicode() else _PLAIN_SPINNER
         row = Text(f"{letters[int(seconds * 10) % len(letters)]} ", style="cyan")
-        end = f"  {self.describe_time(seconds)}"
+        time_text = f"  {self.describe_time(seconds)}"
         row.append(f"{self.what}{self.describe_progress()}", style="default")
         if self.text:
             row.append(f": {self.text}")
-        row.truncate(max(width - len(end), 10), overflow="ellipsis")
-        row.append(end, style=SOFT)
+        row.truncate(max(width - len(time_text), 10), overflow="ellipsis")
+        row.append(time_text, style=SOFT)
         return [row]
 
     def describe_progress(self) -> str:
-        """Return how much is done, to stand after its name."""
+        """Return the text after the phase's name, `: 3 of 7 tensors, 43%`; empty: nothing done."""
         show = format_bytes if self.unit == "bytes" else "{:,}".format
         unit = "" if self.unit == "bytes" else f" {self.unit}".rstrip()
         if self.total:
@@ -248,7 +247,10 @@ class Phase:
         return f": {show(self.done)}{unit}" if self.done else ""
 
     def describe_time(self, seconds: float) -> str:
-        """Return the seconds so far, and those left where the total is known."""
+        """Return the time so far as text, and the time left if the total is known.
+
+        seconds: since the phase began.
+        """
         if not self.total or not self.done or self.done >= self.total or seconds < SAID_SECONDS:
             return format_clock(seconds)
         return (
@@ -261,13 +263,17 @@ class Phase:
 def phase(
     what: str, total: int | None = None, unit: str = "", *, leaves_line: bool = True
 ) -> Iterator[Phase]:
-    """Show what goes on inside; see the module.
+    """Show what goes on inside the block; the caller advances the `Phase` that it yields.
 
-    total: of `unit`, if it is known; `bytes` are shown as such. leaves_line: with its seconds.
+    On a terminal it has a row after ROW_SECONDS, and leaves a line with its time if it took more
+    than SAID_SECONDS. Without a terminal it writes a line every LINE_SECONDS. Phases may be nested;
+    the innermost is shown. Only the first rank shows anything, and nothing with `--quiet`.
+
+    what, total, unit: as of `Phase`. leaves_line: False: no line with its time.
     """
     current = Phase(what, total, unit)
     end = threading.Event()
-    # The first of several ranks says what goes on, and no process that was forked to help.
+    # Processes that were forked to help show nothing either.
     is_reporter = os.environ.get("RANK", "0") == "0" and not _screen.in_fork
     is_shown = is_reporter and not is_quiet()
     is_drawn = is_shown and can_draw()
@@ -292,17 +298,18 @@ def phase(
 
 @contextmanager
 def importing(what: str) -> Iterator[None]:
-    """Show the import of a large library, in which Ctrl-C ends the process at once.
+    """Show the import of a large library as a phase; Ctrl-C in it ends the process at once.
 
-    In the midst of an import the exception of an interrupt may be swallowed by the library, and
-    nothing is lost yet.
+    During an import the library may swallow the exception of an interrupt. No work is lost yet.
+
+    what: name of the library.
     """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         sys.stderr.write(f"{ERASE if can_draw() else ''}interrupted\n")
         end_process(128 + number)
 
-    # Only where nobody else handles it, and in the main thread, which alone may set a handler.
+    # Only if no other handler is set, and in the main thread, which alone may set one.
     catches = (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -318,7 +325,7 @@ def importing(what: str) -> Iterator[None]:
 
 
 def _log_progress(current: Phase, end: threading.Event) -> None:
-    """Write a line every LINE_SECONDS, where there is no terminal to draw on."""
+    """Log a line every LINE_SECONDS until `end` is set, for a process without a terminal."""
     while not end.wait(LINE_SECONDS):
         get_logger().info(
             "%s%s%s, %s",

@@ -1,7 +1,8 @@
-"""The figures of a run's plan, on their way from the process that makes it to the run.
+"""Read the figures of a run's memory plan, which another process makes.
 
-`tune run` writes them into the file that FIGURES names; the run's summary, page and receipt show
-them.
+`tune run` plans beside the run and writes the figures into a JSON file, whose path the run has in
+the environment variable FIGURES. The run's summary, page and receipt (planned and measured peaks,
+kept for later plans) show them.
 """
 
 import os
@@ -10,14 +11,12 @@ from typing import Any
 
 from recipe_lib.reading import find_object
 
-FIGURES = "TUNE_PLAN_FIGURES"  # the file where `tune run` has the figures of its plan written
-KINDS = ("active", "allocated", "reserved")
+FIGURES = "TUNE_PLAN_FIGURES"  # environment variable with the path of the file
+KINDS = ("active", "allocated", "reserved")  # bytes of torch's allocator, whose peaks are planned
 
 
 def read_planned_figures(output_dir: Path) -> dict[str, Any] | None:
-    """Return the figures of the plan of the run in `output_dir`; None: `tune run` has not made
-    it by now.
-    """
+    """Return the figures of the plan of the run in `output_dir`; None: there are none by now."""
     figures = find_object(os.environ.get(FIGURES, ""))
     is_of_this_run = figures.get("output_dir") == os.path.abspath(output_dir)
     return figures if is_of_this_run else None

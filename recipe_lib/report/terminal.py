@@ -1,8 +1,8 @@
-"""Sections of a view on a terminal, laid out by rich: plain text of a stable width, styled if asked
-for.
+"""Print sections of `report.view` as text for a terminal, laid out by rich.
 
-Everything that is shown goes through `visible`: control characters of a user's files are written
-out.
+Commands call `open_console`, print into it with the functions `put...`, and `read_console` returns
+the text. Control characters in what users named are written out (`escape_invisible`): a terminal
+would obey them.
 """
 
 import io
@@ -19,23 +19,28 @@ from rich.padding import Padding
 from rich.text import Text
 
 from recipe_lib.errors import escape_invisible
-from recipe_lib.logs import wants_color as wants_color
+from recipe_lib.logs import wants_color as wants_color  # for those who import it from here
 from recipe_lib.report.view import Section, Table, TreeLine
 
+# Least and largest width, in columns of the terminal.
 NARROWEST = 60
 WIDEST = 120
+# Styles of rich.
 GOOD = "bold green"
 BAD = "bold red"
 WARNING = "bold yellow"
 HEADING = "bold"
 SOFT = "dim"
-_GAP = 2  # between two columns
-_SHORTEST = 12  # letters that a text which is cut keeps
-_ENDS = re.compile(r"(?: |\x1b\[[\d;]*m)+$", re.MULTILINE)
+_GAP = 2  # spaces between two columns of a table
+_SHORTEST = 12  # letters that a text keeps at least when it is cut
+_ENDS = re.compile(r"(?: |\x1b\[[\d;]*m)+$", re.MULTILINE)  # spaces and styles at a line's end
 
 
 def get_terminal_width(otherwise: int = 100) -> int:
-    """Return the columns of the terminal, between 60 and 120; without a terminal `otherwise`."""
+    """Return the columns of the terminal, between 60 and 120; without a terminal `otherwise`.
+
+    A larger `otherwise` than 120 is the upper limit.
+    """
     columns = shutil.get_terminal_size((otherwise, 24)).columns
     return min(max(WIDEST, otherwise), max(NARROWEST, columns))
 
@@ -43,7 +48,7 @@ def get_terminal_width(otherwise: int = 100) -> int:
 def open_console(width: int, color: bool = False) -> Console:
     """Return a console that collects what it prints for `read_console`.
 
-    Whatever the environment says, it styles only with color.
+    width: in columns. color: False: no colors or styles, whatever the environment says.
     """
     return Console(
         file=io.StringIO(),
@@ -60,16 +65,22 @@ def open_console(width: int, color: bool = False) -> Console:
 
 
 def read_console(console: Console) -> str:
-    """Return what was printed, without spaces at the ends of lines."""
+    """Return the printed text, without spaces at the ends of lines.
+
+    console: from `open_console`.
+    """
     assert isinstance(console.file, io.StringIO)
-    # Styles that end in the spaces are ended all the same.
+    # Where a style ended in the spaces that are removed, it is ended all the same.
     return _ENDS.sub(lambda end: "\x1b[0m" if "\x1b" in end[0] else "", console.file.getvalue())
 
 
 def put(
     console: Console, text: str, style: str = "", indent: int = 0, *, wrap: bool = True
 ) -> None:
-    """Print a paragraph; unwrapped what people copy."""
+    """Print a paragraph.
+
+    style: of rich; empty: none. indent: columns. wrap: False for text that people copy.
+    """
     if wrap:
         console.print(_indent(Text(escape_invisible(text), style), indent))
     else:
@@ -83,7 +94,7 @@ def put_heading(console: Console, text: str) -> None:
 
 
 def put_pairs(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
-    """Print names and values, the values below each other."""
+    """Print (name, value) a line, the values aligned."""
     grid = rich_table.Table.grid(padding=(0, _GAP, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -101,9 +112,7 @@ def put_list(console: Console, sentences: Iterable[str]) -> None:
 
 
 def put_section(console: Console, section: Section) -> None:
-    """Print a section with an empty line and its title above it; nothing of one that has only
-    charts.
-    """
+    """Print a section below an empty line and its title; nothing if it has charts alone."""
     if not any((section.facts, section.table, section.tree, section.items, section.text)):
         return
     put_heading(console, section.title)
@@ -121,6 +130,7 @@ def put_section(console: Console, section: Section) -> None:
         put(console, section.text, SOFT if section.tree else "", indent=2)
 
 
+# Return a tree as a table whose names are indented by their levels.
 def _make_tree_table(lines: Sequence[TreeLine]) -> Table:
     rows = [
         [f"{'  ' * line.level}{line.name}", line.number, line.share, line.count] for line in lines
@@ -136,7 +146,7 @@ def _make_tree_table(lines: Sequence[TreeLine]) -> Table:
 
 
 def _put_told_rows(console: Console, table: Table) -> None:
-    """Print a table whose last column stands below the rest of its row."""
+    """Print a table with the last cell of each row below the rest of it (`Table.tells_below`)."""
     cut_table = replace(table, header=table.header[:-1], rows=[row[:-1] for row in table.rows])
     header, *lines = format_table_lines(cut_table, console.width)
     put(console, header, SOFT)
@@ -148,13 +158,13 @@ def _put_told_rows(console: Console, table: Table) -> None:
 
 
 def put_table(console: Console, table: Table) -> None:
-    """Print header, rows and notes.
+    """Print header, rows and notes of a table, without its title.
 
-    Optional columns go, the first of them first, until what is left fits into the room. An optional
-    text column that comes last is cut rather than left out while 12 letters of it fit. Where that
-    does not do, the longest text column is cut.
+    Optional columns are left out, the first of them first, until the others fit into the console's
+    width. An optional text column that comes last is cut rather than left out while 12 letters of
+    it fit. If the table is still too wide, the text columns are cut.
     """
-    shown, cut = _choose_columns(table, console.width - 2)
+    shown_columns, cut_columns = _choose_columns(table, console.width - 2)  # 2: its indent
     grid = rich_table.Table(
         box=None,
         pad_edge=False,
@@ -162,17 +172,20 @@ def put_table(console: Console, table: Table) -> None:
         show_header=table.headed,
         header_style=SOFT,
     )
-    for at in shown:
-        side: Literal["left", "right"] = "left" if table.header[at] in table.left else "right"
+    for index in shown_columns:
+        side: Literal["left", "right"] = "left" if table.header[index] in table.left else "right"
         grid.add_column(
-            escape_invisible(table.header[at]), justify=side, no_wrap=at not in cut, overflow="fold"
+            escape_invisible(table.header[index]),
+            justify=side,
+            no_wrap=index not in cut_columns,
+            overflow="fold",
         )
     overflow: Literal["fold", "ellipsis"] = "fold" if table.fold else "ellipsis"
     for row in table.rows:
         grid.add_row(
             *(
-                Text(escape_invisible(str(row[at])), no_wrap=not table.fold, overflow=overflow)
-                for at in shown
+                Text(escape_invisible(str(row[index])), no_wrap=not table.fold, overflow=overflow)
+                for index in shown_columns
             )
         )
     console.print(_indent(grid, 2))
@@ -181,27 +194,33 @@ def put_table(console: Console, table: Table) -> None:
 
 
 def format_table_lines(table: Table, width: int) -> list[str]:
-    """Return a table as lines of text: the header, then a line for each row."""
+    """Return a table as lines of text: the header, then a line for each row.
+
+    width: in columns.
+    """
     console = open_console(width)
     put_table(console, table)
     return read_console(console).splitlines()
 
 
 def _choose_columns(table: Table, room: int) -> tuple[list[int], list[int]]:
-    """Return the places of the columns that are shown, and of those that may be cut."""
-    places = list(range(len(table.header)))
+    """Return the indices of the columns that are shown, and of those that may be cut.
+
+    room: columns of the terminal.
+    """
+    shown = list(range(len(table.header)))
     optional = list(table.optional)
     widths = [
-        max(cell_len(escape_invisible(str(row[at]))) for row in [table.header, *table.rows])
-        for at in places
+        max(cell_len(escape_invisible(str(row[index]))) for row in [table.header, *table.rows])
+        for index in shown
     ]
-    while (over := sum(widths[at] + _GAP for at in places) - _GAP - room) > 0 and optional:
-        last = places[-1]
+    while (excess := sum(widths[index] + _GAP for index in shown) - _GAP - room) > 0 and optional:
+        last = shown[-1]
         shortest = max(_SHORTEST, len(table.header[last]))
-        if table.header[last] == optional[0] and widths[last] - over >= shortest:
-            return places, [last]
-        places.remove(table.header.index(optional.pop(0)))
-    return places, [at for at in places if table.header[at] in table.left]
+        if table.header[last] == optional[0] and widths[last] - excess >= shortest:
+            return shown, [last]
+        shown.remove(table.header.index(optional.pop(0)))
+    return shown, [index for index in shown if table.header[index] in table.left]
 
 
 def _indent(block: RenderableType, columns: int) -> RenderableType:

@@ -1,8 +1,8 @@
-"""A document of what is known, built once and shown twice: on a terminal and as an HTML page.
+"""Define the sections of a document that is shown on a terminal and as an HTML page.
 
-A section has facts, tables, trees, charts and sentences. `terminal.put_section` shows one on a
-terminal, `chart.render_page` all of them as HTML. Cells are text, or numbers with a unit (`Bytes`,
-`Seconds`, `Count` of `units.py`), which both show in the same words. No torch in here.
+Plans, evaluations and runs build sections. `terminal.put_section` shows one on a terminal,
+`chart.render_page` all of them as HTML. Cells are text, or numbers with a unit (`Bytes`, `Seconds`,
+`Count` of `units.py`), which both show in the same words. No torch in here.
 """
 
 from collections.abc import Sequence
@@ -12,57 +12,57 @@ from typing import Any
 
 @dataclass
 class Table:
-    """A table in which numbers stand at the right."""
+    """A table in which numbers are aligned at the right."""
 
     title: str
-    header: list[str]
-    rows: list[list[Any]]  # a cell for each of the header
-    left: tuple[str, ...]  # headers of the columns of text
-    # Headers to leave out where the room is short, the first of them first.
+    header: list[str]  # the columns' names
+    rows: list[list[Any]]  # each has a cell for each column
+    left: tuple[str, ...]  # names of the columns of text, aligned at the left
+    # Names of columns to leave out if a terminal is too narrow, the first of them first.
     optional: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # sentences below it
-    headed: bool = True  # the header is shown
-    fold: bool = False  # what is too long for its column goes on in the next line
-    tells_below: bool = False  # on a terminal the last column stands below the rest of its row
+    headed: bool = True  # False: a terminal shows no header
+    fold: bool = False  # True: a long cell goes on in the next line; False: it is cut
+    tells_below: bool = False  # True: on a terminal the last cell stands below the rest of its row
 
 
 @dataclass
 class Figure:
     """A chart."""
 
-    svg: str  # of `report.chart`
-    keys: Sequence[tuple[str, str]] = ()  # class of a color, what has it
-    note: str = ""  # below it
+    svg: str  # from `chart.render_svg`
+    keys: Sequence[tuple[str, str]] = ()  # legend: (class of a color on the page, text)
+    note: str = ""  # a sentence below it
     title: str = ""
-    wide: bool = False  # on a narrow screen it keeps a readable width, and is scrolled
+    wide: bool = False  # True: on a narrow screen it keeps a readable width, and is scrolled
 
 
 @dataclass
 class TreeLine:
-    """A line of a tree; what is below it stands behind it, one level deeper."""
+    """A line of a tree of bytes; its branches are the lines after it that are one level deeper."""
 
-    level: int
+    level: int  # 0 at the root
     name: str
-    number: str
-    exact: str  # the number at its full precision
-    share: str
-    count: str
-    opens: bool = False  # it has branches, whether they are in the tree or not
+    number: str  # bytes, as text with a unit
+    exact: str  # the same at full precision
+    share: str  # of all bytes, in percent
+    count: str  # number of tensors
+    opens: bool = False  # True: it has branches, whether they are in the tree or not
 
 
 @dataclass
 class Section:
-    """A heading and what is below it; one that has nothing is left out."""
+    """A heading and what is below it; a section with nothing below it is False, and left out."""
 
     title: str
-    facts: Sequence[tuple[str, object]] = ()  # names and values
+    facts: Sequence[tuple[str, object]] = ()  # (name, value)
     table: Table | None = None
     figures: Sequence[Figure] = ()  # for pages; a terminal shows none
     tree: Sequence[TreeLine] = ()
     items: Sequence[str] = ()  # sentences
     text: str = ""  # a paragraph
-    listing: str = ""  # text of a file, for pages
-    closed: bool = False  # on a page it is opened by a click on its heading
+    listing: str = ""  # text of a file, for pages; a terminal does not show it
+    closed: bool = False  # True: on a page a click on its heading opens it
 
     def __bool__(self) -> bool:
         return any(
@@ -71,5 +71,5 @@ class Section:
 
 
 def show_table(table: Table | None) -> Section:
-    """Return the section of a table under its own title; one that is left out for None."""
+    """Return the section of a table under its own title; None gives a section that is left out."""
     return Section(table.title, table=table) if table else Section("")

@@ -1,8 +1,9 @@
 """Write a Hugging Face model, or a LoRA adapter in PEFT's layout, as a GGUF file for llama.cpp.
 
-`describe_architecture` checks a spec against what llama.cpp computes for the family, so that a file
-which would load and give other answers is refused, or has its difference said.
-`write_gguf_model` and `write_gguf_adapter` write a file, read it back and compare.
+`tune export --gguf` calls `write_gguf_model` and `write_gguf_adapter`, which write a file, read it
+back and compare. A spec holds a model's sizes and kinds as its config.json gives them.
+`describe_architecture` checks it against what llama.cpp computes for the model's family: a file
+that would load and give other answers is refused, or the difference is noted for the user.
 """
 
 import math
@@ -59,9 +60,11 @@ ARCHITECTURES = {
     "gemma3": "gemma3",
     "phi3": "phi3",
 }
-_PATTERNS = {"gemma2": 2, "gemma3": 6}  # every so many layers, one without a window
-_YARN_BETAS = (32.0, 1.0)  # others are read from the file for other architectures only
-# Layers of the 27B, whose scores are scaled by the width over the heads.
+# Family -> period of its attention windows, in layers: the last layer of a period has no window.
+_PATTERNS = {"gemma2": 2, "gemma3": 6}
+# YaRN's (beta_fast, beta_slow). llama.cpp reads other values for other architectures only.
+_YARN_BETAS = (32.0, 1.0)
+# Family -> layers of its 27B model, the one whose attention scale is (width / heads)^-0.5.
 _WIDE_SCALE = {"gemma2": 46, "gemma3": 62}
 
 
@@ -71,16 +74,17 @@ class Architecture:
 
     # llama.cpp's name of the architecture.
     name: str
-    # By the format's keys without the architecture's name.
+    # The file's metadata: key without the architecture's name before it -> value.
     metadata: dict[str, Any]
     # What llama.cpp does not compute as the model was trained, a line each.
     notes: tuple[str, ...] = ()
-    # Tensors of the file with the rotary embedding's factors, by name.
+    # Name of a tensor of the file -> factors of the rotary embedding's frequencies, one for each
+    # pair of channels.
     rope_tables: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def is_permuted(self) -> bool:
-        """True if the two channels that turn together are neighbors in query and key rows."""
+        """Return True if rows of query and key have channels that rotate together side by side."""
         return self.name == "llama"
 
 
@@ -115,6 +119,7 @@ def describe_architecture(spec: ModelSpec, where: str) -> Architecture:
         "vocab_size": spec.vocab_size,
         **rope_metadata,
     }
+    # The same in all layers that have one.
     window = next((window for window in spec.windows if window is not None), None)
     # llama.cpp tells Phi 4 from Phi 3 by a window of 0.
     windows = dict.fromkeys(_PATTERNS, window) | {"phi3": window or 0}
@@ -141,15 +146,19 @@ def describe_architecture(spec: ModelSpec, where: str) -> Architecture:
 
 
 def _find_unsupported(spec: DecoderSpec) -> str | None:
-    """Return what of the model llama.cpp does not compute, as `found ...`, or None."""
+    """Return the first part of the model that llama.cpp does not compute, as `found ...`; or None.
+
+    The text is the middle of an error line.
+    """
     family = spec.family
-    pattern = _PATTERNS.get(family, 1)
-    expected_windows = tuple((layer + 1) % pattern != 0 for layer in range(spec.num_layers))
-    scale = spec.head_width**-0.5
+    period = _PATTERNS.get(family, 1)
+    # True for layers that have a window in llama.cpp.
+    expected_windows = tuple((layer + 1) % period != 0 for layer in range(spec.num_layers))
+    scale = spec.head_width**-0.5  # of attention scores, in llama.cpp
     if _WIDE_SCALE.get(family) == spec.num_layers:
         scale = (spec.width // spec.num_heads) ** -0.5
     has_softcaps = spec.attention_softcap is not None and spec.logit_softcap is not None
-    # What llama.cpp has no key for, or takes as fixed for the family.
+    # Text -> True if the model has it: llama.cpp has no key for it, or another fixed value.
     faults = {
         "found weights that are quantized in its files": spec.codes != FileCodes(),
         "found attention_bias": family in ("gemma", "gemma2", "gemma3") and spec.qkv_bias,
@@ -166,7 +175,7 @@ def _find_unsupported(spec: DecoderSpec) -> str | None:
         "found final_logit_softcapping": (
             family not in ("gemma2", "gemma3") and spec.logit_softcap is not None
         ),
-        f"found windows in other layers than all but every {pattern}.": (
+        f"found windows in other layers than all but every {period}.": (
             family in _PATTERNS
             and any(spec.windows)
             and tuple(window is not None for window in spec.windows) != expected_windows
@@ -180,7 +189,7 @@ def _find_unsupported(spec: DecoderSpec) -> str | None:
 
 
 def _list_rope_faults(spec: DecoderSpec) -> dict[str, bool]:
-    """Return a text for each rotary embedding that llama.cpp lacks -> the model has it."""
+    """Return text -> True if the model has it, for each rotary embedding that llama.cpp lacks."""
     rope = spec.rope
     local = spec.local_rope
     is_yarn = rope.kind == "yarn"
@@ -207,7 +216,10 @@ def _list_rope_faults(spec: DecoderSpec) -> dict[str, bool]:
 def _make_rope_metadata(
     spec: DecoderSpec, rope: RopeSpec
 ) -> tuple[dict[str, Any], dict[str, tuple[float, ...]]]:
-    """Return the metadata of the rotary embedding, and its tables of factors by tensor name."""
+    """Return the metadata of the rotary embedding, and its tables of factors by tensor name.
+
+    rope: of the spec, that of layers without a window.
+    """
     metadata: dict[str, Any] = {
         "rope.dimension_count": rope.width,
         "rope.freq_base": float(rope.base),
@@ -244,9 +256,9 @@ def _make_rope_metadata(
 
 
 def _compute_llama3_factors(rope: RopeSpec) -> tuple[float, ...]:
-    """Return what each pair's frequency is divided by, `[rope width / 2]`.
+    """Return the divisor of each channel pair's frequency, `[rope width / 2]`.
 
-    It is 1 for short waves, the factor for long ones, between them a mean
+    It is 1 for short waves, Llama 3's factor for long ones, a harmonic mean of the two between them
     (https://arxiv.org/abs/2407.21783).
     """
     settings = rope.numbers
@@ -254,7 +266,7 @@ def _compute_llama3_factors(rope: RopeSpec) -> tuple[float, ...]:
     high = settings["high_freq_factor"]
     divisors = []
     for pair in range(rope.width // 2):
-        # How often the pair turns within the context of the first training.
+        # How often the pair turns within the context of pretraining.
         frequency = rope.base ** (-2 * pair / rope.width)
         turns = settings["original_positions"] * frequency / (2 * math.pi)
         share = float(turns >= high)  # of the frequency that stays
@@ -264,14 +276,16 @@ def _compute_llama3_factors(rope: RopeSpec) -> tuple[float, ...]:
     return tuple(divisors)
 
 
+# Return what llama.cpp computes otherwise than the model in use, a line each. window: keys that a
+# token sees in layers with a window; None: no layer has one.
 def _list_notes(spec: DecoderSpec, window: int | None) -> tuple[str, ...]:
     if spec.rope.kind == "longrope":
-        first = int(spec.rope.numbers["original_positions"])
+        num_positions = int(spec.rope.numbers["original_positions"])
         return (
             (
                 "llama.cpp takes the rotary embedding's long factors by the size of its context,"
-                f" not by the length of a text: up to {first} tokens, -c {first} gives the model's"
-                " answers"
+                f" not by the length of a text: up to {num_positions} tokens, -c {num_positions}"
+                " gives the model's answers"
             ),
         )
     if spec.family in _PATTERNS or window is None or window >= spec.max_positions:
@@ -285,10 +299,12 @@ def _list_notes(spec: DecoderSpec, window: int | None) -> tuple[str, ...]:
     )
 
 
-# The format's numbers for what most tensors of a file are.
+# Type of most tensors of a file -> the format's number for it (`general.file_type`).
 _FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q4_k_m": 15, "bf16": 32}
-_BLOCKS_VERSION = 2  # of the block formats
-_LARGE = {"llama", "qwen2"}  # architectures with a model of 80 layers and shared value heads
+_BLOCKS_VERSION = 2  # of the formats of quantized blocks (`general.quantization_version`)
+# Architectures with a model of 80 layers and shared value heads, whose tensors llama.cpp gives
+# other types than those of smaller models.
+_LARGE = {"llama", "qwen2"}
 
 
 @dataclass(frozen=True)
@@ -299,12 +315,12 @@ class GgufReport:
     notes: tuple[str, ...]
     # Type -> number of tensors.
     types: Counter[str]
-    # Of the metadata.
+    # Number of fields in its metadata.
     num_fields: int
 
     @property
     def check(self) -> str:
-        """The line that says how the file compares."""
+        """Return the line for the log: what was read back and compared."""
         kinds = ", ".join(f"{count} in {name.lower()}" for name, count in self.types.items())
         return (
             f"{self.types.total()} tensors read back, {kinds}; {self.num_fields} fields are equal"
@@ -318,8 +334,10 @@ def write_gguf_model(
 
     One tensor at a time is in memory.
 
-    kind: one of GGUF_KINDS. name: of the model, for who looks at the file. pre: see
-    `read_vocabulary`. Raises CheckpointError, StorageError or SetupError; then there is no file.
+    kind: type of its matrices: `f16`, `bf16`, `f32`, `q8_0` or `q4_k_m`. name: of the model, for
+    people who look at the file. pre: see `read_vocabulary`. Raises CheckpointError if llama.cpp
+    cannot use the model or the file reads back otherwise, StorageError if it cannot be written,
+    SetupError if the package gguf is missing; then there is no file.
     """
     import_gguf()  # refuses before anything is read
     spec = read_trained_spec(read_config(folder), str(folder))
@@ -345,14 +363,18 @@ def write_gguf_model(
 def list_model_tensors(
     spec: DecoderSpec, folder: Path, architecture: Architecture, kind: str
 ) -> list[GgufTensor]:
-    """Return the tensors of the file in the model's order, the rotary embedding's tables first."""
+    """Return the tensors of the file in the model's order, the rotary embedding's tables first.
+
+    folder: of the Hugging Face model. kind: as for `write_gguf_model`. Raises CheckpointError for a
+    parameter that a recipe added to the model.
+    """
     tensors = read_headers(folder)
     extras = sorted(name for name, tensor in tensors.items() if tensor.extra)
     if extras:
         raise CheckpointError(
             f"{folder}: {extras[0]} was added by a recipe, and llama.cpp does not compute with it"
         )
-    # The package knows the names of transformers' own files; a folder may have older ones.
+    # The package gguf knows the names that transformers writes; a folder may have older ones.
     usual_names = {entry.our_name: entry.file_name for entry in build_weight_map(spec)}
     file_names = {
         usual_names[entry.our_name]: entry.file_name
@@ -382,7 +404,11 @@ def list_model_tensors(
 
 
 def find_gguf_names(architecture: str, layers: int, names: list[str]) -> dict[str, str]:
-    """Return name in a Hugging Face file -> name in a GGUF file, by the package's tables."""
+    """Return name in a Hugging Face file -> name in a GGUF file, by the tables of package gguf.
+
+    architecture: llama.cpp's name. layers: their number. Raises CheckpointError for a name that the
+    tables lack.
+    """
     gguf = import_gguf()
     kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(kinds[architecture], layers)
@@ -405,7 +431,7 @@ def _make_reader(
 ) -> Callable[[], Tensor]:
     """Return a function that reads a tensor, with the values that llama.cpp wants.
 
-    name: of transformers. file_name: of the tensor in its file.
+    name: the one that transformers writes. file_name: the one in this folder's file.
     """
 
     def read() -> Tensor:
@@ -422,8 +448,11 @@ def _make_reader(
 def permute_rows(values: Tensor, spec: DecoderSpec, name: str) -> Tensor:
     """Return query and key rows in the order of llama.cpp's Llama; other tensors unchanged.
 
-    The two channels that turn together are next to each other there; in the files of Hugging Face
+    The two channels that rotate together are next to each other there; in the files of Hugging Face
     they are half a head apart.
+
+    values: `[rows, ...]`. name: that of a weight or a bias, or ending in `lora_b` for an adapter's
+    B.
     """
     heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}.get(name.rsplit(".", 2)[-2])
     if heads is None or name.rsplit(".", 1)[-1] not in ("weight", "bias", "lora_b"):
@@ -432,7 +461,7 @@ def permute_rows(values: Tensor, spec: DecoderSpec, name: str) -> Tensor:
 
 
 def make_vocabulary_fields(vocabulary: GgufVocabulary) -> dict[str, Any]:
-    """Return the metadata of the tokenizer; keys without a value are left out."""
+    """Return the metadata of the tokenizer, key -> value; keys without a value are left out."""
     fields: dict[str, Any] = {
         "model": vocabulary.model,
         "pre": vocabulary.pre,
@@ -455,8 +484,10 @@ def write_gguf_adapter(
 ) -> GgufReport:
     """Write an adapter's folder as the file `out`, read it back and compare.
 
-    base: the folder of the model that the adapter is for. kind: one of ADAPTER_KINDS. name: for who
-    looks at the file. Raises CheckpointError, StorageError or SetupError; then there is no file.
+    base: folder of the model that the adapter is for. kind: `f16`, `bf16` or `f32`. name: for
+    people who look at the file. Raises CheckpointError if llama.cpp cannot use the adapter or the
+    file reads back otherwise, StorageError if it cannot be written, SetupError if the package gguf
+    is missing; then there is no file.
     """
     import_gguf()  # refuses before anything is read
     spec = read_trained_spec(read_config(base), str(base))
@@ -485,7 +516,10 @@ def write_gguf_adapter(
 
 
 def _check_loadable(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights) -> None:
-    """Raise CheckpointError for an adapter that llama.cpp does not load."""
+    """Raise CheckpointError for an adapter that llama.cpp does not load.
+
+    saved: full weights of the base that are in the adapter's file.
+    """
     adapts_embedding = any(module.is_embedding for module in adapter.list_modules(spec))
     faults = {
         "is a DoRA adapter": adapter.config.dora,
@@ -512,7 +546,10 @@ def _list_adapter_tensors(
     kind: str,
     alpha: float,
 ) -> list[GgufTensor]:
-    """Return A and B of each module, named after the weight that they change."""
+    """Return A and B of each module, named after the weight that they change.
+
+    kind: `f16`, `bf16` or `f32`. alpha: the one alpha of the file.
+    """
     names = find_gguf_names(
         architecture.name, spec.num_layers, [f"{module.name}.weight" for module in modules]
     )
@@ -552,11 +589,11 @@ def _read_factors(
     factor: is multiplied into B.
     """
     if module.is_embedding:
-        first = adapter.read(module.name, EMBEDDING_A).T
-        second = adapter.read(module.name, EMBEDDING_B)
+        lora_a = adapter.read(module.name, EMBEDDING_A).T
+        lora_b = adapter.read(module.name, EMBEDDING_B)
     else:
-        first, second = (adapter.read(module.name, suffix) for suffix in (LORA_A, LORA_B))
+        lora_a, lora_b = (adapter.read(module.name, suffix) for suffix in (LORA_A, LORA_B))
     if architecture.is_permuted:
         # The rows of the weight are permuted, and so are those of what is added to it.
-        second = permute_rows(second, spec, f"{module.name}.lora_b")
-    return first, second.float() * factor if factor != 1 else second
+        lora_b = permute_rows(lora_b, spec, f"{module.name}.lora_b")
+    return lora_a, lora_b.float() * factor if factor != 1 else lora_b

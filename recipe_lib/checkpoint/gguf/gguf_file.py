@@ -1,13 +1,8 @@
 """Write a GGUF file a part of a tensor at a time, and read it back.
 
-The package `gguf` writes the head of the file and knows the block formats of up to 32 weights.
-q4_K, q5_K and q6_K it reads and does not write; they are written here (`encode_blocks`).
-
-In these a row is cut into blocks of 256 weights. A block has one or two numbers in fp16, and for
-each 32 (q6_K: 16) of its weights a small integer that these are multiplied by: the scale of that
-part and, in q4_K and q5_K, how far below zero its smallest weight may be. Of each part the scale
-and minimum with the least weighted squared error are taken, among the best fits to some roundings
-of its weights.
+`gguf_adapter` calls `choose_types`, `write_gguf` and `check_gguf`. The package `gguf` writes the
+head of the file and encodes weights in blocks of up to 32. The types q4_K, q5_K and q6_K, in blocks
+of 256, it reads and does not write: `encode_blocks` does.
 """
 
 import math
@@ -40,8 +35,10 @@ BLOCK_SIZES = {
     "Q5_K": 256,
     "Q6_K": 256,
 }
+# Kind of file -> type of all its matrices; q4_k_m mixes types.
 _WHOLE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
-# Of rows that are not whole blocks of 256: a type of about as many bits in blocks of 32.
+# Type in blocks of 256 -> one of about as many bits in blocks of 32, for rows that are not whole
+# blocks of 256.
 _SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
@@ -53,9 +50,9 @@ def choose_types(
     They are those of llama.cpp's own conversion and quantization. Vectors and tables of factors
     stay in fp32.
 
-    shapes: of all tensors, rows first. kind: one of GGUF_KINDS. layers: how many the model has.
-    large: a model of 80 layers whose value heads serve several query heads, where values get a bit
-    more.
+    shapes: of all tensors by name, rows first. kind: `f16`, `bf16`, `f32`, `q8_0` or `q4_k_m`.
+    layers: their number. large: a model of 80 layers whose value heads serve several query heads,
+    where value projections get one more bit.
     """
     is_tied = "output.weight" not in shapes
     types: dict[str, str] = {}
@@ -67,7 +64,7 @@ def choose_types(
         best = _WHOLE.get(kind) or _choose_mixed_type(
             name, columns, layers=layers, large=large, tied=is_tied
         )
-        # fp16, where rows are no whole blocks of any type.
+        # fp16 if rows are no whole blocks of either.
         candidates = (best, _SMALLER.get(best, "F16"))
         fitting = (type_ for type_ in candidates if columns % BLOCK_SIZES[type_] == 0)
         types[name] = next(fitting, "F16")
@@ -75,10 +72,13 @@ def choose_types(
 
 
 def _choose_mixed_type(name: str, columns: int, *, layers: int, large: bool, tied: bool) -> str:
-    """Return the type of a matrix in q4_k_m: 4 bits, and more for what decides most.
+    """Return the type of a matrix in q4_k_m: 4 bits, and more for the matrices that matter most.
 
-    That is the output, and in half of the layers the values (in one matrix with queries and keys
-    where the model has them so) and the down projection.
+    These are the output projection, and in half of the layers the value projection (`attn_qkv`
+    where it is one matrix with query and key) and the down projection.
+
+    name: in the GGUF file. layers, large: as for `choose_types`. tied: the output projection is the
+    embedding.
     """
     if name == "output.weight" or (tied and name == "token_embd.weight"):
         return "Q8_0" if columns % BLOCK_SIZES["Q4_K"] else "Q6_K"
@@ -94,17 +94,18 @@ def _choose_mixed_type(name: str, columns: int, *, layers: int, large: bool, tie
 
 
 _PIECE = 2**22  # weights that are converted at a time
+# Types without blocks -> torch's.
 _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# The most that a weight may change, as a share of the largest in its block: half a step of the
-# codes, a whole one where the outermost codes stop short of it, and what rounding the scales of its
-# parts adds.
+# Type -> the most that a weight may change, as a share of the largest in its block: half a step of
+# the codes, a whole one where the outermost codes stop short of the largest weight, and the
+# rounding of its parts' scales.
 _MOST = {"Q8_0": 0.5 / 127, "Q6_K": 0.045, "Q5_0": 1 / 16, "Q5_1": 0.04, "Q5_K": 0.09, "Q4_K": 0.17}
-_F16_ROUNDING = 2.0**-10  # of the scales of blocks, which are in fp16
-BLOCK = 256
-_LEVELS = {"q4_K": 15, "q5_K": 31}  # the largest code of a weight
-_SCALE_LEVELS = 63  # scales and minimums of parts have 6 bits
-# Roundings that are tried: the range of the part is divided into so many levels more than there
-# are.
+_F16_ROUNDING = 2.0**-10  # relative rounding of the scales of blocks, which are in fp16
+BLOCK = 256  # weights
+_LEVELS = {"q4_K": 15, "q5_K": 31}  # type -> the largest code of a weight
+_SCALE_LEVELS = 63  # the largest code of a part's scale or minimum, of 6 bits
+# Type -> stretches that are tried: weights are rounded as if their part's range had so many levels
+# more (or fewer) than the type has codes.
 _STRETCHES = {
     "q4_K": [round(-1 + 0.1 * step, 1) for step in range(21)],
     "q5_K": [round(-0.5 + 0.1 * step, 1) for step in range(16)],
@@ -118,6 +119,7 @@ _BLOCKS_AT_ONCE = 2**18
 class GgufTensor:
     """A tensor of the file."""
 
+    # In the file.
     name: str
     # In the file, rows first.
     shape: tuple[int, ...]
@@ -141,8 +143,9 @@ def write_gguf(
 ) -> None:
     """Write the file `out`, which takes its name when it is whole.
 
-    fields: metadata by their full keys; an int is written as 32 bits without a sign, a float as
-    fp32. Raises StorageError or CheckpointError; then there is no file.
+    architecture: llama.cpp's name. fields: metadata by full keys; an int is written as 32 bits
+    without a sign, a float as fp32. Raises StorageError if the disk refuses, CheckpointError for
+    weights that are not finite or beyond the range of their type; then there is no file.
     """
     gguf = import_gguf()
     types = {tensor.name: gguf.GGMLQuantizationType[tensor.kind] for tensor in tensors}
@@ -156,7 +159,7 @@ def write_gguf(
         writer = gguf.GGUFWriter(None, architecture)
         _put_fields(writer, fields)
         for tensor in tensors:
-            dtype = torch.empty(0).numpy().dtype  # of no meaning beside `raw_dtype`
+            dtype = torch.empty(0).numpy().dtype  # required, and ignored since `raw_dtype` is given
             writer.add_tensor_info(
                 tensor.name, tensor.shape, dtype, sizes[tensor.name], raw_dtype=types[tensor.name]
             )
@@ -177,13 +180,14 @@ def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:
         add_by_type[type(value)](key, value)  # by `type`, since a bool is an int too
 
 
+# Write head and tensors and flush them. sizes: bytes of each tensor in the file, by name.
 def _write_all(
     writer: Any, temporary: Path, tensors: Sequence[GgufTensor], sizes: Mapping[str, int]
 ) -> None:
     writer.write_header_to_file(temporary)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    # The package takes whole tensors alone, so their bytes go into its file past it.
+    # The package takes whole tensors alone, so their bytes are written into its file directly.
     stream = writer.fout[0]
     writer.write_padding(stream, stream.tell())
     with phase("writing the GGUF file", sum(sizes.values()), "bytes") as progress:
@@ -205,7 +209,7 @@ def _write_all(
 
 
 def _split_rows(values: Tensor) -> Iterator[Tensor]:
-    """Yield the rows, some at a time."""
+    """Yield a tensor's rows `[n, columns]`, about _PIECE weights at a time; a vector is one row."""
     rows = values.reshape(-1, values.shape[-1])
     yield from rows.split(max(1, _PIECE // max(1, rows.shape[1])))
 
@@ -223,7 +227,8 @@ def _encode_tensor(tensor: GgufTensor) -> Iterator[Tensor]:
 def encode(rows: Tensor, kind: str, name: str) -> Tensor:
     """Return the bytes `[rows, bytes of a row]` of weights `[rows, columns]`.
 
-    name: of the tensor, for errors. Raises CheckpointError for weights beyond the range of fp16.
+    kind: the format's name of the type. name: of the tensor, for errors. Raises CheckpointError if
+    the type is fp16 and a weight is beyond its range.
     """
     if kind in _TORCH:
         cast = rows.to(_TORCH[kind])
@@ -242,7 +247,8 @@ def encode(rows: Tensor, kind: str, name: str) -> Tensor:
 def check_gguf(out: Path, fields: Mapping[str, Any], tensors: Sequence[GgufTensor]) -> None:
     """Read the file and compare its metadata and every tensor with what it was made of.
 
-    Raises CheckpointError if it differs by more than the rounding of its types.
+    fields, tensors: as for `write_gguf`. Raises CheckpointError if the file differs by more than
+    the rounding of its types.
     """
     gguf = import_gguf()
     reader = gguf.GGUFReader(out)
@@ -259,6 +265,7 @@ def check_gguf(out: Path, fields: Mapping[str, Any], tensors: Sequence[GgufTenso
             progress.advance(1)
 
 
+# Return True if a field reads back as it was written. contents: in the file.
 def _is_same_field(contents: Any, value: Any) -> bool:
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float32).item() == contents
@@ -274,7 +281,7 @@ def _is_same_field(contents: Any, value: Any) -> bool:
 def _check_tensor(gguf: Any, out: Path, *, tensor: GgufTensor, file_tensor: Any) -> None:
     """Raise CheckpointError for a tensor that differs by more than its type rounds.
 
-    file_tensor: what the package has read of the file.
+    gguf: the package. file_tensor: its reader's view of the tensor in the file.
     """
     kind = tensor.kind
     tensor_type = file_tensor.tensor_type
@@ -284,11 +291,12 @@ def _check_tensor(gguf: Any, out: Path, *, tensor: GgufTensor, file_tensor: Any)
         raise _make_fault(out, f"{tensor.name} has another type or shape")
     file_bytes = file_tensor.data.reshape(-1).view("uint8")
     block, block_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
-    at = 0
+    start = 0
     for rows in _split_rows(tensor.read()):
         num_bytes = rows.numel() // block * block_bytes
-        piece = torch.from_numpy(file_bytes[at : at + num_bytes].copy())
-        at += num_bytes
+        # The file is mapped read-only, which torch warns of.
+        piece = torch.from_numpy(file_bytes[start : start + num_bytes].copy())
+        start += num_bytes
         codes = piece.view(rows.shape[0], -1).numpy()
         decoded = torch.from_numpy(gguf.quants.dequantize(codes, tensor_type))
         if kind in _TORCH and not torch.equal(decoded, rows.to(_TORCH[kind]).float()):
@@ -298,7 +306,10 @@ def _check_tensor(gguf: Any, out: Path, *, tensor: GgufTensor, file_tensor: Any)
 
 
 def _is_within_rounding(decoded: Tensor, rows: Tensor, kind: str) -> bool:
-    """Return True if no weight has changed by more than its type rounds."""
+    """Return True if no weight has changed by more than its type rounds.
+
+    decoded, rows: weights `[n, columns]` from the file, and from the model.
+    """
     block = BLOCK_SIZES[kind]
     largest = rows.reshape(-1, block).abs().amax(1, keepdim=True)
     allowed = largest * (_MOST[kind] + _F16_ROUNDING)
@@ -313,7 +324,13 @@ def _make_fault(out: Path, fault: str) -> CheckpointError:
 def encode_blocks(values: Tensor, kind: str) -> Tensor:
     """Return the bytes `[rows, bytes of a row]` of weights `[rows, columns]` in blocks of 256.
 
-    kind: `q4_K`, `q5_K` or `q6_K`. Columns must be a multiple of 256.
+    A block consists of parts of 32 weights (q6_K: 16), and has one or two numbers in fp16. A part
+    has its scale as a small integer, a multiple of the first number; in q4_K and q5_K also its
+    minimum (how far below zero its smallest weight may be), a multiple of the second. For each part
+    several roundings of its weights are fitted, and the scale and minimum with the least weighted
+    squared error are taken.
+
+    kind: `q4_K`, `q5_K` or `q6_K`. Raises ValueError if the columns are no multiple of 256.
     """
     rows, columns = values.shape
     if columns % BLOCK:
@@ -353,9 +370,11 @@ def _encode_shifted_blocks(blocks: Tensor, kind: str) -> Tensor:
 
 
 def _fit_shifted(parts: Tensor, levels: int, stretches: list[float]) -> tuple[Tensor, Tensor]:
-    """Return scale and minimum (both >= 0) of each part `[n, 8, 32]`, by weighted least squares.
+    """Return scale and minimum `[n, 8]` (both >= 0) of parts `[n, 8, 32]`, by least squares.
 
-    Larger weights count for more, as in llama.cpp.
+    The errors of larger weights count for more, as in llama.cpp.
+
+    levels: the largest code. stretches: see _STRETCHES.
     """
     importance = parts.square().mean(-1, keepdim=True).sqrt() + parts.abs()
     total = importance.sum(-1)
@@ -372,20 +391,20 @@ def _fit_shifted(parts: Tensor, levels: int, stretches: list[float]) -> tuple[Te
         if stretch is not None:
             # The line scale * code + low through these codes: the normal equations of two unknowns.
             weighted = importance * codes
-            first = weighted.sum(-1)
-            second = (weighted * codes).sum(-1)
-            product = (weighted * parts).sum(-1)
-            determinant = total * second - first * first
-            scale = (total * product - moment * first) / determinant
-            low = (second * moment - first * product) / determinant
+            code_sum = weighted.sum(-1)
+            square_sum = (weighted * codes).sum(-1)
+            product_sum = (weighted * parts).sum(-1)
+            determinant = total * square_sum - code_sum * code_sum
+            scale = (total * product_sum - moment * code_sum) / determinant
+            low = (square_sum * moment - code_sum * product_sum) / determinant
             # The format has no minimum above 0: the line goes through 0 then.
-            scale = torch.where(low > 0, product / second, scale)
+            scale = torch.where(low > 0, product_sum / square_sum, scale)
             low = low.clamp(max=0)
         error = (importance * (scale[..., None] * codes + low[..., None] - parts).square()).sum(-1)
-        better = error < best_error  # never where the fit has no solution
-        best_error = torch.where(better, error, best_error)
-        best_scale = torch.where(better, scale, best_scale)
-        best_low = torch.where(better, low, best_low)
+        is_better = error < best_error  # never where the fit has no solution
+        best_error = torch.where(is_better, error, best_error)
+        best_scale = torch.where(is_better, scale, best_scale)
+        best_low = torch.where(is_better, low, best_low)
     return best_scale.clamp(min=0), -best_low
 
 
@@ -397,10 +416,11 @@ def _quantize_to_six_bits(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pack_six_bits(scales: Tensor, minimums: Tensor) -> Tensor:
-    """Return twice eight codes `[n, 8]` of 6 bits in 12 bytes `[n, 12]`."""
+    """Return two tensors of codes `[n, 8]` of 6 bits in 12 bytes `[n, 12]`."""
     # Above the 6 bits of the first four parts stand the upper 2 bits of the last four.
     first = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
     second = minimums[:, :4] | ((minimums[:, 4:] >> 4) << 6)
+    # The lower 4 bits of the last four parts share bytes.
     return torch.cat([first, second, (scales[:, 4:] & 15) | ((minimums[:, 4:] & 15) << 4)], 1)
 
 
@@ -429,7 +449,10 @@ def _encode_symmetric_blocks(blocks: Tensor) -> Tensor:
 
 
 def _fit_symmetric(parts: Tensor) -> Tensor:
-    """Return the scale of each part `[n, 16, 16]`, by least squares, squared weights as weights."""
+    """Return the scale `[n, 16]` of parts `[n, 16, 16]`, by least squares.
+
+    The error of a weight counts by its square.
+    """
     extreme = parts.gather(-1, parts.abs().argmax(-1, keepdim=True)).squeeze(-1)
     importance = parts.square()
     best_scale = torch.zeros_like(extreme)
@@ -437,13 +460,13 @@ def _fit_symmetric(parts: Tensor) -> Tensor:
     for stretch in _STRETCHES["q6_K"]:
         inverse = _invert(extreme) * -(32 + stretch)
         codes = (parts * inverse[..., None]).round().clamp(-32, 31)
-        product = (importance * parts * codes).sum(-1)
-        second = (importance * codes.square()).sum(-1)
-        # By how much the squared error is smaller than with zeros.
-        gain = product.square() * _invert(second)
-        better = gain > best_gain
-        best_gain = torch.where(better, gain, best_gain)
-        best_scale = torch.where(better, product * _invert(second), best_scale)
+        product_sum = (importance * parts * codes).sum(-1)
+        square_sum = (importance * codes.square()).sum(-1)
+        # By how much the squared error is smaller than with a scale of 0.
+        gain = product_sum.square() * _invert(square_sum)
+        is_better = gain > best_gain
+        best_gain = torch.where(is_better, gain, best_gain)
+        best_scale = torch.where(is_better, product_sum * _invert(square_sum), best_scale)
     return best_scale
 
 

@@ -1,13 +1,9 @@
-"""Convert a tokenizer's pieces and special tokens to what GGUF files have of them. No torch.
+"""Convert a tokenizer to the vocabulary and special tokens of a GGUF file. No torch.
 
-A byte-level tokenizer.json is kept with its merges (`gpt2`), a sentencepiece model with the scores
-of its pieces (`llama`), which stand in its own file or follow from the order of the merges in a
-tokenizer.json made of it.
-
-A byte-level tokenizer.json cuts text before it merges bytes. llama.cpp has the ways of cutting in
-its code, and the file names one. `find_pre_tokenizer` finds the name by what tokenizer.json says
-itself: the patterns it cuts with, and whether a whole word of the vocabulary is taken without
-merging.
+`gguf_adapter` calls `read_vocabulary`. A byte-level tokenizer.json is kept with its merges (kind
+`gpt2`), a sentencepiece model with the scores of its pieces (kind `llama`). The former cuts text
+before it merges bytes; llama.cpp has the ways of cutting (pre-tokenizers) in its code, and the file
+names one (`find_pre_tokenizer`).
 """
 
 import re
@@ -23,11 +19,13 @@ from recipe_lib.tokenizers.tokenizer import Tokenizer, load_tokenizer, read_json
 from recipe_lib.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary
 
 _PHI3 = {b"<unk>", b"<s>", b"</s>", b"<|endoftext|>"}  # by which llama.cpp knows Phi 3's vocabulary
-_SAYS_PHI3 = re.compile("phi-?3", re.IGNORECASE)
-# Below any piece's, so that these are never made of other pieces.
+_SAYS_PHI3 = re.compile("phi-?3", re.IGNORECASE)  # in a model's name
+# Scores of added tokens and of ids that the tokenizer does not use. They are below any piece's, so
+# that no merge makes these tokens.
 _ADDED_SCORE = -1000.0
 _UNUSED_SCORE = -10000.0
-# Parts of the patterns with which known tokenizers cut text.
+# Parts of the patterns with which known tokenizers cut text. _UPPER and _LOWER: letters that may
+# stand in the capital and the small part of a word; _START: a sign before a word.
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -54,32 +52,32 @@ class GgufVocabulary:
     model: str
     # Name of the way in which text is cut, see `find_pre_tokenizer`.
     pre: str
-    # Piece of each id.
+    # Piece of each id, in UTF-8.
     tokens: list[bytes]
     # PieceKind of each id.
     kinds: list[int]
     # Score of each id, of `llama` alone.
     scores: list[float] | None = None
-    # Pairs of pieces, of `gpt2` alone.
+    # Two pieces with a space between, the first merge first; of `gpt2` alone.
     merges: list[str] | None = None
     # Role, such as `bos` -> id.
     ids: dict[str, int] = field(default_factory=dict)
-    # Texts begin with BOS.
+    # True: texts get BOS at their start.
     add_bos: bool = False
-    # Texts begin with a space that is put there. None: not said.
+    # True: texts get a space at their start; None: the file does not say.
     add_space: bool | None = None
-    # Chat template.
+    # Chat template; None: there is none.
     template: str | None = None
-    # Special tokens drop white space after them.
+    # True: special tokens drop white space after them.
     strips: bool = False
     # What llama.cpp does otherwise than the tokenizer, a line each.
     notes: list[str] = field(default_factory=list)
 
     def choose_name(self, name: str) -> str:
-        """Return the model's name in the file.
+        """Return the name that a model gets in the file.
 
         llama.cpp goes by it: with Phi-3 in it, special tokens drop white space after them, and a
-        vocabulary without Phi-3's is not loaded.
+        vocabulary without Phi-3's pieces is not loaded.
         """
         if not (self.strips and _PHI3.issubset(self.tokens)):
             return _SAYS_PHI3.sub("Phi 3", name)
@@ -90,8 +88,8 @@ def read_vocabulary(folder: Path, size: int, pre: str | None = None) -> GgufVoca
     """Return the tokenizer of a model folder as a GGUF file has it.
 
     size: rows of the model's embedding, of which each gets a piece. pre: llama.cpp's name of the
-    pre-tokenizer, where it is not known. Raises CheckpointError if there is no tokenizer, or one
-    that the format cannot hold.
+    pre-tokenizer, as the user gives it; None: it is looked up. Raises CheckpointError if there is
+    no tokenizer, or one that the format cannot hold.
     """
     try:
         tokenizer = load_tokenizer(folder, by_key=False)
@@ -120,7 +118,10 @@ def read_vocabulary(folder: Path, size: int, pre: str | None = None) -> GgufVoca
 
 
 def _add_special_tokens(vocabulary: GgufVocabulary, tokenizer: Tokenizer, size: int) -> None:
-    """Set the added tokens, the ids of those with a role, and the chat template."""
+    """Set the added tokens, the ids of tokens with a role, and the chat template.
+
+    size: rows of the model's embedding.
+    """
     tokens = [token for token in tokenizer.added_tokens if token.id < size]
     num_left_out = len(tokenizer.added_tokens) - len(tokens)
     for token in tokens:
@@ -138,10 +139,10 @@ def _add_special_tokens(vocabulary: GgufVocabulary, tokenizer: Tokenizer, size: 
             f"{num_left_out} tokens of the tokenizer have no row in the model, and are left out"
         )
     roles = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "padding": tokenizer.pad_id}
-    end = tokenizer.turn_end.token
+    turn_end = tokenizer.turn_end.token
     ids = {token.content: token.id for token in tokenizer.added_tokens}
-    if end is not None and ids.get(end) != tokenizer.eos_id:
-        roles["eot"] = ids.get(end)
+    if turn_end is not None and ids.get(turn_end) != tokenizer.eos_id:
+        roles["eot"] = ids.get(turn_end)
     if PieceKind.UNKNOWN in vocabulary.kinds:
         roles["unknown"] = vocabulary.kinds.index(PieceKind.UNKNOWN)
     vocabulary.ids = {
@@ -157,15 +158,16 @@ def _add_special_tokens(vocabulary: GgufVocabulary, tokenizer: Tokenizer, size: 
 
 
 def _make_empty(model: str, pre: str, size: int) -> GgufVocabulary:
-    """Return a vocabulary of unused ids, under names that no text has, to be filled."""
+    """Return a vocabulary to be filled: `size` unused ids, with pieces that no text has."""
     return GgufVocabulary(
         model,
         pre,
-        tokens=[f"[PAD{at}]".encode() for at in range(size)],
+        tokens=[f"[PAD{token}]".encode() for token in range(size)],
         kinds=[PieceKind.UNUSED] * size,
     )
 
 
+# Return the vocabulary of a sentencepiece model, without added tokens and roles.
 def _convert_sentencepiece(
     tokenizer: Tokenizer, vocabulary: SentencePieceVocabulary, size: int
 ) -> GgufVocabulary:
@@ -178,11 +180,11 @@ def _convert_sentencepiece(
         PieceKind.UNUSED: model.is_unused,
         PieceKind.BYTE: model.is_byte,
     }
-    for at in range(min(size, len(model))):
-        converted.tokens[at] = model.id_to_piece(at).encode()
-        converted.scores[at] = model.get_score(at)
-        kinds = (kind for kind, test in is_kind.items() if test(at))
-        converted.kinds[at] = next(kinds, PieceKind.NORMAL)
+    for token in range(min(size, len(model))):
+        converted.tokens[token] = model.id_to_piece(token).encode()
+        converted.scores[token] = model.get_score(token)
+        kinds = (kind for kind, test in is_kind.items() if test(token))
+        converted.kinds[token] = next(kinds, PieceKind.NORMAL)
     normal_scores = [
         score
         for score, kind in zip(converted.scores, converted.kinds, strict=True)
@@ -198,6 +200,7 @@ def _convert_sentencepiece(
     return converted
 
 
+# Set where spaces are put into a text, and note where llama.cpp treats spaces otherwise.
 def _set_space_rules(converted: GgufVocabulary, tokenizer: Tokenizer) -> None:
     vocabulary = tokenizer.vocabulary
     converted.add_space = vocabulary.eats_first_space
@@ -212,6 +215,7 @@ def _set_space_rules(converted: GgufVocabulary, tokenizer: Tokenizer) -> None:
         )
 
 
+# Return the vocabulary of a tokenizer.json, without added tokens and roles.
 def _convert_json(tokenizer: Tokenizer, *, size: int, pre: str | None) -> GgufVocabulary:
     path = Path(tokenizer.place)
     content = read_json(path)
@@ -228,16 +232,17 @@ def _convert_json(tokenizer: Tokenizer, *, size: int, pre: str | None) -> GgufVo
         converted = _make_empty("llama", "default", size)
         _set_space_rules(converted, tokenizer)
         converted.scores = [_UNUSED_SCORE] * size
+        # Piece -> index of the first merge that makes it.
         ranks: dict[str, int] = {}
         for rank, merge in enumerate(merges):
             ranks.setdefault(merge.replace(" ", "", 1), rank)
-        for piece, at in model["vocab"].items():
-            if at < size:
+        for piece, token in model["vocab"].items():
+            if token < size:
                 is_byte = len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
-                converted.kinds[at] = PieceKind.BYTE if is_byte else PieceKind.NORMAL
-                converted.tokens[at] = piece.encode()
-                # llama.cpp merges the best score first; what no merge makes comes after all.
-                converted.scores[at] = -float(ranks.get(piece, len(merges) + at))
+                converted.kinds[token] = PieceKind.BYTE if is_byte else PieceKind.NORMAL
+                converted.tokens[token] = piece.encode()
+                # llama.cpp merges the best score first; pieces that no merge makes come last.
+                converted.scores[token] = -float(ranks.get(piece, len(merges) + token))
         unknown = model["vocab"].get(model.get("unk_token"))
         if unknown is not None and unknown < size:
             converted.kinds[unknown] = PieceKind.UNKNOWN
@@ -249,17 +254,17 @@ def _convert_json(tokenizer: Tokenizer, *, size: int, pre: str | None) -> GgufVo
             f"llama.cpp does not normalize text ({content['normalizer'].get('type')}), as this"
             " tokenizer does: letters that are written as several signs are other tokens there"
         )
-    for piece, at in model["vocab"].items():
-        if at < size:
-            converted.tokens[at] = piece.encode()
-            converted.kinds[at] = PieceKind.NORMAL
+    for piece, token in model["vocab"].items():
+        if token < size:
+            converted.tokens[token] = piece.encode()
+            converted.kinds[token] = PieceKind.NORMAL
     return converted
 
 
 def _make_word_pattern(digits: str) -> str:
-    """Return the pattern that cuts into words with what stands before them, digits, signs, spaces.
+    """Return the pattern that cuts text into words (with a sign before), digits, signs, spaces.
 
-    digits: pattern of a run of digits.
+    digits: pattern of digits that stay together.
     """
     return _CONTRACTIONS + rf"|{_START}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
@@ -267,7 +272,7 @@ def _make_word_pattern(digits: str) -> str:
 def _make_cased_word_pattern(digits: str, end: str) -> str:
     """Return the pattern that also begins a word where a small letter is followed by a capital.
 
-    end: pattern of what may follow a word.
+    digits: pattern of digits that stay together. end: pattern of a word's ending; empty: none.
     """
     cased = f"{_START}{_UPPER}*{_LOWER}+{end}|{_START}{_UPPER}+{_LOWER}*{end}"
     return rf"{cased}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
@@ -277,16 +282,17 @@ def _make_cased_word_pattern(digits: str, end: str) -> str:
 class PreTokenizer:
     """One way of cutting text that llama.cpp has."""
 
-    # llama.cpp's.
+    # llama.cpp's name of it.
     name: str
     # Patterns, or kinds of steps (`digits`, `words`), in their order.
     steps: tuple[str, ...]
-    # Words of the vocabulary are taken without merging. None: that does not matter.
+    # True: words of the vocabulary are taken without merging; None: either way.
     whole_words: bool | None = None
-    # Its type in tokenizer.json.
+    # Type of the normalizer in tokenizer.json; None: it must have none.
     normalizer: str | None = None
 
 
+# Those that are found by the contents of tokenizer.json.
 _KNOWN = (
     PreTokenizer("llama-bpe", (_make_word_pattern(r"\p{N}{1,3}"),), whole_words=True),
     PreTokenizer("dbrx", (_make_word_pattern(r"\p{N}{1,3}"),), whole_words=False),
@@ -310,8 +316,11 @@ _BY_NAME_ALONE = (
 def find_pre_tokenizer(content: Mapping[str, Any], where: Path, named: str | None = None) -> str:
     """Return llama.cpp's name of the way in which a tokenizer.json cuts text.
 
-    content: of the file. named: the name that the user gives, if any. Raises CheckpointError if
-    none is known to cut as the file does.
+    It is found by the patterns that the file cuts with, its normalizer, and whether words of the
+    vocabulary are taken without merging.
+
+    content: of the file. named: the name that the user gives; None: none. Raises CheckpointError
+    for a given name that llama.cpp lacks, and if no way is known to cut as the file does.
     """
     known_names = [known.name for known in _KNOWN]
     if named is not None:
@@ -335,7 +344,10 @@ def find_pre_tokenizer(content: Mapping[str, Any], where: Path, named: str | Non
 
 
 def _list_steps(pre: Any) -> tuple[str, ...] | None:
-    """Return the steps as PreTokenizer has them; None if one of them is of no known kind."""
+    """Return the steps as PreTokenizer has them; None if one of them is of no known kind.
+
+    pre: the value of `pre_tokenizer` in tokenizer.json.
+    """
     if not isinstance(pre, Mapping):
         return None
     parts = pre.get("pretokenizers") if pre.get("type") == "Sequence" else [pre]
