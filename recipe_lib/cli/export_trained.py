@@ -444,7 +444,7 @@ def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
         out = _choose_target(source, "model", arguments)
     elif writes_adapter:
         out = _choose_target(source, "adapter", arguments)
-    # `parts`: parameters that the adapter's file has in full (PEFT's modules_to_save).
+    # `parts`: parameters of the base that the adapter's file replaces (PEFT's modules_to_save).
     if (
         writes_adapter
         and source.adapter is not None
