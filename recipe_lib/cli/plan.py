@@ -280,9 +280,7 @@ def render_receipts(
     unreadable: number of lines of the file that were passed over. width: columns, by default those
     of the terminal.
     """
-    unreadable_note = (
-        f"; {pluralize(unreadable, 'line')} of it cannot be read" if unreadable else ""
-    )
+    skipped = f"; {pluralize(unreadable, 'line')} of it cannot be read" if unreadable else ""
     if not receipts:
         return (
             f"no receipts in {path}: each `tune run` on a GPU that shows its plan adds one at its"
@@ -291,9 +289,7 @@ def render_receipts(
     rows = []
     for receipt in receipts:
         run = receipt.run
-        rate_error = receipt.errors.get(
-            "tokens_per_second"
-        )  # as all errors, planned / measured - 1
+        rate_error = receipt.errors.get("tokens_per_second")  # errors are planned / measured - 1
         row = {  # header -> cell
             "date": receipt.time[:10],
             "card": run.card,
