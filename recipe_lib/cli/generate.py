@@ -113,9 +113,13 @@ def run(words: list[str]) -> int:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for options that make no sense, all of them at once."""
+    """Raise ConfigError for options that make no sense, all of them at once.
+
+    Sets `arguments.batch_size` to 8 if it is not given.
+    """
     prompt = arguments.prompt
     prompts = arguments.prompts
+    # Options of --prompts that are given without it.
     lone = [
         name
         for name in ("out", "batch_size")
