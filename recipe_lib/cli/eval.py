@@ -120,14 +120,14 @@ PARSER = Parser(
 
 def run(words: list[str]) -> int:
     """Evaluate, in this process or on several ranks; print the numbers."""
-    flags, rest = take_flags(words, "eval")
-    arguments = PARSER.parse(rest)
+    flags, eval_words = take_flags(words, "eval")
+    arguments = PARSER.parse(eval_words)
     check(arguments)
     check_launch(flags, "eval")
     if flags:
         if arguments.lm_eval:
             raise ConfigError("--lm-eval: runs in one process; leave torchrun's flags out")
-        return launch(add_rendezvous(flags), Path(__file__), rest)
+        return launch(add_rendezvous(flags), Path(__file__), eval_words)
     from recipe_lib.cli.eval_ranks import evaluate
 
     evaluate(arguments)

@@ -124,10 +124,10 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
     CheckpointError if there is none or it is damaged, ConfigError for an invalid config of the run.
     """
     path = Path(arguments.checkpoint).expanduser()
-    shown = show(arguments.checkpoint)
+    name = show(arguments.checkpoint)
     if not path.is_dir():
         raise CheckpointError(
-            f"{shown}: no such folder; expected a run's output_dir, a state/step_N, or an adapter"
+            f"{name}: no such folder; expected a run's output_dir, a state/step_N, or an adapter"
         )
     if (path / ADAPTER_CONFIG).is_file():
         # The run's records tell of the adapter in its adapter/, not of a copy under another name.
@@ -142,7 +142,7 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
         run, cfg, records = _load_run_records(folder, arguments)
         if cfg is None:
             raise CheckpointError(
-                f"{shown}: {CONFIG} of its run is missing; expected the state inside its output_dir"
+                f"{name}: {CONFIG} of its run is missing; expected the state inside its output_dir"
             )
         state = find_state(path.parent, str(path), SingleRank())
         return ExportSource(run=run, cfg=cfg, records=records, adapter=None, state=state)
@@ -151,8 +151,7 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
         is_model = (path / "config.json").is_file()
         reason = "is a model folder already" if is_model else "is no run, state or adapter"
         raise CheckpointError(
-            f"{shown}: {reason}; expected a run's output_dir, a state/step_N, or an adapter's"
-            " folder"
+            f"{name}: {reason}; expected a run's output_dir, a state/step_N, or an adapter's folder"
         )
     adapter = path / ADAPTER_FOLDER
     has_adapter = (adapter / ADAPTER_CONFIG).is_file()
@@ -182,7 +181,7 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
             )
         elif has_adapter:
             reason = "is a run of adapters; --hf is for runs that trained all weights, use --merge"
-        raise CheckpointError(f"{shown}: {reason}")
+        raise CheckpointError(f"{name}: {reason}")
     return ExportSource(run=run, cfg=cfg, records=records, adapter=None, state=state)
 
 
@@ -414,12 +413,12 @@ def export_hf(source: ExportSource, arguments: argparse.Namespace) -> None:
     )
     if base:
         log_left_out(spec, base, "export")
-    trained = compute_prompt_logits(model)
+    expected = compute_prompt_logits(model)
     del model  # before the exported one is loaded: both may not fit
     logits = compute_prompt_logits(load_model(spec, folder=out, dtype=dtype, device=device))
-    report_comparison(f"model: {out}", compare_logits(trained, logits), dtype=dtype, out=out)
+    report_comparison(f"model: {out}", compare_logits(expected, logits), dtype=dtype, out=out)
     print_wrapped(
-        check_with_transformers(out, spec=spec, dtype=dtype, device=device, trained=trained)
+        check_with_transformers(out, spec=spec, dtype=dtype, device=device, trained=expected)
     )
     print_next_commands(list_model_commands(out))
 

@@ -45,16 +45,18 @@ def run(words: list[str]) -> int:
     words = PARSER.parse(words).words
     recipes = [word for word in words if word in list_recipes()]
     filters = [word for word in words if word not in recipes]
-    shown: dict[str, list[str]] = {}  # recipe -> its configs
+    configs_by_recipe: dict[str, list[str]] = {}  # recipe -> its configs
     for name, configs in list_configs().items():
         matches = [config for config in configs if all(is_match(config, word) for word in filters)]
         # A recipe without configs is listed too, unless configs were asked for.
         if name in (recipes or list_recipes()) and (matches or not filters):
-            shown[name] = matches
-    if filters and not shown:
+            configs_by_recipe[name] = matches
+    if filters and not configs_by_recipe:
         raise ConfigError(_describe_no_match(filters))
-    width = max((len(config) for config in chain.from_iterable(shown.values())), default=0)
-    for index, (name, configs) in enumerate(shown.items()):
+    width = max(
+        (len(config) for config in chain.from_iterable(configs_by_recipe.values())), default=0
+    )
+    for index, (name, configs) in enumerate(configs_by_recipe.items()):
         if index:
             print()
         # Parsed, as importing a recipe imports torch, which takes seconds.

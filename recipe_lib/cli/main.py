@@ -119,7 +119,7 @@ def _run_verb(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_format_help())
         return DONE
-    verb, *rest = words
+    verb, *verb_words = words
     if verb in ("-V", "--version"):
         print(__version__)
         return DONE
@@ -133,7 +133,7 @@ def _run_verb(words: list[str]) -> int:
         hint = did_you_mean(verb, known) or f"; one of: {', '.join(known)}"
         raise ConfigError(f"tune: unknown {kind} {show(verb)!r}{hint}")
     with _show_progress(verb):
-        return importlib.import_module(get_module_name(verb)).run(rest)
+        return importlib.import_module(get_module_name(verb)).run(verb_words)
 
 
 def get_module_name(verb: str) -> str:

@@ -183,10 +183,10 @@ def print_report(
         for reason in dict.fromkeys(map(make_pattern, plan.refused)):
             _print_line(console, f"note: {reason}")
         if set(sizes) <= set(full_plan.legal_sizes):
-            shown = ", ".join(map(str, plan.legal_sizes[:_MOST_SIZES]))
+            legal = ", ".join(map(str, plan.legal_sizes[:_MOST_SIZES]))
             _print_line(
                 console,
-                f"legal sizes: {shown}{' ...' if len(plan.legal_sizes) > _MOST_SIZES else ''}",
+                f"legal sizes: {legal}{' ...' if len(plan.legal_sizes) > _MOST_SIZES else ''}",
             )
         else:  # a plan of its own, around the axes that its ranks cannot share
             _print_line(
@@ -210,9 +210,9 @@ def _build_table(
     title: str, header: list[str], rows: list[list[Any]], numbers: int = 0, note: str = ""
 ) -> Table:
     """Return a table whose last `numbers` columns hold numbers; long texts are folded."""
-    left = tuple(header[: len(header) - numbers])
+    text_columns = tuple(header[: len(header) - numbers])
     return Table(
-        title, header=header, rows=rows, left=left, notes=(note,) if note else (), fold=True
+        title, header=header, rows=rows, left=text_columns, notes=(note,) if note else (), fold=True
     )
 
 

@@ -193,7 +193,7 @@ class HarnessMethods:
         end = self._tokenizer.decode([self.eot_token_id])
         answers: list[str] = [""] * len(requests)
         request_options = [dict(request.args[1]) for request in requests]
-        for numbers, options in _batch_by_options(request_options, self._batch_size):
+        for request_numbers, options in _batch_by_options(request_options, self._batch_size):
             kwargs = normalize_gen_kwargs(options, MAX_NEW_TOKENS)
             until = handle_stop_sequences(kwargs.get("until"), eos=end)
             count = int(kwargs["max_gen_toks"])
@@ -210,14 +210,14 @@ class HarnessMethods:
             generated = generate_batch(
                 self._model,
                 self._spec,
-                [self.tok_encode(requests[number].args[0])[-room:] for number in numbers],
+                [self.tok_encode(requests[number].args[0])[-room:] for number in request_numbers],
                 max_new_tokens=count,
                 stop_ids={self.eot_token_id},
                 device=self._device,
-                seeds=[derive_seed(self._seed, f"answer {number}") for number in numbers],
+                seeds=[derive_seed(self._seed, f"answer {number}") for number in request_numbers],
                 **sampling,
             )
-            for number, answer in zip(numbers, generated, strict=True):
+            for number, answer in zip(request_numbers, generated, strict=True):
                 text = self._tokenizer.decode(answer.tokens, skip_special=True)
                 answers[number] = postprocess_generated_text(text, stop=until, think_end_token=None)
         return answers
@@ -230,9 +230,9 @@ def _batch_by_options(
     groups: dict[str, list[int]] = {}  # the options as text, for a key -> numbers of requests
     for number, request_options in enumerate(options):
         groups.setdefault(repr(sorted(request_options.items())), []).append(number)
-    for numbers in groups.values():
-        for start in range(0, len(numbers), batch_size):
-            yield numbers[start : start + batch_size], options[numbers[0]]
+    for request_numbers in groups.values():
+        for start in range(0, len(request_numbers), batch_size):
+            yield request_numbers[start : start + batch_size], options[request_numbers[0]]
 
 
 @torch.no_grad()
@@ -252,10 +252,10 @@ def score_continuations(
     # Ones of like length together, so that a batch has little padding.
     order = sorted(range(len(pairs)), key=lambda number: -sum(map(len, pairs[number])))
     for start in range(0, len(order), batch_size):
-        numbers = order[start : start + batch_size]
+        pair_numbers = order[start : start + batch_size]
         inputs = []
         targets = []
-        for number in numbers:
+        for number in pair_numbers:
             context, continuation = pairs[number]
             # The last token is a label alone, so one more than the model reads.
             ids = (context + continuation)[-(max_length + 1) :]
@@ -270,7 +270,7 @@ def score_continuations(
         log_likelihoods = scores[..., 0].double().sum(dim=1)
         # Labels that are as likely as the likeliest token.
         is_greedy = ((scores[..., 0] == scores[..., 1]) | (labels == IGNORED)).all(dim=1)
-        rows = zip(numbers, log_likelihoods.tolist(), is_greedy.tolist(), strict=True)
+        rows = zip(pair_numbers, log_likelihoods.tolist(), is_greedy.tolist(), strict=True)
         for number, log_likelihood, greedy in rows:
             results[number] = (log_likelihood, greedy)
     return results

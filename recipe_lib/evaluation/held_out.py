@@ -269,8 +269,8 @@ class Evaluation:
 
         Secrets in the texts are redacted. Raises StorageError if the disk is full or refuses it.
         """
-        numbers = sorted(next(iter(self.models.values())).scores)
-        examples = [self.build_example(number) for number in numbers]
+        sequence_numbers = sorted(next(iter(self.models.values())).scores)
+        examples = [self.build_example(number) for number in sequence_numbers]
         lines = "".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
         summary = json.dumps(self.build_summary(), indent=1) + "\n"
         with files.report_storage_faults():

@@ -146,13 +146,13 @@ def make_prompt_reader(
     def read(unread: Tensor) -> Tensor:
         past = cache.length
         positions = None
-        info = None
+        attention_info = None
         if prompt_info is not None:
             end = past + unread.shape[1]
             # Positions count from the prompt's first token.
             positions = (torch.arange(past, end, device=device) - padding[:, None]).clamp(min=0)
-            info = prompt_info if past == 0 else _extend_documents(prompt_info, end)
-        return model(unread, positions, info, cache=cache, logits_to_keep=1)[:, -1]
+            attention_info = prompt_info if past == 0 else _extend_documents(prompt_info, end)
+        return model(unread, positions, attention_info, cache=cache, logits_to_keep=1)[:, -1]
 
     return read
 
@@ -225,15 +225,15 @@ def generate_batch(
     if not reads_padding and any_over_ranks is None:
         batches = [[number] for number in batches[0]]
     answers = [Generated() for _ in prompts]
-    for numbers in batches:
+    for prompt_numbers in batches:
         # A rank without prompts reads a token, to take part in the collectives.
-        rows = [list(prompts[number]) for number in numbers] or [[0]]
+        rows = [list(prompts[number]) for number in prompt_numbers] or [[0]]
         longest = max(map(len, rows))
         read = make_prompt_reader(
             model, spec, [len(row) for row in rows], room=longest + max_new_tokens, device=device
         )
         generators = [
-            torch.Generator(device).manual_seed(seeds[number]) for number in numbers if seeds
+            torch.Generator(device).manual_seed(seeds[number]) for number in prompt_numbers if seeds
         ]
 
         # The defaults bind this batch's reader and generators.
@@ -253,7 +253,7 @@ def generate_batch(
 
         # The padding repeats a row's first token: any id would do, as nothing sees it.
         _extend_answers(
-            [answers[number] for number in numbers],
+            [answers[number] for number in prompt_numbers],
             room=[min(max_new_tokens, spec.max_positions - len(row)) for row in rows],
             stop_ids=frozenset(stop_ids),
             choose_next=choose_next,
@@ -455,12 +455,12 @@ def generate_answers(
     batch_size: questions of a rank at a time. seed: root of the seeds of the questions. options:
     keyword arguments of `generate_batch`.
     """
-    numbers = sorted(questions)
+    question_numbers = sorted(questions)
     own_answers: list[tuple[int, list[int], str]] = []  # number, ids, STOP or LENGTH
     # Every rank goes through all batches, perhaps with an empty one.
-    for start in range(0, len(numbers), batch_size * world.size):
+    for start in range(0, len(question_numbers), batch_size * world.size):
         first = start + world.rank * batch_size
-        own_numbers = numbers[first : first + batch_size]
+        own_numbers = question_numbers[first : first + batch_size]
         answers = generate_batch(
             model,
             spec,
