@@ -268,7 +268,7 @@ class Answers:
             # With the first answer, so that a start that fails leaves no file.
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = LineFile(self.path, self._size)
+                self._file = LineFile(self.path, self._size)  # keeps so many bytes of the file
             self._file.append(text.encode())
 
     def close(self) -> None:

@@ -83,6 +83,7 @@ def run(words: list[str]) -> int:
     from recipe_lib.cli.doctor_report import ADVICE, find_faults, format_report
 
     findings = find_faults(facts)
+    # A finding in ADVICE is worth knowing, though all works as it should.
     is_healthy = all(finding["name"] in ADVICE for finding in findings)
     if arguments.json:
         head = {"version": VERSION, "healthy": is_healthy, "findings": findings}
@@ -168,7 +169,7 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
             folder,
             on_gpu=on_gpu,
             sizes=GPU_SIZES if on_gpu else CPU_SIZES,
-            seconds=2 * STEP_SECONDS,
+            seconds=2 * STEP_SECONDS,  # timeout of a collective: a step's own limit ends it first
         )
 
     outcomes = run_isolated(list_steps, ranks, STEP_SECONDS)
@@ -321,6 +322,7 @@ def list_device_steps(rank: int, folder: Path) -> Iterator[Step]:
     gpus = describe_torch()["gpus"]
     for index in range(len(gpus)):
         yield f"rates of GPU {index}", partial(measure_gpu, f"cuda:{index}")
+    # Types in which GPU 0 can multiply, by its compute capability.
     for name, capability in LOW_PRECISION.items() if gpus else ():
         if tuple(gpus[0]["capability"]) >= capability:
             yield f"{name} matmuls", partial(measure_matmul_rate, "cuda:0", name)

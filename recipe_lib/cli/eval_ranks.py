@@ -85,7 +85,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
         check_output_folder("--out", out, (EXAMPLES_FILE, SUMMARY_FILE, PAGE_FILE))
     cfg = build_eval_config(arguments, source, run)
     with meet_ranks(cfg) as ranks:
+        # The heartbeat ends the evaluation on all ranks when one fails or hangs, and shows phases.
         with ranks.heartbeat.phase("reading the data"):
+            # Replaces the format `auto` in the config by the one that the samples' columns have.
             for line in settle_formats(cfg):
                 get_logger().info(line)
             tokenizer = load_tokenizer(Path(cfg.tokenizer.path or ""), cfg.tokenizer.chat_template)

@@ -45,7 +45,7 @@ def run(words: list[str]) -> int:
     words = PARSER.parse(words).words
     recipes = [word for word in words if word in list_recipes()]
     filters = [word for word in words if word not in recipes]
-    configs_by_recipe: dict[str, list[str]] = {}  # recipe -> its configs
+    configs_by_recipe: dict[str, list[str]] = {}
     for name, configs in list_configs().items():
         matches = [config for config in configs if all(is_match(config, word) for word in filters)]
         # A recipe without configs is listed too, unless configs were asked for.

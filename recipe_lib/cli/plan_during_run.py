@@ -101,7 +101,7 @@ def plan_beside(
             start_new_session=True,  # Ctrl-C is for the run
         )
         try:
-            # The run's report reads the figures from this file.
+            # FIGURES names the environment variable by which the run's report finds the file.
             with set_environment(**{FIGURES: str(figures)}):
                 yield lambda code: _compare(figures, began, code)
         finally:
@@ -134,6 +134,7 @@ def append_run_receipt(figures: dict[str, Any], summary: dict[str, Any]) -> None
     figures: content of the file of `main`. summary: content of the run's summary.json. A file of
     receipts that cannot be read or written is a warning.
     """
+    # `memory_kind`: `device`, or on a CPU the process's resident set.
     if (
         receipts.has_disabled_receipts()
         or summary.get("memory_kind") != "device"
@@ -341,7 +342,8 @@ def _limit_process() -> None:
 def _set_cpu_limit(seconds: int) -> None:
     """Set the CPU seconds after which `_TooSlow` is raised."""
     _TooSlow.allowed = seconds
-    # The hard limit kills the process, where the exception does not end it.
+    # The hard limit kills the process if the exception does not end it. It is the larger one from
+    # the start, as an ordinary process cannot raise it again.
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, COMPILED_CPU_SECONDS + 2))
 
 

@@ -78,7 +78,7 @@ def certify_plans(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str,
     Keys: `size`; `ranks` that share the copy, fewer than size where it has fewer heads; `plan`, the
     hash of the copy's; `checked`, the number of comparisons; `failures`, lines, empty if proved.
     """
-    elements = count_held_elements(next(iter(plans.values())), 1)
+    elements = count_held_elements(next(iter(plans.values())), 1)  # one rank holds the whole model
     small = config if elements <= SMALL_MODEL else shrink(config)
     model = transformers_models.build_transformers_model(small, "cpu")
     randomize(model)

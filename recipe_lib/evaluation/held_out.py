@@ -81,6 +81,7 @@ def load_evaluated_model(
     if source.adapter is not None:
         adapter = read_adapter(source.adapter)
         check_fits(adapter, spec)
+        # None: the base's dtype. Beside any other base the matrices of adapters are fp32.
         adapter_dtype = None if cfg.dtype == "fp64" else "fp32"
         lora = replace(
             make_adapter_settings(adapter, spec), quantize_base=storage, dtype=adapter_dtype
@@ -193,6 +194,7 @@ def score_sequences(
     own_scores: list[tuple[int, float, int, int]] = []
     for batches in steps:
         micro_batch = batches.to(world.device).micro_batches[0]
+        # [b, s, 2]: log-likelihood of the label, and of the likeliest token.
         (scores,) = evaluate_micro_batches(parallel, make_scorer(model), [micro_batch])
         if scores is None:  # another stage of the pipeline has them
             continue
