@@ -73,9 +73,9 @@ _DRAWN = (
 def answer(arguments: argparse.Namespace, talk: Callable[[Chat, str], None]) -> None:
     """Load the model, and print one answer, those of a file, or those of a conversation.
 
-    talk: holds a conversation with the model of that name. Raises UserError, in the kind that fits:
-    for a model that is not here or does not fit the device, options that exclude each other, and
-    faulty prompts.
+    talk: holds a conversation with the model of that name. Raises CheckpointError for a model,
+    ConfigError for options and DataError for prompts that cannot be used, and OutOfMemoryError if
+    the model does not fit the device.
     """
     source = find_source(arguments.checkpoint, arguments.base)
     if source.adapter is None and arguments.quantize_base != "auto":

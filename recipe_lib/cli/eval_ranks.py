@@ -65,8 +65,8 @@ Result = TypeVar("Result")  # the numbers of one model: `ModelResults`, or metri
 def evaluate(arguments: argparse.Namespace) -> None:
     """Measure on all ranks; print and write on rank 0.
 
-    Raises UserError, in the kind that fits: for a model, samples or options that cannot be used,
-    and if the evaluation does not fit the device.
+    Raises CheckpointError for a model, DataError for samples, and ConfigError for options that
+    cannot be used, and OutOfMemoryError if the evaluation does not fit the device.
     """
     run = find_run(arguments.what)
     path = Path(arguments.what).expanduser()
@@ -135,7 +135,7 @@ def _read_samples(cfg: Any, tokenizer: Tokenizer, source: GenerationSource) -> D
     Raises DataError for samples that cannot be used, and ConfigError for pairs of answers.
     """
     dataset = build_validation_dataset(cfg, tokenizer)
-    assert dataset is not None
+    assert dataset is not None  # `build_eval_config` sets validation.source
     for line in format_report_lines(dataset.report):
         get_logger().info(line)
     warn_of_positions(source.spec.max_positions, dataset)

@@ -106,7 +106,7 @@ def plan_beside(
                 yield lambda code: _compare(figures, began, code)
         finally:
             process.kill()
-            process.communicate()
+            process.communicate()  # closes the pipe and reaps the process
 
 
 def _compare(figures: Path, began: float, code: int) -> None:
@@ -191,9 +191,9 @@ def collect_figures(plan: "Plan") -> dict[str, Any]:
     """Return what is shown and compared of a plan, in bytes and seconds.
 
     `active`, `allocated`, `reserved`: peaks of the heaviest rank in its steps; `first`: the same of
-    the lowest rank. `verdict`: whether it fits. `estimate`: why not all steps and
-    micro-batches were simulated, else empty.
-    `usable`: bytes of the device for torch. `seconds`, `tokens_per_second` of a step, or None.
+    the lowest rank. `verdict`: whether it fits. `estimate`: why not all steps and micro-batches
+    were simulated, else empty. `usable`: bytes of the device for torch. `seconds`,
+    `tokens_per_second`: of a step; None: not planned.
     """
     first = min(plan.rank_plans, key=lambda rank: rank.rank)
     return _find_peaks(plan.heaviest) | {
@@ -254,14 +254,18 @@ def main(argv: list[str]) -> int:
     """
     say = _silence_output()
     _limit_process()
-    gpus = hide_gpus()
+    has_gpus = hide_gpus()
     try:
         arguments = read_arguments(argv[1:])
         arguments.wait = float(WAIT_SECONDS)
         figures, settings = _plan(arguments)
-        figures |= {"device": settings.hardware.name, "ranks": settings.ranks, "own_device": gpus}
+        figures |= {
+            "device": settings.hardware.name,
+            "ranks": settings.ranks,
+            "own_device": has_gpus,
+        }
         replace_text(Path(argv[0]), json.dumps(figures))
-        say(describe(figures, settings, gpus))
+        say(describe(figures, settings, has_gpus))
     except UserError:
         pass  # the run says it
     except (Exception, _TooSlow) as error:  # noqa: BLE001  (nothing of it is to disturb the run)

@@ -200,6 +200,7 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
             "--fit: names processes and device; leave --device, --nproc_per_node and --nnodes out"
         )
     _check_no_plan(arguments)
+    # These are called for the errors that they raise; what they return is asked for again later.
     if arguments.device:
         find_hardware(arguments.device)
     check_choice(arguments.sequence)
@@ -215,7 +216,10 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_no_plan(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for an option of a plan next to --search or --check-streams."""
+    """Raise ConfigError for an option of a plan next to --search or --check-streams.
+
+    Also for these two together.
+    """
     unused = [
         name
         for name in ("json", "html", "snapshot", "diff", "advice", "full")
@@ -235,6 +239,7 @@ def _check_receipts(arguments: argparse.Namespace) -> None:
 
     It lists the receipts of all runs: the planned and measured peaks that each has left.
     """
+    # Options that --receipts has a use for; words are refused by themselves.
     used = ("help", "words", "receipts", "json", "quiet", "verbose")
     unused = [*arguments.words, *arguments.flags]
     # argparse has no public list of a parser's options.

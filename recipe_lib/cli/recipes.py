@@ -255,6 +255,7 @@ def load_module(path: Path) -> ModuleType:
     # Before it is executed, as `dataclass` looks up the module of a class there.
     sys.modules[name] = module
     try:
+        # A terminal shows what takes the time: torch, once a process.
         with importing("torch" if "torch" not in sys.modules else path.name):
             loader.exec_module(module)
     except BaseException as error:

@@ -65,6 +65,7 @@ def check_start(
             partial(_check_text, cfg),
             *sources,
         ]
+        # Another machine may have what is missing here: these faults are notes.
         lines = _run_checks(checks) + [
             (f"`tune run` refuses to start on this machine: {line}", False)
             for line, is_fault in _run_checks(checks_of_run)

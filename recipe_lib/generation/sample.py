@@ -49,7 +49,7 @@ def compute_next_probabilities(
         ordered[..., top_k:] = -torch.inf
     probabilities = ordered.softmax(dim=-1)
     if top_p is not None:
-        # Sum over the tokens before each
+        # The sum of the probabilities of all likelier tokens.
         sum_before = probabilities.cumsum(dim=-1) - probabilities
         sum_before[..., 0] = 0.0
         is_beyond = sum_before >= top_p
