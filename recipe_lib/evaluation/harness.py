@@ -107,7 +107,7 @@ def build_harness_model(model: torch.nn.Module, **options: Any) -> "LM":
 
 
 class HarnessMethods:
-    """The methods that the harness' `TemplateLM` leaves to its subclasses.
+    """The methods that the harness' `TemplateLM` leaves to its subclasses, under its names.
 
     Likelihoods come from `score_continuations`, answers from `generate_batch`.
     """
@@ -154,6 +154,7 @@ class HarnessMethods:
         return self._tokenizer.encode(string, add_bos=add_bos, allow_special=True)
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+        # requests: (texts or None, ids of the context, ids of the continuation) of each.
         return score_continuations(
             self._model,
             [(list(context), list(continuation)) for _, context, continuation in requests],
@@ -163,7 +164,7 @@ class HarnessMethods:
         )
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of whole texts, in windows of what the model reads."""
+        """Return the log-likelihood of each whole text, summed over windows that the model reads."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         windows = []
@@ -183,7 +184,10 @@ class HarnessMethods:
         return sums
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Return answers up to the texts that end them."""
+        """Return the text of each answer, up to the first of the request's texts that end it.
+
+        Raises ConfigError for an answer that leaves the prompt no room.
+        """
         from lm_eval.models.utils import (
             handle_stop_sequences,
             normalize_gen_kwargs,
@@ -249,7 +253,7 @@ def score_continuations(
     context loses its beginning. batch_size: pairs.
     """
     results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-    # Ones of like length together, so that a batch has little padding.
+    # Pairs of like length together, so that a batch has little padding; the longest first.
     order = sorted(range(len(pairs)), key=lambda number: -sum(map(len, pairs[number])))
     for start in range(0, len(order), batch_size):
         pair_numbers = order[start : start + batch_size]
