@@ -83,13 +83,14 @@ def certify_plans(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str,
     model = transformers_models.build_transformers_model(small, "cpu")
     randomize(model)
     tokens = any(plan.shared_tokens for plan in plans.values())
-    full_plan, mask = transformers_models.infer_plan_and_mask(small, 0, tokens)
+    # mask: the form of attention mask with which the class' forward can be traced.
+    full_copy_plan, mask = transformers_models.infer_plan_and_mask(small, 0, tokens)
     inputs = transformers_models.build_example_inputs(small, device="cpu", mask=mask)
     proofs: list[dict[str, Any]] = []
     for size, plan in plans.items():
-        copy_plan = full_plan
+        copy_plan = full_copy_plan
         # They differ where the size cannot share every axis of the model.
-        if find_plan_difference(plan, full_plan):
+        if find_plan_difference(plan, full_copy_plan):
             copy_plan = transformers_models.infer_plan_and_mask(small, size, tokens)[0]
         # The copy's plan has to hold every parameter as the model's does, or it proves another one.
         difference = find_plan_difference(plan, copy_plan)

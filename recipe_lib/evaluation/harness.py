@@ -164,7 +164,7 @@ class HarnessMethods:
         )
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each whole text, summed over windows that the model reads."""
+        """Return the log-likelihood of each whole text, summed over windows of max_positions."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         windows = []
