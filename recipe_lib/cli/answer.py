@@ -53,6 +53,7 @@ Prompt = str | list[Mapping[str, Any]]
 
 # Keys of a line that are not read: they change nothing in its answer.
 _UNREAD = ("category", "id", "index", "source")
+# The end of errors on a line of .jsonl.
 _EXPECTED = 'expected {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
 # Suffixes of the files that answers depend on: weights, config, template, tokenizer.
 _MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".model")

@@ -227,6 +227,7 @@ KILL_SECONDS = 5.0
 # and into the object of --json.
 Step = tuple[str, Callable[[], Any]]
 
+# Packages whose versions are reported.
 PACKAGES = (
     "torch",
     "torchao",

@@ -37,6 +37,7 @@ SHARED_MEMORY = 512 * MIB  # least, for NCCL among GPUs that cannot reach each o
 MEMORY = 2 * GIB  # least free memory of the host, which torch alone takes
 DISK = 5 * GIB  # least free space of a folder
 SAVED = 15 * GIB  # size of 8B parameters in bf16
+# The remedy where copies between GPUs (peer to peer) are wrong or hang.
 _NO_P2P = "set NCCL_P2P_DISABLE=1 for every run (ranks then exchange through host memory)"
 # Name of a finding -> what to do about it.
 REMEDIES = {

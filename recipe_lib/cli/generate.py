@@ -51,6 +51,7 @@ from nothing."""
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")  # of --dtype
 STORAGES = ("auto", "none", "nf4", "int8")  # of --quantize-base
 SUFFIXES = (".txt", ".jsonl")  # of --prompts
+# At a terminal, the first line of a conversation.
 HELP = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 PARSER = Parser(
     "generate",

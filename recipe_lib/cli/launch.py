@@ -72,9 +72,10 @@ WITH_VALUE = {
     "-r",
     "-t",
 }
+# Those that take none.
 WITHOUT_VALUE = {"--standalone", "--virtual-local-rank"}
 REFUSED = {"-m", "--module", "--no-python", "--run-path"}  # they change what torchrun runs
-# Beginnings of the flags, and of torchrun's variables, that say how the nodes meet.
+# Beginnings of the flags, and of torchrun's environment variables, that say how the nodes meet.
 RENDEZVOUS = ("--nnodes", "--rdzv-", "--node-rank", "--master-", "--standalone")
 RENDEZVOUS_VARIABLES = ("PET_NNODES", "PET_RDZV", "PET_NODE_RANK", "PET_MASTER", "PET_STANDALONE")
 

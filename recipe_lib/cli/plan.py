@@ -28,7 +28,7 @@ from recipe_lib.cli.plan_request import (
     read_arguments,
     read_config,
 )
-from recipe_lib.cli.plan_request import PARSER as PARSER
+from recipe_lib.cli.plan_request import PARSER as PARSER  # each verb's module has its PARSER
 from recipe_lib.cli.recipes import RecipeFile, find_config_recipe
 from recipe_lib.cli.start_checks import check_start
 from recipe_lib.config import load_config

@@ -57,7 +57,7 @@ CPU_SECONDS = 10  # of the planning process: the ranks need the cores
 COMPILED_CPU_SECONDS = 40  # for a run with compile=true, whose own compiling takes longer
 WAIT_SECONDS = 300  # for the run to have tokenized its data
 STEP_PHASES = ("first step", "step")  # phases that a run measures; the first makes optimizer states
-MEMORY_KINDS = ("active", "allocated", "reserved")
+MEMORY_KINDS = ("active", "allocated", "reserved")  # bytes of torch's allocator that are compared
 # Layers x micro-batches of a step that are simulated. Above it one step is planned in place of two,
 # which would take too much CPU time.
 MAX_LAYERS = 36

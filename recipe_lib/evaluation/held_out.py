@@ -146,7 +146,7 @@ class SequenceScore:
 class ModelResults:
     """The measurements of one model, by number of the sequence."""
 
-    scores: dict[int, SequenceScore] = field(default_factory=dict)
+    scores: dict[int, SequenceScore] = field(default_factory=dict)  # of every sequence
     answers: dict[int, Generated] = field(default_factory=dict)  # generated ids; empty: not asked
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)  # name -> value by sequence
 
