@@ -1,9 +1,8 @@
 """Load the model of `tune generate`, and answer a prompt, a file's prompts, or a conversation.
 
-The FILE of --prompts has a prompt a line (.txt), or a JSON object a line (.jsonl) with `prompt` (a
-text) or `messages` (a conversation that ends with the user's turn). They are answered in batches,
-one JSON object a line. With --out a second start goes on with the file; each line there says by
-`settings` what it was made with.
+generate.py parses the options and calls `answer(arguments, talk)`. The FILE of --prompts has a
+prompt a line (.txt), or a JSON object a line (.jsonl) with `prompt` or `messages`. Answers are one
+JSON object a line; with --out a second start appends to the file those that it lacks.
 """
 
 import argparse
@@ -49,14 +48,16 @@ from recipe_lib.parallel.world import derive_seed
 from recipe_lib.reading import JSON_LIMIT, open_regular, parse_json, read_text
 from recipe_lib.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
 
+# A text, or the messages of a conversation, dicts of `role` and `content`.
 Prompt = str | list[Mapping[str, Any]]
 
 # Keys of a line that are not read: they change nothing in its answer.
 _UNREAD = ("category", "id", "index", "source")
+# The end of errors on a line of .jsonl.
 _EXPECTED = 'expected {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
-# Of the files that answers depend on: weights, config, template, tokenizer.
+# Suffixes of the files that answers depend on: weights, config, template, tokenizer.
 _MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
-# Options that answers depend on.
+# Options of the command line that answers depend on.
 _DRAWN = (
     "max_new_tokens",
     "temperature",
@@ -73,7 +74,9 @@ _DRAWN = (
 def answer(arguments: argparse.Namespace, talk: Callable[[Chat, str], None]) -> None:
     """Load the model, and print one answer, those of a file, or those of a conversation.
 
-    talk: holds a conversation with a model, by its name. Raises UserError.
+    talk: holds a conversation with the model of that name. Raises CheckpointError for a model,
+    ConfigError for options and DataError for prompts that cannot be used, and OutOfMemoryError if
+    the model does not fit the device.
     """
     source = find_source(arguments.checkpoint, arguments.base)
     if source.adapter is None and arguments.quantize_base != "auto":
@@ -81,7 +84,7 @@ def answer(arguments: argparse.Namespace, talk: Callable[[Chat, str], None]) -> 
             "--quantize-base: the base of an adapter can be quantized; this is a model, leave"
             " it out"
         )
-    tokenizer = load_tokenizer(source.tokenizer, by_key=False)
+    tokenizer = load_tokenizer(source.tokenizer, by_key=False)  # errors name no config key
     if (
         arguments.system is not None
         and (fault := why_no_system_message(tokenizer, arguments.system)) is not None
@@ -104,7 +107,10 @@ def answer(arguments: argparse.Namespace, talk: Callable[[Chat, str], None]) -> 
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Return the texts or conversations of a file. Raises DataError with the faulty line."""
+    """Return the texts or conversations of a file, .txt or .jsonl; skip empty lines.
+
+    Raises DataError for a file that cannot be read or has no prompt, and with the faulty line.
+    """
     shown_path = show(str(path))
     try:
         text = read_text(path, JSON_LIMIT)
@@ -133,7 +139,10 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _read_row(line: str, location: str) -> dict[str, Any]:
-    """Return the JSON object of a line, all of its text encodable. Raises DataError."""
+    """Return the JSON object of a line. location: FILE:LINE, for the error.
+
+    Raises DataError for anything else, and for text that UTF-8 cannot write.
+    """
     row = parse_sample(line.encode())
     if isinstance(row, SampleFault):
         raise DataError(f"{location}: {row}; correct the line")
@@ -148,7 +157,10 @@ def _read_row(line: str, location: str) -> dict[str, Any]:
 
 
 def _read_prompt(row: dict[str, Any], location: str) -> Prompt:
-    """Return the prompt of a row. Raises DataError for none, two, or an unknown key."""
+    """Return the prompt of a row, the object of a line; its key is `prompt` or `messages`.
+
+    Raises DataError for none of the two, both, an unknown key, or a value that is no prompt.
+    """
     prompt_keys = [name for name in ("prompt", "messages") if name in row]
     unknown_keys = [name for name in row if name not in ("prompt", "messages", *_UNREAD)]
     if len(prompt_keys) != 1:
@@ -160,7 +172,7 @@ def _read_prompt(row: dict[str, Any], location: str) -> Prompt:
             f" {_EXPECTED}"
         )
     key = prompt_keys[0]
-    value = row[key]
+    value = row[key]  # a text, or a list of messages under either key
     if key == "prompt" and isinstance(value, str):
         if not value:
             raise DataError(f"{location}: prompt is empty; give a text, or remove the line")
@@ -186,10 +198,12 @@ def encode_prompt(
 ) -> list[int]:
     """Return the token ids that the model reads first.
 
-    raw: without the chat template. system: the text of the system message, if any.
+    raw: without the chat template; then the prompt is a text. system: the text of the system
+    message; None: none. Raises ConfigError for an empty raw prompt if there is no BOS token, and
+    DataError for messages that the template refuses.
     """
     if raw:
-        # From nothing, the model begins at BOS.
+        # An empty prompt is the BOS token alone.
         tokens = tokenizer.encode(str(prompt), add_bos=tokenizer.add_bos_by_default or not prompt)
         if not tokens:
             raise ConfigError(
@@ -205,7 +219,10 @@ def encode_prompt(
 def compute_settings_digest(
     source: GenerationSource, arguments: argparse.Namespace, prompts: Sequence[Any]
 ) -> str:
-    """Return a digest of what answers depend on: model, prompts, and how tokens are drawn."""
+    """Return a digest of what answers depend on: model, prompts, and how tokens are drawn.
+
+    It is 16 hexadecimal digits, and stands in each line of --out.
+    """
     paths = sorted(source.folder.iterdir())
     if source.adapter:
         paths += sorted(source.adapter.iterdir())
@@ -220,17 +237,25 @@ def compute_settings_digest(
 
 
 class Answers:
-    """The output of answers: a file that a second start goes on with, or standard output."""
+    """The output of answers: a file that a second start appends to, or standard output."""
 
     def __init__(self, path: Path | None, settings: str):
-        """Count the answers that are there; write nothing. Raises ConfigError."""
+        """Count the answers that are there; write nothing.
+
+        path: None for standard output. settings: digest of `compute_settings_digest`. Raises
+        ConfigError for a file that is not one of answers by these settings.
+        """
         self.settings = settings
         self.path = path
+        # The answers written so far, and their bytes: a half line after them is written over.
         self.count, self._size = (0, 0) if path is None else count_answers(path, settings)
-        self._file: LineFile | None = None
+        self._file: LineFile | None = None  # opened with the first answer
 
     def write(self, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Append the next answers, a line each: all of them or none. Raises StorageError."""
+        """Append the next answers, a line each: all of them or none.
+
+        Raises StorageError if the disk is full or refuses the write.
+        """
         text = ""
         for answer in answers:
             self.count += 1
@@ -244,19 +269,19 @@ class Answers:
             # With the first answer, so that a start that fails leaves no file.
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = LineFile(self.path, self._size)
+                self._file = LineFile(self.path, self._size)  # keeps so many bytes of the file
             self._file.append(text.encode())
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; standard output stays open."""
         if self._file is not None:
             self._file.close()
 
 
 def count_answers(path: Path, settings: str) -> tuple[int, int]:
-    """Count the answers in a file of an earlier start; return their number and bytes.
+    """Return the number and the bytes of the answers in a file of an earlier start.
 
-    Raises ConfigError for a file of other settings, or of something else.
+    (0, 0) without a file. Raises ConfigError for a file of other settings, or of something else.
     """
     try:
         file = open_regular(path)
@@ -269,9 +294,10 @@ def count_answers(path: Path, settings: str) -> tuple[int, int]:
     count = size = 0
     with file:
         while line := file.readline(JSON_LIMIT):
-            begin = json.dumps({"number": count + 1, "settings": settings})[:-1].encode()
+            # As the line of the next answer begins; `[:-1]` takes the closing brace away.
+            beginning = json.dumps({"number": count + 1, "settings": settings})[:-1].encode()
             # Half a line at the end, as a kill leaves it: the next answer is written over it.
-            if not line.endswith(b"\n") and begin.startswith(line[: len(begin)]):
+            if not line.endswith(b"\n") and beginning.startswith(line[: len(beginning)]):
                 break
             _check_answer(
                 line,
@@ -303,9 +329,12 @@ def _check_answer(line: bytes, number: int, settings: str, location: str) -> Non
 def answer_prompt_file(
     source: GenerationSource, tokenizer: Tokenizer, arguments: argparse.Namespace
 ) -> None:
-    """Answer the prompts of a file that have no answer yet, batch by batch; write a line each."""
+    """Answer the prompts of a file that have no answer yet, batch by batch; write a line each.
+
+    Raises DataError or ConfigError for a faulty prompt, before the model is loaded.
+    """
     prompts = read_prompts(Path(arguments.prompts).expanduser())
-    tokens = []
+    tokens = []  # ids of each prompt
     # All of them before the model is loaded: the last may be at fault.
     for number, prompt in enumerate(prompts, start=1):
         if arguments.raw and not isinstance(prompt, str):
@@ -349,7 +378,7 @@ def answer_prompt_file(
 def _describe_answer(
     prompt: Prompt, tokens: list[int], answer: Generated, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Return the line of an answer. tokens: of the prompt."""
+    """Return the object of an answer's line. tokens: ids of the prompt."""
     # After the prompt's tokens, since a tokenizer may join the first of the answer to them.
     decoder = StreamDecoder(tokenizer, tokens)
     text = "".join(map(decoder.push, answer.tokens)) + decoder.finish()
@@ -360,7 +389,11 @@ def _describe_answer(
 def print_answer(
     source: GenerationSource, tokenizer: Tokenizer, arguments: argparse.Namespace
 ) -> None:
-    """Print one answer as it is made."""
+    """Print the answer to --prompt as it is made.
+
+    Raises ConfigError and CheckpointError as `check_prompt` does, for a prompt that is too long or
+    has ids that the model does not know.
+    """
     prompt = encode_prompt(
         tokenizer, prompt=arguments.prompt, raw=arguments.raw, system=arguments.system
     )
@@ -368,20 +401,20 @@ def print_answer(
         check_prompt(prompt, source.spec, "--prompt")
     except CheckpointError as error:
         raise CheckpointError(f"{show(str(source.tokenizer))}: {error}") from error
-    text = StreamDecoder(tokenizer, prompt)
+    decoder = StreamDecoder(tokenizer, prompt)
     is_empty = True
     with load_model(source, arguments) as (model, device):
         tokens = generate(
             model, source.spec, prompt, **make_sampling_options(tokenizer, arguments, device)
         )
         for token in show_prompt_phase(tokens, len(prompt)):
-            piece = text.push(token)
+            piece = decoder.push(token)
             is_empty = is_empty and not piece
             sys.stdout.write(piece)
             sys.stdout.flush()
-    last = text.finish()
-    print(last, flush=True)
-    if is_empty and not last:
+    last_piece = decoder.finish()  # of a character whose bytes are not complete
+    print(last_piece, flush=True)
+    if is_empty and not last_piece:
         get_logger().info("note: %s", NO_ANSWER)
 
 
@@ -408,12 +441,14 @@ def load_model(
     Raises OutOfMemoryError if the model, or what is done with it, does not fit on the device.
     """
     device = choose_device(arguments.device)
+    # `auto` is what an adapter's file says of its training, else what config.json says.
     dtype = DTYPE_NAMES.get(source.dtype, "auto") if arguments.dtype == "auto" else arguments.dtype
     storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
     if source.adapter is not None:
         suffix = "" if storage == "none" else f", kept in {storage}"
         get_logger().info("adapter: %s on %s%s", source.adapter, source.folder, suffix)
     elif source.folder == Path(arguments.checkpoint).expanduser() / MODEL_FOLDER:
+        # A run was named: the line says that its model was taken.
         get_logger().info("model: %s", source.folder)
     try:
         yield (

@@ -1,7 +1,7 @@
 """Read a verb's command line, and check the files that its options name.
 
-`Parser` is argparse with our errors: one line, with the nearest right spelling, in place of the
-usage text. Each verb has its PARSER, which shell completion reads too, and `run(words)`.
+A verb is the word after `tune`. Its module has a `PARSER` and a function `run(words)`. `Parser` is
+argparse with errors of one line, with the nearest right spelling, in place of the usage text.
 """
 
 import argparse
@@ -21,13 +21,16 @@ from recipe_lib.logs import QUIET, VERBOSE, set_verbosity
 from recipe_lib.reading import JSON_LIMIT, check_regular, parse_json, read_bytes
 from recipe_lib.units import choose_lines
 
-# Names of an option, or of a positional argument -> what argparse is told of it.
+# Names of an option, with spaces between them, or of a positional argument -> keyword arguments of
+# `add_argument`.
 Options = Mapping[str, Mapping[str, Any]]
 SWITCH = {"action": "store_true"}
+# Options of every verb.
 COMMON: dict[str, Mapping[str, Any]] = {
     "-q --quiet": SWITCH | {"help": "say warnings and errors alone"},
     "-v --verbose": SWITCH | {"help": "say more: all ranks, the seconds of each part"},
 }
+# Options of the verbs that generate text; `find_draw_faults` checks their values.
 DRAW_OPTIONS: Options = {
     "--max-new-tokens": {
         "type": int,
@@ -66,18 +69,24 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self._hint = f"; see `{self.prog} --help`"
+        # The action of an option that names none: an option given twice is an error.
         self.register("action", None, StoreOnce)
         for names, settings in {**COMMON, **options}.items():
             self.add_argument(*names.split(), **settings)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Return the arguments. Raises ConfigError for a word that is none of the verb's."""
-        self._words = list(words)
-        arguments, extra = self.parse_known_intermixed_args(list(words))
-        if extra:
-            self._refuse(extra[0])
+        """Return the arguments; set the log's verbosity by -q and -v.
+
+        Raises ConfigError for a word that is none of the verb's, a missing or unusable value, and a
+        config key that is overridden twice.
+        """
+        self._words = list(words)  # for `error`, which argparse calls
+        arguments, unknown_words = self.parse_known_intermixed_args(list(words))
+        if unknown_words:
+            self._refuse(unknown_words[0])
         if arguments.quiet or arguments.verbose:
             set_verbosity(VERBOSE if arguments.verbose else QUIET)
+        # Verbs keep their overrides `key=value` under one of these names, if they take any.
         refuse_repeated(
             getattr(arguments, "overrides", None) or getattr(arguments, "words", None) or ()
         )
@@ -106,7 +115,7 @@ class Parser(argparse.ArgumentParser):
         ]
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as one line, without the usage text."""
+        """Raise argparse's message as a ConfigError of one line, without the usage text."""
         text, required, names = message.replace("\n", " ").partition(
             "the following arguments are required: "
         )
@@ -116,8 +125,8 @@ class Parser(argparse.ArgumentParser):
                 is_option = word.startswith("--") and word != "--"
                 if is_option and word.split("=", 1)[0] not in self._list_long_options():
                     self._refuse(word)
-            # argparse counts positional arguments that may be absent when options stand between
-            # others
+            # argparse also names positional arguments that may be absent, when options stand
+            # between others.
             optional = {action.metavar for action in self._actions if action.nargs == "*"}
             missing = [name for name in names.split(", ") if name not in optional]
             text = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
@@ -134,7 +143,7 @@ class ConfigParser(Parser):
         options: Options,
         about: str = "as for `tune run`; ~key: its default",
     ) -> None:
-        """Add the arguments that name a config. about: the help of the overrides."""
+        """Add the arguments that name a config. about: the text of --help on the overrides."""
         super().__init__(verb, description, options)
         self._config = self.add_argument(
             "config", metavar="CONFIG", help="a name of `tune ls`, or a path"
@@ -170,9 +179,10 @@ class ConfigParser(Parser):
 
 
 # A file that an option names is checked before the work is done, and never written over a file that
-# is not ours.
-_RATES = ({"matmul", "device", "version"},)
-# Option or file name -> keys by which a JSON file of ours, or the first line of one, is recognized.
+# this program has not written.
+_RATES = ({"matmul", "device", "version"},)  # keys of a calibration file
+# Option or file name -> sets of keys, of which a JSON file of ours (of .jsonl its first line) has
+# one.
 _KEYS: dict[str, tuple[set[str], ...]] = {
     # A plan, a tensor-parallel plan, a list of receipts.
     "--json": (
@@ -185,8 +195,8 @@ _KEYS: dict[str, tuple[set[str], ...]] = {
     "summary.json": ({"models", "sequences", "label_tokens"},),
     "examples.jsonl": ({"sequence", "place"},),
 }
-# Option or file name -> how such a file of ours begins, and what stands in its first 4096 bytes (of
-# a snapshot, anywhere).
+# Option or file name -> (first bytes of such a file of ours, bytes that are in its first 4096). Of
+# a snapshot, a pickle, the latter may be anywhere.
 _WORDS = {
     "--html": (b"<!DOCTYPE html>", b'content="tune-recipes: plan"'),
     "report.html": (b"<!DOCTYPE html>", b'content="tune-recipes: evaluation"'),
@@ -202,8 +212,12 @@ def check_output(
 ) -> None:
     """Raise ConfigError for a file that cannot be written, is an input, or is not ours.
 
-    inputs: option and path of each file that the command reads, or writes elsewhere.
-    kind: key of `_KEYS` or `_WORDS` by which a file of ours is recognized; default: the option.
+    A file that is there may be replaced if this program has written it. A path of None, and `-` of
+    --json, is right.
+
+    option: names the file in errors. inputs: option and path of each file that the command reads,
+    or writes elsewhere. kind: key of `_KEYS` or `_WORDS` by which a file of ours is recognized;
+    None: the option.
     """
     if path is None or (option == "--json" and path == "-"):
         return
@@ -224,7 +238,7 @@ def check_output_path(
 ) -> None:
     """Raise ConfigError for a path that no file can be written to, or that of an input.
 
-    inputs: as of `check_output`. makes_folders: the command makes the folders of the path.
+    option, inputs: as of `check_output`. makes_folders: the command makes the folders of the path.
     """
     check_replaceable(f"{option}: {show(path)}", path)
     folder = os.path.dirname(path) or "."
@@ -243,7 +257,7 @@ def check_output_path(
 def check_replaceable(named: str, path: Path | str) -> None:
     """Raise ConfigError for a folder, a FIFO, a device or a socket in the place of a file.
 
-    named: the path, as the error shows it.
+    named: the path as the error shows it, perhaps with the option. No file there is right.
     """
     try:
         check_regular(path)
@@ -256,7 +270,10 @@ def check_replaceable(named: str, path: Path | str) -> None:
 
 
 def check_output_folder(option: str, folder: Path, names: Iterable[str]) -> None:
-    """Raise ConfigError for a folder that cannot be written, or has other files of these names."""
+    """Raise ConfigError for a folder that cannot be written to, or has other files of these names.
+
+    names: of the files to write, each a key of `_KEYS` or `_WORDS`.
+    """
     check_folder(folder, option)
     for name in names:
         if os.path.lexists(folder / name):
@@ -276,9 +293,9 @@ def _is_ours(kind: str, path: str) -> bool:
     try:
         content = read_bytes(path, JSON_LIMIT)  # a larger file is none of ours
         if kind in _WORDS:
-            begin, word = _WORDS[kind]
+            beginning, word = _WORDS[kind]
             searched = content if kind == "--snapshot" else content[:4096]
-            return content.startswith(begin) and word in searched
+            return content.startswith(beginning) and word in searched
         value = parse_json(content.partition(b"\n")[0] if kind.endswith(".jsonl") else content)
     except (OSError, ValueError):
         return False
@@ -289,7 +306,7 @@ def find_draw_faults(arguments: argparse.Namespace) -> list[str]:
     """Return what is wrong with the values of `DRAW_OPTIONS`, a line each."""
     temperature = arguments.temperature
     top_p = arguments.top_p
-    idle = [
+    idle = [  # options that temperature 0 makes useless
         f"--{name.replace('_', '-')}"
         for name in ("top_k", "top_p")
         if getattr(arguments, name) is not None
@@ -316,7 +333,10 @@ def find_draw_faults(arguments: argparse.Namespace) -> list[str]:
 
 
 def find_low_numbers(arguments: argparse.Namespace, **least: int) -> list[str]:
-    """Return a fault for each option that is given and below its least value."""
+    """Return a line for each option that is given and below its least value.
+
+    least: attribute of `arguments` -> least value.
+    """
     values = {name: getattr(arguments, name) for name in least}
     return [
         f"--{name.replace('_', '-')}: found {value}, expected a number >= {least[name]}"
@@ -326,7 +346,10 @@ def find_low_numbers(arguments: argparse.Namespace, **least: int) -> list[str]:
 
 
 def read_numbers(option: str, text: str, legal: range, expected: str) -> tuple[int, ...]:
-    """Return `2,4` as numbers, each once. Raises ConfigError for a part that is no legal number."""
+    """Return the numbers of a text such as `2,4`, each once.
+
+    Raises ConfigError, which says what was expected, for a part that is no legal number.
+    """
     parts = text.split(",")
     # isdigit alone would take superscripts and other scripts' digits.
     if not all(part.isascii() and part.isdigit() and int(part) in legal for part in parts):
@@ -335,12 +358,18 @@ def read_numbers(option: str, text: str, legal: range, expected: str) -> tuple[i
 
 
 def find_lone_options(names: Iterable[str], option: str) -> list[str]:
-    """Return a fault for each option name that is given without the option that it belongs to."""
+    """Return a line for each option that is given without the option that it belongs to.
+
+    names: attributes of those options. option: the one that is missing.
+    """
     return [f"--{name.replace('_', '-')}: is of {option}, which is missing" for name in names]
 
 
 def write_json(path: str, value: Any) -> None:
-    """Write indented JSON to standard output for `-`, else to a file, whole or not at all."""
+    """Write indented JSON to standard output for `-`, else to a file, whole or not at all.
+
+    Raises StorageError if the file cannot be written.
+    """
     text = json.dumps(value, indent=2) + "\n"
     if path == "-":
         sys.stdout.write(text)

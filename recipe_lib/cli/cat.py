@@ -1,6 +1,6 @@
-"""`tune cat CONFIG`: show a config's file, every value that will be used, or every key explained.
+"""Show a config's file, every value that will be used, or every key explained: `tune cat CONFIG`.
 
-Imports no torch.
+main.py calls `run(words)`. Imports no torch, which takes seconds.
 """
 
 from recipe_lib.cli.arguments import SWITCH, ConfigParser
@@ -29,7 +29,10 @@ PARSER = ConfigParser(
 
 
 def run(words: list[str]) -> int:
-    """Print the config in the form asked for."""
+    """Print the config in the form asked for.
+
+    Raises ConfigError for options that exclude each other, and a config that cannot be read.
+    """
     arguments = PARSER.parse(words)
     if arguments.resolved and arguments.describe:
         raise ConfigError(
@@ -70,6 +73,7 @@ def print_resolved(loaded: LoadedConfig) -> None:
     """Print a line `key: value  # where it was set` for each key."""
     from recipe_lib.config.describe import format_value
 
+    # An origin is a file and line, `command line` or `default`.
     lines = [(f"{key}: {format_value(value)}", origin) for key, value, origin in loaded.rows]
     # One long value must not push all the origins off the screen.
     width = min(max(len(line) for line, _ in lines), 60)

@@ -1,6 +1,7 @@
-"""`tune completion SHELL`: print the script by which a shell completes verbs, options and names.
+"""Print the script by which a shell completes verbs, options and names: `tune completion SHELL`.
 
-shtab (https://docs.iterative.ai/shtab) writes it from the parsers of the verbs.
+main.py calls `run(words)`. A verb is the word after `tune`; each verb's module has a PARSER, from
+which shtab (https://docs.iterative.ai/shtab) writes the script.
 """
 
 import argparse
@@ -18,7 +19,8 @@ starts with:
   zsh:  eval "$(tune completion zsh)"   after compinit"""
 
 SHELLS = ("bash", "zsh")
-# Names of configs and recipes, or files. compgen gives nothing where a word is no beginning of one.
+# Shell -> a function that completes names of configs and recipes, and files; compgen prints nothing
+# for a word that begins none of them. A format string: doubled braces stand for one.
 _NAMES = {
     "bash": '_tune_names() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}',
     "zsh": "_tune_names() {{ _alternative 'names:name:({names})' 'files:file:_files' }}",
@@ -34,7 +36,7 @@ PARSER = Parser(
 
 
 def run(words: list[str]) -> int:
-    """Print the script."""
+    """Print the script. Raises ConfigError without shtab."""
     shell = PARSER.parse(words).shell
     try:
         import shtab
@@ -52,7 +54,7 @@ def run(words: list[str]) -> int:
 
 
 def build_parser_tree() -> argparse.ArgumentParser:
-    """Return `tune` with all of its verbs as one parser, as shtab reads it."""
+    """Return the parser of `tune` with those of all verbs as subparsers, for shtab."""
     from recipe_lib.cli.main import VERBS, get_module_name
 
     tune_parser = argparse.ArgumentParser(
@@ -62,6 +64,7 @@ def build_parser_tree() -> argparse.ArgumentParser:
     verbs = tune_parser.add_subparsers()
     for verb, text in VERBS.items():
         verb_parser = importlib.import_module(get_module_name(verb)).PARSER
+        # argparse has no public list of a parser's arguments.
         for action in verb_parser._actions:
             _set_completion(action)
         verbs.add_parser(
@@ -71,7 +74,10 @@ def build_parser_tree() -> argparse.ArgumentParser:
 
 
 def _set_completion(action: argparse.Action) -> None:
-    """Set what completes an argument's value, by its metavar: names, files or folders."""
+    """Set what completes an argument's value, by its metavar: names, files or folders.
+
+    shtab reads it from the attribute `complete`.
+    """
     import shtab
 
     name = str(action.metavar or "")

@@ -1,4 +1,7 @@
-"""`tune cp RECIPE|CONFIG DEST`: copy a shipped file, to make it yours."""
+"""Copy a shipped recipe or config, to make it yours: `tune cp RECIPE|CONFIG DEST`.
+
+main.py calls `run(words)`.
+"""
 
 import os
 from pathlib import Path
@@ -37,7 +40,11 @@ PARSER = Parser(
 
 
 def run(words: list[str]) -> int:
-    """Copy the file, and print where to."""
+    """Copy the file, and print where to.
+
+    Raises ConfigError for a name or a path that cannot be used, and StorageError if the copy cannot
+    be written.
+    """
     arguments = PARSER.parse(words)
     source = find_source(arguments.source)
     target = choose_target(source, arguments.destination)
@@ -54,7 +61,8 @@ def run(words: list[str]) -> int:
         raise ConfigError(f"{show(str(source))}: cannot be read: {error.strerror}") from error
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Aside and then renamed: a copy is whole or not there, and replaces nothing by a race.
+        # Written aside and then renamed: a copy is whole or not there, and without --force it
+        # replaces no file that has come since the check above.
         with write_aside(target, replace=arguments.force) as temporary:
             write_bytes(temporary, content)
     except OSError as error:
@@ -64,7 +72,10 @@ def run(words: list[str]) -> int:
 
 
 def find_source(name: str) -> Path:
-    """Return the file of a recipe or a config, by name or by path. Raises ConfigError."""
+    """Return the file of a recipe or a config, by name or by path.
+
+    Raises ConfigError if there is none, with the nearest name.
+    """
     recipes = list_recipes()
     configs = [config for group in list_configs().values() for config in group]
     if name in recipes or name.endswith(".py"):

@@ -1,7 +1,8 @@
-"""`tune data show CONFIG` and `tune data check CONFIG`: look at samples as they will be trained.
+"""Look at the samples of a config as they will be trained, for `tune data`.
 
-`show` prints sequences with their label tokens, `check` reads every sample and reports faults. The
-samples are read by the code that training reads them with.
+main.py calls `run(words)`. `show` prints sequences with their label tokens (those that the loss
+counts), `check` reads every sample and reports faults. An item is what a step takes: a sequence, or
+a pair of two. A slot is one item, or with packing the items that share a sequence.
 """
 
 import argparse
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from recipe_lib.data.inspect import ShownSequence
     from recipe_lib.tokenizers import Tokenizer
 
-# (trained, special token) -> how it looks on a terminal
+# (is a label token, is a special token) -> style of its text on a terminal
 COLORS = {
     (True, True): "bold green",
     (True, False): "green",
@@ -38,8 +39,8 @@ COLORS = {
     (False, False): "dim",
 }
 ACTIONS = ("show", "check")
-# Names of the faults that `check` reports, as recipe_lib.data.inspect has them, which is imported
-# only to look at samples.
+# Names of the faults that `check` reports. A copy of those in recipe_lib.data.inspect, which is
+# imported only to look at samples.
 FINDINGS = (
     "bad-samples",
     "truncation",
@@ -98,7 +99,7 @@ PARSER = ConfigParser(
 
 
 def run(words: list[str]) -> int:
-    """Print samples, or the findings over all of them."""
+    """Print samples, or the findings over all of them; return the exit code."""
     arguments = read_arguments(words)
     cfg = open_config(arguments.configs, arguments)[1].cfg
     check_data(cfg)
@@ -110,7 +111,11 @@ def run(words: list[str]) -> int:
 
 
 def read_arguments(words: list[str]) -> argparse.Namespace:
-    """Return the command line. Raises ConfigError."""
+    """Return the command line.
+
+    Raises ConfigError for an unknown action, option or name of a fault, and a number that is too
+    low.
+    """
     # Before argparse, whose message would name no nearest word.
     if words and words[0] not in (*ACTIONS, "-h", "--help"):
         known = did_you_mean(words[0], ACTIONS) or "; expected show or check"
@@ -125,7 +130,12 @@ def read_arguments(words: list[str]) -> argparse.Namespace:
 
 
 def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer", Any, Any, Any]:
-    """Return (tokenizer, training set, validation set or None, source of the model or None)."""
+    """Return (tokenizer, training set, validation set or None, the resolved model or None).
+
+    The model is None where only its tokenizer is needed or here. Prints a line for each format that
+    was found by the samples' columns. Raises DataError for faulty samples, which `check` counts
+    instead, and ConfigError for what the samples cannot be read with.
+    """
     from recipe_lib.data import build_datasets, settle_formats
     from recipe_lib.training.resolve_model import resolve_model
     from recipe_lib.training.training_data import load_tokenizer_for
@@ -168,7 +178,10 @@ def _find_folder_without_weights(cfg: Any) -> Path | None:
 
 
 def show_samples(cfg: Any, arguments: argparse.Namespace) -> int:
-    """Print the first sequences, or packs, in the order that training takes them from a step on."""
+    """Print the first sequences, or packs, in the order that training takes them from a step on.
+
+    Of the validation set they come in the file's order. Raises ConfigError if there is none.
+    """
     from recipe_lib.data.inspect import show_item
 
     tokenizer, dataset, validation, _ = read_datasets(cfg, arguments)
@@ -201,7 +214,7 @@ def show_samples(cfg: Any, arguments: argparse.Namespace) -> int:
 def iterate_slots(cfg: Any, dataset: Any, step: int, count: int) -> Iterable[list[int]]:
     """Yield the items of each of the `count` slots that one process takes from a step on.
 
-    Raises ConfigError for a step after the last epoch.
+    step: from 0. Raises ConfigError for a step after the last epoch.
     """
     from recipe_lib.data import DataPlan
     from recipe_lib.training import derive_seed
@@ -227,18 +240,23 @@ def iterate_slots(cfg: Any, dataset: Any, step: int, count: int) -> Iterable[lis
 
 
 def print_slot(number: int, documents: list["ShownSequence"], packed: bool) -> None:
-    """Print one sequence of a batch: a document, a pair, or a pack of documents."""
+    """Print one sequence of a batch: a document, a pair, or a pack of documents.
+
+    number: of the sequence in the output, from 1. packed: call it a pack.
+    """
     from rich.text import Text
 
     from recipe_lib.report.terminal import get_terminal_width, open_console, put
 
     colors = wants_color(sys.stdout)
     console = open_console(get_terminal_width(), colors)
-    tokens = sum(document.tokens for document in documents)
-    trained = sum(document.trained for document in documents)
+    num_tokens = sum(document.tokens for document in documents)
+    num_labels = sum(document.trained for document in documents)
     kind = "pack" if packed else "sequence"
     parts = f" in {len(documents)} documents" if len(documents) > 1 else ""
-    counts = f"{tokens} tokens{parts}, {trained} trained ({trained / max(1, tokens):.0%})"
+    counts = (
+        f"{num_tokens} tokens{parts}, {num_labels} trained ({num_labels / max(1, num_tokens):.0%})"
+    )
     put(console, f"── {kind} {number}: {counts}", wrap=False)
     for index, document in enumerate(documents, start=1):
         answer = f", {document.answer}" if document.answer else ""
@@ -261,31 +279,34 @@ def print_slot(number: int, documents: list["ShownSequence"], packed: bool) -> N
             line.append("»" if is_trained and not colors else "")
         console.print(line, soft_wrap=True)
     console.print()
-    # As it stands: `read_console` would strip the spaces at the ends of lines, which are tokens.
+    # Not by `read_console`, which would strip the spaces at the ends of lines: they are tokens.
     sys.stdout.write(console.file.getvalue())  # type: ignore[attr-defined]
 
 
 def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
-    """Print counts and faults; return exit code 2 if one of them is not allowed."""
+    """Print counts and faults; return exit code 2 if --allow does not name all of the faults."""
     from recipe_lib.data import format_report_lines
     from recipe_lib.data.inspect import collect_ids, inspect, list_special_tokens
 
     tokenizer, dataset, validation, source = read_datasets(cfg, arguments)
-    untrained = None
+    untrained_tokens = None  # texts; None: the weights are not here
     if source is not None and source.folder is not None:
         from recipe_lib.checkpoint.huggingface import find_untrained_embeddings
 
         # Only those that the samples use.
-        special = list_special_tokens(tokenizer)
-        used = sorted(special.keys() & collect_ids(dataset, validation))
-        untrained = [
-            special[token]
+        special_tokens = list_special_tokens(tokenizer)  # id -> text
+        used_ids = sorted(special_tokens.keys() & collect_ids(dataset, validation))
+        untrained_tokens = [
+            special_tokens[token]
             for token in find_untrained_embeddings(
-                source.spec, folder=source.folder, tokens=used, special=special
+                source.spec, folder=source.folder, tokens=used_ids, special=special_tokens
             )
         ]
     inspection = inspect(
-        dataset, validation=validation, max_seq_len=cfg.max_seq_len, untrained_tokens=untrained
+        dataset,
+        validation=validation,
+        max_seq_len=cfg.max_seq_len,
+        untrained_tokens=untrained_tokens,
     )
     faults = [finding for finding in inspection.findings if finding.name not in arguments.allow]
     if arguments.json:
@@ -297,35 +318,36 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     if note := dataset.report.describe_plain_template():
         print(note, file=sys.stderr)
     for finding in faults:
-        more = [f"  and {finding.more} more"] if finding.more and finding.places else []
-        for line in (finding.line, *(f"  {place}" for place in finding.places), *more):
+        # Places are files and lines of the first samples that have the fault.
+        last_line = [f"  and {finding.more} more"] if finding.more and finding.places else []
+        for line in (finding.line, *(f"  {place}" for place in finding.places), *last_line):
             print(f"error: {finding.name}: {escape_invisible(line)}", file=sys.stderr)
     return USER_ERROR if faults else DONE
 
 
 def print_report(inspection: Any, lines: list[str]) -> None:
     """Print the counts of an inspection in words. lines: on what was read, printed first."""
-    numbers = inspection.counts
+    counts = inspection.counts
     for line in lines:
         print_wrapped(escape_invisible(line))
-    if numbers["sequences"]:
+    if counts["sequences"]:
         print_wrapped(
-            f"lengths: {numbers['shortest_sequence']} to {numbers['longest_sequence']} tokens,"
-            f" median {numbers['median_sequence']}; packed into"
-            f" {pluralize(numbers['packs'], 'sequence')} of {numbers['pack_length']} they fill"
-            f" {numbers['packing_efficiency']:.1%} of them"
+            f"lengths: {counts['shortest_sequence']} to {counts['longest_sequence']} tokens,"
+            f" median {counts['median_sequence']}; packed into"
+            f" {pluralize(counts['packs'], 'sequence')} of {counts['pack_length']} they fill"
+            f" {counts['packing_efficiency']:.1%} of them"
         )
-    if numbers["sequences"] and numbers.get("untrained_tokens") == []:
+    if counts["sequences"] and counts.get("untrained_tokens") == []:
         print_wrapped("special tokens: every one that the samples use has a trained embedding")
-    if "validation" in numbers:
-        held_out = numbers["validation"]
+    if "validation" in counts:
+        held_out = counts["validation"]
         count = (
             pluralize(held_out["pairs"], "pair")
             if held_out["pairs"]
             else pluralize(held_out["sequences"], "sequence")
         )
         print_wrapped(
-            f"validation: {count}, {numbers['overlapping_sequences']} of them also trained on"
+            f"validation: {count}, {counts['overlapping_sequences']} of them also trained on"
         )
     faults = dict.fromkeys(finding.name for finding in inspection.findings)
     print_wrapped(f"faults: {', '.join(faults) or 'none'}")

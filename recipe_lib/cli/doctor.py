@@ -1,10 +1,9 @@
-"""`tune doctor`: check whether this machine's GPUs, links, memory and folders work as they should.
+"""Check this machine's GPUs, links, memory and folders for `tune doctor`.
 
-`run(words)` is the command. `gather_facts` looks at packages and folders in this process, and
-measures the rest in forks with a time limit (`run_isolated`), which need a parent that has never
-initialized CUDA. doctor_report.py judges the facts and prints them. The rates were measured on one
-GPU; copies between GPUs have not run so far (docs/measurements/on_a_gpu.md), but their check is the
-same code on any device, and tested on CPU.
+main.py calls `run(words)`. `gather_facts` looks at packages and folders in this process and
+measures the rest as steps, in forked processes with a time limit (`run_isolated`); doctor_report.py
+judges the facts and formats them. Copies between GPUs were tested on CPU alone so far
+(docs/measurements/on_a_gpu.md).
 """
 
 import argparse
@@ -84,6 +83,7 @@ def run(words: list[str]) -> int:
     from recipe_lib.cli.doctor_report import ADVICE, find_faults, format_report
 
     findings = find_faults(facts)
+    # A finding in ADVICE is worth knowing, though all works as it should.
     is_healthy = all(finding["name"] in ADVICE for finding in findings)
     if arguments.json:
         head = {"version": VERSION, "healthy": is_healthy, "findings": findings}
@@ -96,7 +96,11 @@ def run(words: list[str]) -> int:
 
 
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; `nproc_per_node` None: a rank for each GPU. Raises ConfigError."""
+    """Parse the command line; `nproc_per_node` None: a rank for each GPU.
+
+    Raises ConfigError for an unknown option, fewer than one rank, and a file of --write that is not
+    one of ours.
+    """
     arguments = PARSER.parse(words)
     raise_faults(ConfigError, find_low_numbers(arguments, nproc_per_node=1))
     check_output("--write", arguments.write)
@@ -108,11 +112,11 @@ def gather_facts(arguments: argparse.Namespace) -> dict[str, Any]:
 
     Keys: `machine` as `describe_machine` returns it; `steps`, name of a step -> its result;
     `failed`, name of a step -> why it failed; `links` as `measure_links` returns it, None for one
-    rank. Raises ConfigError for more ranks than the machine can have.
+    rank. Raises ConfigError for more ranks than GPUs, or without GPUs than `RANKS_PER_CORE` allows.
     """
     from huggingface_hub import constants
 
-    folders = {
+    folders = {  # the config's key or our word for it -> path
         "output_dir": Path(arguments.output_dir),
         "models": Path(constants.HF_HUB_CACHE),
         "data.cache_dir": get_cache_root(None),
@@ -125,13 +129,13 @@ def gather_facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "failed": device.failed,
         "links": None,
     }
-    gpus = len(facts["steps"].get("torch", {}).get("gpus", []))
-    ranks = arguments.nproc_per_node or max(1, gpus)
-    max_ranks = gpus or RANKS_PER_CORE * count_cores()
+    num_gpus = len(facts["steps"].get("torch", {}).get("gpus", []))
+    ranks = arguments.nproc_per_node or max(1, num_gpus)
+    max_ranks = num_gpus or RANKS_PER_CORE * count_cores()
     if ranks > max_ranks:
         reason = (
             "the GPUs that torch sees"
-            if gpus
+            if num_gpus
             else f"{RANKS_PER_CORE} for each core, as there is no GPU"
         )
         raise ConfigError(
@@ -140,7 +144,7 @@ def gather_facts(arguments: argparse.Namespace) -> dict[str, Any]:
     # If torch cannot be imported, every rank would fail in the same way.
     if ranks > 1 and "torch" not in facts["failed"]:
         with phase(f"timing collectives among {ranks} ranks"):
-            facts["links"] = measure_links(ranks, gpus > 0)
+            facts["links"] = measure_links(ranks, num_gpus > 0)
     return facts
 
 
@@ -165,22 +169,22 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
             folder,
             on_gpu=on_gpu,
             sizes=GPU_SIZES if on_gpu else CPU_SIZES,
-            seconds=2 * STEP_SECONDS,
+            seconds=2 * STEP_SECONDS,  # timeout of a collective: a step's own limit ends it first
         )
 
     outcomes = run_isolated(list_steps, ranks, STEP_SECONDS)
     points = []
-    failed = []
+    failed = []  # lines
     for rank, outcome in enumerate(outcomes):
         failed += [f"rank {rank}: {name}: {reason}" for name, reason in outcome.failed.items()]
     for name in outcomes[0].values:
-        rows = [outcome.values[name] for outcome in outcomes if name in outcome.values]
+        results = [outcome.values[name] for outcome in outcomes if name in outcome.values]
         # "meet" only joins the process group. A time counts only if all ranks have one.
-        if name == "meet" or len(rows) < ranks:
+        if name == "meet" or len(results) < ranks:
             continue
-        if wrong := sum(row["wrong"] for row in rows):
-            failed.append(f"{name}: {wrong} wrong numbers")
-        points.append(rows[0] | {"seconds": max(row["seconds"] for row in rows)})
+        if num_wrong := sum(result["wrong"] for result in results):
+            failed.append(f"{name}: {num_wrong} wrong numbers")
+        points.append(results[0] | {"seconds": max(result["seconds"] for result in results)})
     return {
         "backend": "nccl" if on_gpu else "gloo",
         "ranks": ranks,
@@ -190,13 +194,16 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
 
 
 def write_rates(path: str, facts: dict[str, Any]) -> str:
-    """Write the measured rates as a calibration file; return a line that says whether it did."""
+    """Write the measured rates as a calibration file; return a line that says whether it did.
+
+    facts: as of `gather_facts`. Raises StorageError if the file cannot be written.
+    """
     from recipe_lib.plan.measured.rates_file import add_links
 
     steps = facts["steps"]
     links = facts["links"]
-    measured = steps.get("calibration")
-    if measured is None:
+    calibration = steps.get("calibration")
+    if calibration is None:
         return f"{path}: not written, as the device's rates could not be measured; see the findings"
     # If any collective failed or gave wrong numbers, the times of the links mean nothing.
     if links and links["failed"]:
@@ -204,17 +211,23 @@ def write_rates(path: str, facts: dict[str, Any]) -> str:
     low_precision = {
         name: steps[f"{name} matmuls"] for name in ("int8", "fp8") if f"{name} matmuls" in steps
     }
-    replace_text(Path(path), json.dumps(add_links(measured, links, low_precision), indent=2) + "\n")
-    return f"{path}: rates of {measured['device']}; `tune plan --calibration {path}` uses the file"
+    replace_text(
+        Path(path), json.dumps(add_links(calibration, links, low_precision), indent=2) + "\n"
+    )
+    return (
+        f"{path}: rates of {calibration['device']}; `tune plan --calibration {path}` uses the file"
+    )
 
 
 GRACE_SECONDS = 3.0  # time limit of the other ranks' steps after one rank has failed
 # How long a killed process is waited for: inside a driver that hangs it cannot be killed.
 KILL_SECONDS = 5.0
 
-# (name of a step, function that runs it). Its result must be picklable, to go through a pipe.
+# (name of a step, function that runs it). Its result goes through a pipe, so it must be picklable,
+# and into the object of --json.
 Step = tuple[str, Callable[[], Any]]
 
+# Packages whose versions are reported.
 PACKAGES = (
     "torch",
     "torchao",
@@ -233,7 +246,8 @@ COPIED = (4, 4100, MIB, 64 * MIB + 12)
 def describe_machine(folders: Mapping[str, Path]) -> dict[str, Any]:
     """Return the facts on the machine that need no fork; sizes in bytes.
 
-    folders: what a folder is for -> its path.
+    A version, the compiler and the driver are None where there is none. folders: what a folder is
+    for -> its path.
     """
     return {
         "python": platform.python_version(),
@@ -295,7 +309,10 @@ def probe_folder(path: Path) -> dict[str, Any]:
 
 
 def list_device_steps(rank: int, folder: Path) -> Iterator[Step]:
-    """Yield the steps on torch, the GPUs or the CPU, torchao, and copies between GPUs."""
+    """Yield the steps on torch, the GPUs or the CPU, torchao, and copies between GPUs.
+
+    rank and folder, which `run_isolated` gives, are not used: one process takes all steps.
+    """
     yield "torch", describe_torch
     yield "host memory", measure_host_memory
     from recipe_lib.cli.doctor_report import LOW_PRECISION
@@ -306,6 +323,7 @@ def list_device_steps(rank: int, folder: Path) -> Iterator[Step]:
     gpus = describe_torch()["gpus"]
     for index in range(len(gpus)):
         yield f"rates of GPU {index}", partial(measure_gpu, f"cuda:{index}")
+    # Types in which GPU 0 can multiply, by its compute capability.
     for name, capability in LOW_PRECISION.items() if gpus else ():
         if tuple(gpus[0]["capability"]) >= capability:
             yield f"{name} matmuls", partial(measure_matmul_rate, "cuda:0", name)
@@ -333,7 +351,8 @@ def import_torchao() -> str:
 def describe_torch() -> dict[str, Any]:
     """Return the versions that torch was built with, and the GPUs that it sees.
 
-    `gpus`: dicts of `name`, `memory` and `free` (bytes), `capability`. `error`: torch's message if
+    `version` is torch's own; `cuda` and `nccl` are None for a torch without CUDA. `gpus`: dicts of
+    `name`, `memory` and `free` (bytes), `capability` ([major, minor]). `error`: torch's message if
     it cannot use any GPU, else None.
     """
     import torch
@@ -363,7 +382,7 @@ def describe_torch() -> dict[str, Any]:
 
 
 def measure_gpu(device: str) -> dict[str, float]:
-    """Return the rates of copies to and from the host (bytes/s), and of `bf16` matmuls (FLOP/s)."""
+    """Return `copy_to_device`, `copy_to_host` (bytes per second) and matmuls in `bf16` (FLOP/s)."""
     import torch
 
     from recipe_lib.plan.measured.measure_rates import measure_copy_rates, measure_matmul_rate
@@ -380,9 +399,9 @@ def verify_copies(
 ) -> dict[str, Any]:
     """Copy random words between devices in several sizes, and compare each copy on the host.
 
-    copy: called as `copy(target, source)`; None: torch's `copy_`. Tests pass a broken one. sizes:
-    bytes. Return `wrong`, a line for each size that arrived changed, and `rate`, bytes per second
-    of the largest copy.
+    source, target: names of devices. copy: called as `copy(target, source)`; None: torch's `copy_`.
+    Tests pass a broken one. sizes: bytes, multiples of 4. Return `wrong`, a line for each size that
+    arrived changed, and `rate`, bytes per second of the last size, which is the largest.
     """
     import torch
 
@@ -414,7 +433,7 @@ def verify_copies(
 
 @dataclass
 class Outcome:
-    """The outcome of the steps of one process."""
+    """The outcome of the steps of one process; a step that was not begun is in neither field."""
 
     values: dict[str, Any] = field(default_factory=dict)  # name of a step -> its result
     failed: dict[str, str] = field(default_factory=dict)  # name of a step -> why it failed
@@ -424,6 +443,8 @@ def run_isolated(
     work: Callable[[int, Path], Iterable[Step]], ranks: int = 1, seconds: float = 60.0
 ) -> list[Outcome]:
     """Run the steps of `work(rank, folder)` in `ranks` processes at once; return their outcomes.
+
+    This process must not have initialized CUDA, which a fork cannot use again.
 
     work: gets an empty folder that the ranks share. seconds: time limit of a step; a process that
     exceeds it is killed. After a failed step a single process goes on; one of several ends.
@@ -478,9 +499,10 @@ def _run_steps(
 def _collect_outcome(process: ForkProcess, pipe: Connection, seconds: float) -> Outcome:
     """Collect the results of a process until it ends; kill it if it sends none for `seconds`."""
     outcome = Outcome()
-    step = "start"
+    step = "start"  # before the first message
     try:
         while pipe.poll(seconds):
+            # kind: begun, done or failed. value: None, the result or the reason.
             kind, step, value = pipe.recv()
             if kind == "done":
                 outcome.values[step] = value
@@ -491,6 +513,7 @@ def _collect_outcome(process: ForkProcess, pipe: Connection, seconds: float) -> 
     except (EOFError, OSError):  # the process has ended
         pass
     process.join(KILL_SECONDS)
+    # The reason that is there already, such as the time limit, is the nearer one.
     if process.exitcode:
         outcome.failed.setdefault(step, f"ended with exit code {process.exitcode}")
     return outcome

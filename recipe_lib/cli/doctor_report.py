@@ -1,6 +1,8 @@
 """Find what is wrong in the facts of `tune doctor`, and format the text that it prints.
 
-`facts` is what `doctor.gather_facts` returns, and what --json prints.
+doctor.py calls `find_faults(facts)` and `format_report(facts, findings)`. `facts` has `machine`
+(versions, folders), `steps` (a measured step's name -> its result), `failed` (a step's name -> why)
+and `links` (timed collectives, or None), as --json prints them; bytes, seconds, bytes/s, FLOP/s.
 """
 
 import re
@@ -20,7 +22,7 @@ from recipe_lib.report.terminal import (
 from recipe_lib.report.view import Section, Table
 from recipe_lib.units import GIB, MIB, format_bytes, format_duration, pluralize
 
-# Package -> first version that this one was made for, and the first after those; as in
+# Package -> (first version that tune-recipes was made for, first one after those), as in
 # pyproject.toml.
 RANGES = {"torch": ((2, 11), (2, 16)), "torchao": ((0, 15), (0, 19))}
 # Type -> compute capability from which tensor cores and torch can multiply in it.
@@ -35,7 +37,9 @@ SHARED_MEMORY = 512 * MIB  # least, for NCCL among GPUs that cannot reach each o
 MEMORY = 2 * GIB  # least free memory of the host, which torch alone takes
 DISK = 5 * GIB  # least free space of a folder
 SAVED = 15 * GIB  # size of 8B parameters in bf16
+# The remedy where copies between GPUs (peer to peer) are wrong or hang.
 _NO_P2P = "set NCCL_P2P_DISABLE=1 for every run (ranks then exchange through host memory)"
+# Name of a finding -> what to do about it.
 REMEDIES = {
     "package-version": (
         "install a version of that range, with pip; of torchao the one that its release notes name"
@@ -80,9 +84,10 @@ REMEDIES = {
         "install Triton (`pip install triton`) and gcc or clang; CC names another compiler"
     ),
 }
-# Findings worth knowing, and no reason for an exit code: all works as it should.
+# Findings that leave the exit code 0: all works as it should.
 ADVICE = ("not-fused", "gpus-unlike")
 # How a step's name begins -> the finding if it failed; of any other step it is "not-measured".
+# The first that fits counts, so "torchao" stands before "torch".
 _BROKEN = {
     "torchao": "torchao",
     "torch": "torch-broken",
@@ -115,6 +120,7 @@ def _list_copies(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _check_packages(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    # Yields (name of a finding, line), as all `_check_...` do.
     machine = facts["machine"]
     for name, ((major, minor), (above, after)) in RANGES.items():
         version = machine["packages"][name]
@@ -168,7 +174,7 @@ def _check_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ]
         if rate < SLOW_GPU * best:
             line = f"bf16 matmuls at {rate / 1e12:.0f} TFLOP/s, another one at {best / 1e12:.0f}"
-            # A card that is slower than one of its kind is throttled; another kind is just weaker.
+            # A card that is slower than one of its model is throttled; another model is weaker.
             name = "gpu-slow" if rate < SLOW_GPU * max(same_model_rates) else "gpus-unlike"
             yield name, f"GPU {number}: {line}; all ranks wait for the slowest"
 
@@ -216,7 +222,7 @@ def _check_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             )
 
 
-WIDTH = 160  # columns without a terminal
+WIDTH = 160  # columns of the report where standard output is no terminal
 
 
 def format_report(facts: dict[str, Any], findings: list[Finding]) -> str:
@@ -286,9 +292,9 @@ def _describe_gpus(facts: dict[str, Any]) -> list[tuple[str, str]]:
             parts += [f"bf16 matmuls {rates['bf16'] / 1e12:.1f} TFLOP/s", copied]
         rows.append((f"GPU {number}", ", ".join(parts)))
     measured = steps.get("calibration")
-    # The rates of a CPU are of one core and tiny shapes, no figures to plan with.
+    # `dry_run`: the rates of a CPU are of one core and tiny shapes, no figures to plan with.
     if measured and not measured["dry_run"]:
-        rates = {
+        rates = {  # shape -> TFLOP/s
             tuple(point["shape"]): point["rate"] / 1e12 for point in measured["matmul"]["bf16"]
         }
         rate = rates.get(LARGE_MATMUL, max(rates.values()))
@@ -325,13 +331,16 @@ def _describe_links(facts: dict[str, Any]) -> Section:
 
 
 def _build_collectives_table(measured: dict[str, Any]) -> Table:
-    """Return a table with a row for each size: time and sent bytes a second of each operation."""
-    points = {
+    """Return a table with a row for each size: time and sent bytes per second of each operation.
+
+    measured: `links` of the facts, without failures.
+    """
+    points = {  # (bytes, operation) -> seconds
         (point["bytes"], point["operation"]): point["seconds"] for point in measured["points"]
     }
     rows = []
     for size in sorted({size for size, _ in points}):
-        row = [format_bytes(size).replace(".00 ", " ")]
+        row = [format_bytes(size).replace(".00 ", " ")]  # sizes are whole KiB or MiB
         for operation in OPERATIONS:
             seconds = points[size, operation]
             sent_bytes = count_wire_bytes(operation, size, measured["ranks"])
@@ -339,7 +348,7 @@ def _build_collectives_table(measured: dict[str, Any]) -> Table:
         rows.append(row)
     header = ["size"]
     for operation in OPERATIONS:
-        header += [operation, ""]
+        header += [operation, ""]  # over two columns: time, and rate
     devices = (
         "the CPU, over gloo (which says nothing of GPUs)"
         if measured["backend"] == "gloo"

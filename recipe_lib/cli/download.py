@@ -1,6 +1,7 @@
-"""`tune download REPO`: fetch what training needs of a model on the Hugging Face hub.
+"""Download what training needs of a model on the Hugging Face hub, for `tune download REPO`.
 
-Fetches safetensors weights, config and tokenizer files; never code, never pickles.
+main.py calls `run(words)`. Fetches safetensors weights, config and tokenizer files; never code,
+never pickles, which run code when loaded.
 """
 
 import glob
@@ -48,12 +49,17 @@ PARSER = Parser(
 
 
 def run(words: list[str]) -> int:
-    """Download; print the folder on standard output and the next command on standard error."""
+    """Download; print the folder on standard output and the next command on standard error.
+
+    Raises ConfigError or SetupError for what the hub refuses, CheckpointError for a repository
+    without safe weights, and StorageError if the disk is too small.
+    """
     arguments = PARSER.parse(words)
     output = Path(arguments.output_dir).expanduser() if arguments.output_dir else None
     if output is not None:
         check_folder(output, "--output-dir")
-        # A folder with the hub's notes is one of an earlier download, which goes on.
+        # huggingface_hub keeps notes in .cache/huggingface: such a folder is that of an earlier
+        # download, which goes on.
         if (
             output.is_dir()
             and any(output.iterdir())
@@ -97,7 +103,11 @@ def run(words: list[str]) -> int:
 
 
 def suggest_next_command(repo: str, output: Path | None) -> str:
-    """Return the command to go on with: of a config that names the model, where there is one."""
+    """Return the command to go on with, of a shipped config that names the model if there is one.
+
+    output: --output-dir; None: the model is in the hub's cache.
+    """
+    # The line `path: REPO` of a config's section `model`.
     model_line = re.compile(rf"^ +path: {re.escape(repo)}$", re.MULTILINE)
     names = []
     for configs in list_configs().values():
@@ -112,9 +122,9 @@ def suggest_next_command(repo: str, output: Path | None) -> str:
 
 
 def check_unchanged(output: Path, siblings: list[Any]) -> None:
-    """Raise ConfigError for a file that was changed since its download, or that none wrote.
+    """Raise ConfigError for a file that was changed since its download, or that no download wrote.
 
-    siblings: the hub's description of each file to fetch.
+    siblings: huggingface_hub's `RepoSibling` of each file to fetch.
     """
     for sibling in siblings:
         path = output / sibling.rfilename
@@ -130,18 +140,18 @@ def check_unchanged(output: Path, siblings: list[Any]) -> None:
 
 
 def _is_as_fetched(output: Path, name: str) -> bool:
-    """Return True if the file is as old as its download."""
+    """Return True if the file was not written after its download, by the hub's notes."""
     metadata = output / ".cache" / "huggingface" / "download" / f"{name}.metadata"
     try:
         # Lines: commit, etag, time of the download.
         timestamp = float(read_text(metadata, 2**16).splitlines()[2])
-        return (output / name).stat().st_mtime <= timestamp + 1
+        return (output / name).stat().st_mtime <= timestamp + 1  # s: file times may be imprecise
     except (OSError, ValueError, IndexError):
         return False
 
 
 def _is_same_as_on_hub(path: Path, sibling: Any) -> bool:
-    """Return True if the file is what would be fetched."""
+    """Return True if the file has the size and the hash of the one on the hub."""
     if path.stat().st_size != sibling.size:
         return False
     # Of a large file the hub gives the content's SHA-256, of one in git the hash of git's blob.
@@ -188,7 +198,8 @@ def choose_files(repo: str, names: list[str], include: list[str] | None) -> list
 def check_space(repo: str, sizes: dict[str, int], commit: str, output: Path | None) -> None:
     """Raise StorageError if the files that are not there yet do not fit on the disk.
 
-    sizes: name -> bytes. commit: the revision's, by which the hub's cache knows its files.
+    sizes: name -> bytes. commit: hash of the revision, by which the hub's cache knows its files.
+    output: --output-dir; None: the hub's cache.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -197,13 +208,14 @@ def check_space(repo: str, sizes: dict[str, int], commit: str, output: Path | No
             return (output / name).is_file()
         return isinstance(try_to_load_from_cache(repo, name, revision=commit), str)
 
-    missing = sum(size for name, size in sizes.items() if not is_there(name))
-    wanted_folder = (output or Path(constants.HF_HUB_CACHE)).absolute()
+    missing_bytes = sum(size for name, size in sizes.items() if not is_there(name))
+    target_folder = (output or Path(constants.HF_HUB_CACHE)).absolute()
     # It is made later: the disk is that of its nearest parent that is there.
-    folder = next(path for path in (wanted_folder, *wanted_folder.parents) if path.exists())
-    free = shutil.disk_usage(folder).free
-    if missing > free:
+    folder = next(path for path in (target_folder, *target_folder.parents) if path.exists())
+    free_bytes = shutil.disk_usage(folder).free
+    if missing_bytes > free_bytes:
         raise StorageError(
-            f"{repo}: needs {format_bytes(missing)}, {folder} has {format_bytes(free)} free; "
+            f"{repo}: needs {format_bytes(missing_bytes)}, {folder} has {format_bytes(free_bytes)}"
+            " free; "
             "make room, or choose another disk with --output-dir"
         )

@@ -1,7 +1,7 @@
-"""`tune eval [torchrun flags] WHAT [key=value ...]`: measure a model and its base on held-out
-samples.
+"""Measure a model and its base on held-out samples: `tune eval [torchrun flags] WHAT ...`.
 
-This file reads the command line; eval_ranks.py, which imports torch, evaluates on each rank.
+The command `tune` calls `run(words)`, which reads the command line. With torchrun's flags each rank
+runs `main` here. eval_ranks.py, which imports torch, evaluates.
 """
 
 import argparse
@@ -43,7 +43,7 @@ model, among ranks.
 
 --lm-eval TASKS runs tasks of lm-evaluation-harness (extra `eval`) on the model in place of all \
 this."""
-STORAGES = ("auto", "none", "nf4", "int8")
+STORAGES = ("auto", "none", "nf4", "int8")  # of --quantize-base
 PARSER = Parser(
     "eval",
     DESCRIPTION,
@@ -120,14 +120,14 @@ PARSER = Parser(
 
 def run(words: list[str]) -> int:
     """Evaluate, in this process or on several ranks; print the numbers."""
-    flags, rest = take_flags(words, "eval")
-    arguments = PARSER.parse(rest)
+    flags, eval_words = take_flags(words, "eval")
+    arguments = PARSER.parse(eval_words)
     check(arguments)
     check_launch(flags, "eval")
     if flags:
         if arguments.lm_eval:
             raise ConfigError("--lm-eval: runs in one process; leave torchrun's flags out")
-        return launch(add_rendezvous(flags), Path(__file__), rest)
+        return launch(add_rendezvous(flags), Path(__file__), eval_words)
     from recipe_lib.cli.eval_ranks import evaluate
 
     evaluate(arguments)
@@ -148,7 +148,10 @@ def main(argv: list[str]) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Import plugins and raise ConfigError for what makes no sense, all of it at once."""
+    """Import plugins, and raise ConfigError for options that make no sense.
+
+    Also for an unknown metric; raises CheckpointError for a model that is not on this machine.
+    """
     harness_options = [
         name
         for name in ("include_path", "num_fewshot", "limit")
@@ -175,6 +178,7 @@ def check(arguments: argparse.Namespace) -> None:
             "--out: --lm-eval prints its numbers and writes nothing; leave one of the two out",
         ),
     )
+    # The first option of lm-evaluation-harness that is given without it.
     lone = [] if arguments.lm_eval else find_lone_options(harness_options[:1], "--lm-eval")
     low = find_low_numbers(arguments, max_samples=1, limit=1, num_fewshot=0)
     raise_faults(ConfigError, [*find_draw_faults(arguments), *low, *faults, *lone])

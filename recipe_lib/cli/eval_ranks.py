@@ -1,7 +1,8 @@
 """Evaluate a model and its base, as each rank of `tune eval` does.
 
-`evaluate` reads config and samples, measures both models on a share of the sequences, and lets
-rank 0 print and write the results.
+eval.py calls `evaluate(arguments)` with the parsed options. It reads config and held-out samples,
+measures the tuned model and the base that it was trained from on this rank's share of the samples,
+and lets rank 0 print and write the results. A question is a sample's last prompt with its answer.
 """
 
 import argparse
@@ -57,18 +58,22 @@ from recipe_lib.parallel import World, make_world, meet_ranks, start_world
 from recipe_lib.report.terminal import Table, format_table_lines, get_terminal_width
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 
-FOLDER = "eval"
-Result = TypeVar("Result")
+FOLDER = "eval"  # the folder of results in a run's output_dir
+Result = TypeVar("Result")  # the numbers of one model: `ModelResults`, or metrics of the harness
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
-    """Measure on all ranks; print and write on rank 0. Raises UserError."""
+    """Measure on all ranks; print and write on rank 0.
+
+    Raises CheckpointError for a model, DataError for samples, and ConfigError for options that
+    cannot be used, and OutOfMemoryError if the evaluation does not fit the device.
+    """
     run = find_run(arguments.what)
-    named = Path(arguments.what).expanduser()
+    path = Path(arguments.what).expanduser()
     is_adapter = any(
-        (folder / ADAPTER_CONFIG).is_file() for folder in (named, named / ADAPTER_FOLDER)
+        (folder / ADAPTER_CONFIG).is_file() for folder in (path, path / ADAPTER_FOLDER)
     )
-    # A full model's base is no part of it, and read later.
+    # The base of a full model is read later, by `_find_base_folder`.
     source = find_source(arguments.what, arguments.base if is_adapter else None)
     if arguments.lm_eval:
         run_harness(arguments, source, run)
@@ -80,7 +85,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
         check_output_folder("--out", out, (EXAMPLES_FILE, SUMMARY_FILE, PAGE_FILE))
     cfg = build_eval_config(arguments, source, run)
     with meet_ranks(cfg) as ranks:
+        # The heartbeat ends the evaluation on all ranks when one fails or hangs, and shows phases.
         with ranks.heartbeat.phase("reading the data"):
+            # Replaces the format `auto` in the config by the one that the samples' columns have.
             for line in settle_formats(cfg):
                 get_logger().info(line)
             tokenizer = load_tokenizer(Path(cfg.tokenizer.path or ""), cfg.tokenizer.chat_template)
@@ -125,10 +132,10 @@ def evaluate(arguments: argparse.Namespace) -> None:
 def _read_samples(cfg: Any, tokenizer: Tokenizer, source: GenerationSource) -> Dataset:
     """Return the held-out samples, tokenized; log what was read.
 
-    Raises ConfigError and DataError.
+    Raises DataError for samples that cannot be used, and ConfigError for pairs of answers.
     """
     dataset = build_validation_dataset(cfg, tokenizer)
-    assert dataset is not None
+    assert dataset is not None  # `build_eval_config` sets validation.source
     for line in format_report_lines(dataset.report):
         get_logger().info(line)
     warn_of_positions(source.spec.max_positions, dataset)
@@ -144,6 +151,7 @@ def _read_samples(cfg: Any, tokenizer: Tokenizer, source: GenerationSource) -> D
 def _load_evaluated_model(
     arguments: argparse.Namespace, *, cfg: Any, source: GenerationSource, world: World
 ) -> EvaluatedModel:
+    # `auto`: the base is kept as it was while the adapter was trained.
     storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
     with _report_out_of_memory(source, world), world.heartbeat.phase("loading weights"):
         return load_evaluated_model(
@@ -156,7 +164,11 @@ def _load_evaluated_model(
 
 
 def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Path | None) -> None:
-    """Run tasks of lm-evaluation-harness, and print their numbers."""
+    """Run tasks of lm-evaluation-harness in this process, and print their numbers.
+
+    run: output_dir of the run that trained the model; None: not known. Raises SetupError without
+    the harness, and ConfigError for an unknown task.
+    """
     cfg = build_eval_config(arguments, source, run)
     tokenizer = load_tokenizer(Path(cfg.tokenizer.path or ""), cfg.tokenizer.chat_template)
     tasks = [name.strip() for name in arguments.lm_eval.split(",") if name.strip()]
@@ -197,7 +209,8 @@ def _find_base_folder(
 ) -> Path | None:
     """Return the folder that a full model's training began from: --base, or the run's model.path.
 
-    None with adapters, whose base is in the model, and where none is named.
+    None with adapters, whose base is in the model, and where none is named. Raises CheckpointError
+    for a base of other names or shapes.
     """
     if source.adapter is not None or arguments.no_base:
         return None
@@ -245,7 +258,7 @@ def _measure(
     tokenizer: Tokenizer,
     world: World,
 ) -> dict[str, ModelResults]:
-    """Return likelihoods, answers and metrics of the base and the tuned model."""
+    """Return likelihoods, answers and metrics by `BASE` and `TUNED`. Collective."""
 
     def measure_model(model: Any, which: str) -> ModelResults:
         results = ModelResults()
@@ -287,7 +300,10 @@ def _measure(
 def _measure_both(
     evaluated: EvaluatedModel, arguments: argparse.Namespace, measure: Callable[[Any, str], Result]
 ) -> dict[str, Result]:
-    """Measure the tuned model and its base; return both in a table's order."""
+    """Measure the tuned model and its base; return the results by `BASE`, `TUNED`, in this order.
+
+    measure: called with the model and one of the two names. Without a base there is `TUNED` alone.
+    """
     # First, as the base's weights may take the place of the tuned ones.
     tuned = measure(evaluated.model, TUNED)
     if arguments.no_base or evaluated.base is None:
@@ -317,7 +333,7 @@ def _print_results(evaluation: Evaluation, arguments: argparse.Namespace, out: P
 
 # The config that a model is evaluated with has a run's samples and settings, or the defaults.
 _BATCH = 8  # sequences in a batch, unless an override says otherwise
-# Keys of a run's section `data` that do not hold for held-out samples, or that others set.
+# Keys of a run's section `data` that do not hold for held-out samples, or that overrides set.
 _NOT_CARRIED = (
     "source",
     "sources",
@@ -328,8 +344,9 @@ _NOT_CARRIED = (
     "packing",
     "shuffle",
 )
-# Keys of a run, besides its model, by which its weights are computed with.
+# Keys of a run's config that an evaluation takes over, besides those of model and data.
 _OF_RUNS = ("dtype", "seed", "max_seq_len", "device", "qat", "qat_group_size")
+# torch's name of a dtype -> that of the config key `dtype`; without fp16, which no run trains in.
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 
 
@@ -338,12 +355,13 @@ def build_eval_config(
 ) -> FullFinetuneConfig:
     """Return the config of an evaluation, whose validation.source are the held-out samples.
 
-    Raises ConfigError if nothing names samples.
+    run: output_dir of the run that trained the model; None: not known. Raises ConfigError if
+    nothing names samples, or an override is not valid.
     """
-    trained = None if run is None else load_run_config(run / CONFIG, arguments.recipe)
+    run_config = None if run is None else load_run_config(run / CONFIG, arguments.recipe)
     words = [f"tokenizer.path={json.dumps(str(source.tokenizer))}"]
-    words += _list_model_overrides(source, trained)
-    words += _list_sample_overrides(arguments, trained)
+    words += _list_model_overrides(source, run_config)
+    words += _list_sample_overrides(arguments, run_config)
     schema = FullFinetuneConfig if source.adapter is None else LoraFinetuneConfig
     cfg: FullFinetuneConfig = load_config([], [*words, *arguments.overrides], schema)
     return cfg
@@ -352,7 +370,10 @@ def build_eval_config(
 def _list_model_overrides(
     source: GenerationSource, trained: FullFinetuneConfig | None
 ) -> list[str]:
-    """Return overrides for model, dtype and length: the run's, or what the model's files say."""
+    """Return overrides for model, dtype and length: the run's, or what the model's files say.
+
+    trained: config of the run; None: not known.
+    """
     if trained is not None:
         words = [f"{name}={json.dumps(getattr(trained, name))}" for name in _OF_RUNS]
         model = dataclasses.asdict(trained.model)
@@ -374,7 +395,7 @@ def _list_sample_overrides(
 ) -> list[str]:
     """Return overrides that name the samples, and say how they become tokens.
 
-    Raises ConfigError if nothing names samples.
+    trained: config of the run; None: not known. Raises ConfigError if nothing names samples.
     """
     words = [f"validation.batch_size={_BATCH}"]
     validation = None
@@ -401,7 +422,8 @@ def _list_sample_overrides(
     elif sources:
         values = {"source": sources[-1].partition("=")[2]}
     elif arguments.lm_eval:
-        return [*words, "data.source=none.jsonl"]  # tasks have samples of their own
+        # Tasks have samples of their own: the key is required, and the file is never read.
+        return [*words, "data.source=none.jsonl"]
     else:
         reason = (
             "its config has no validation.source"
@@ -421,7 +443,7 @@ def _list_sample_overrides(
 
 
 def describe_settings(cfg: Any, arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """Return what an evaluation was done with, for its page."""
+    """Return the settings of an evaluation for its page: config key or option -> value."""
     settings = {
         "validation.source": cfg.validation.source,
         "data.format": cfg.data.format,

@@ -1,7 +1,7 @@
-"""`tune export CHECKPOINT --merge | --adapter | --hf | --gguf | --quantize`: write what was trained
-as other programs load it.
+"""Write what was trained as other programs load it, for `tune export CHECKPOINT`.
 
-This file reads the command line; export_trained.py and exported_model.py, with torch, export.
+main.py calls `run(words)`, which reads the command line. export_trained.py (--merge, --adapter,
+--hf) and exported_model.py (--gguf, --quantize), which import torch, export.
 """
 
 import argparse
@@ -94,7 +94,10 @@ def run(words: list[str]) -> int:
 
 
 def read(words: list[str]) -> argparse.Namespace:
-    """Return the command line. Raises ConfigError."""
+    """Return the command line.
+
+    Raises ConfigError unless it has exactly one kind of export, and for options of another kind.
+    """
     arguments = PARSER.parse(words)
     kinds = ("merge", "adapter", "hf", "gguf", "quantize")
     if sum(bool(getattr(arguments, kind)) for kind in kinds) != 1:
@@ -103,6 +106,7 @@ def read(words: list[str]) -> argparse.Namespace:
             f"tune export: expected one of {', '.join(first_kinds)} and {last}; see `tune export"
             " --help`"
         )
+    # Each pair is a condition and its line; all lines that hold are raised together.
     raise_faults(
         ConfigError,
         choose_lines(

@@ -1,8 +1,8 @@
-"""`tune export` of trained weights: an adapter, an adapter merged into its base, or a full model.
+"""Export trained weights for `tune export`: an adapter, an adapter merged into its base, a model.
 
-cli/export.py calls `find_export`, which finds the run, saved state or adapter that the argument
-CHECKPOINT names, and then `export_hf` (full models) or `export_adapted` (adapters). These write the
-folder, load it again and compare its logits with those of the trained model. Imports torch.
+cli/export.py calls `find_export(arguments)` for what CHECKPOINT names, then `export_hf` (all
+weights) or `export_adapted`, which load what they wrote and compare its logits with the trained
+model's. A state is a folder to resume from, state/step_N; `arguments` is the parsed command line.
 """
 
 import argparse
@@ -90,12 +90,12 @@ from recipe_lib.training.export_model import (
 from recipe_lib.training.records import SUMMARY_FILE
 from recipe_lib.units import GIB
 
-CONFIG = "config.yaml"
+CONFIG = "config.yaml"  # the file in a run's output_dir that has its config
 
 
 @dataclass(frozen=True)
 class ExportSource:
-    """The adapter or the saved state that CHECKPOINT names."""
+    """The adapter or the state that CHECKPOINT names; of a run, the one to export."""
 
     run: Path | None  # output_dir of the run that it is in; None: it is in no run's folder
     cfg: Any  # config of the run that made it; None: not known
@@ -105,7 +105,7 @@ class ExportSource:
 
 
 def find_run(name: str) -> Path | None:
-    """Return the output_dir of the run whose folder, model/ or adapter/ is named; None: of none."""
+    """Return a run's output_dir, given itself or its model/ or adapter/; None for other folders."""
     folder = Path(name).expanduser()
     if (folder / CONFIG).is_file():
         return folder
@@ -118,32 +118,33 @@ def find_run(name: str) -> Path | None:
 
 
 def find_export(arguments: argparse.Namespace) -> ExportSource:
-    """Find the adapter or state that CHECKPOINT names; verify a state.
+    """Find the adapter or state that CHECKPOINT names; verify the hashes of a state.
 
-    Raises CheckpointError if there is none, or it is damaged, and ConfigError for a run's config.
+    Of a run it is the exported adapter, else (and with --hf) the best or newest state. Raises
+    CheckpointError if there is none or it is damaged, ConfigError for an invalid config of the run.
     """
     path = Path(arguments.checkpoint).expanduser()
     # `.` and `..` have no name and no parent to find their run by.
     path = path.resolve() if path.name in ("", "..") else path
-    shown = show(arguments.checkpoint)
+    name = show(arguments.checkpoint)
     if not path.is_dir():
         raise CheckpointError(
-            f"{shown}: no such folder; expected a run's output_dir, a state/step_N, or an adapter"
+            f"{name}: no such folder; expected a run's output_dir, a state/step_N, or an adapter"
         )
     if (path / ADAPTER_CONFIG).is_file():
-        # The run's record is about the adapter in its adapter/ only.
+        # The run's records tell of the adapter in its adapter/, not of a copy under another name.
         run, cfg, records = _load_run_records(
             path.parent, arguments, adapter=path.name == ADAPTER_FOLDER
         )
         return ExportSource(run=run, cfg=cfg, records=records, adapter=path, state=None)
-    if (path / "manifest.json").is_file():
+    if (path / "manifest.json").is_file():  # in each state: its files with their hashes
         # OUTPUT_DIR/state/step_N, or OUTPUT_DIR/state/best/step_N.
         is_best = path.absolute().parent.name == BEST_FOLDER
         folder = path.parent.parent.parent if is_best else path.parent.parent
         run, cfg, records = _load_run_records(folder, arguments)
         if cfg is None:
             raise CheckpointError(
-                f"{shown}: {CONFIG} of its run is missing; expected the state inside its output_dir"
+                f"{name}: {CONFIG} of its run is missing; expected the state inside its output_dir"
             )
         state = find_state(path.parent, str(path), SingleRank())
         return ExportSource(run=run, cfg=cfg, records=records, adapter=None, state=state)
@@ -152,14 +153,13 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
         is_model = (path / "config.json").is_file()
         reason = "is a model folder already" if is_model else "is no run, state or adapter"
         raise CheckpointError(
-            f"{shown}: {reason}; expected a run's output_dir, a state/step_N, or an adapter's"
-            " folder"
+            f"{name}: {reason}; expected a run's output_dir, a state/step_N, or an adapter's folder"
         )
     adapter = path / ADAPTER_FOLDER
     has_adapter = (adapter / ADAPTER_CONFIG).is_file()
     if has_adapter and not arguments.hf:
         run, cfg, records = _load_run_records(path, arguments, adapter=True)
-        states = {
+        states = {  # time of writing -> folder
             file.stat().st_mtime: file.parent
             for file in path.glob(f"{STATE_FOLDER}/step_*/manifest.json")
         }
@@ -183,24 +183,24 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
             )
         elif has_adapter:
             reason = "is a run of adapters; --hf is for runs that trained all weights, use --merge"
-        raise CheckpointError(f"{shown}: {reason}")
+        raise CheckpointError(f"{name}: {reason}")
     return ExportSource(run=run, cfg=cfg, records=records, adapter=None, state=state)
 
 
 def _load_run_records(
     folder: Path, arguments: argparse.Namespace, adapter: bool = False
 ) -> tuple[Path | None, Any, Path | None]:
-    """Return (run, config, folder with the records) of a run's folder; else (None, None, None).
+    """Return (output_dir, config, folder with config and metrics) of a run.
 
-    adapter: return the records of the run that made the folder's adapter, which may be an earlier
-    run in the same folder.
+    Return (None, None, None) for a folder without a run's config. adapter: return the records of
+    the run that made the folder's adapter, which may be an earlier run in the same folder.
     """
     records = folder
-    record = read_record(folder) if adapter else None
-    # A later run in this folder has not replaced the adapter yet: the records of the run that made
-    # it have been moved.
-    if record is not None and ADAPTER_FOLDER in record.earlier and record.kept:
-        records = folder / record.kept[0]
+    output_record = read_record(folder) if adapter else None
+    # `earlier`: exports that a later run in this folder has not replaced yet. `kept`: where the
+    # records of the run that made them are now.
+    if output_record is not None and ADAPTER_FOLDER in output_record.earlier and output_record.kept:
+        records = folder / output_record.kept[0]
         print_wrapped(
             f"note: {folder / ADAPTER_FOLDER} is of the run before the one in {folder}; see"
             f" {records}"
@@ -211,7 +211,7 @@ def _load_run_records(
 
 
 def _find_state_of_run(root: Path, cfg: Any) -> Path | None:
-    """Return a run's best state if it keeps one (checkpoint.keep_best), else its newest state."""
+    """Return the best state of a run with checkpoint.keep_best, else the newest; None: no state."""
     best = find_best_state(root) if cfg.checkpoint.keep_best else None
     if best is None:
         return find_state(root, "latest", SingleRank())
@@ -226,7 +226,7 @@ def _find_state_of_run(root: Path, cfg: Any) -> Path | None:
 
 
 def get_implementation(source: ExportSource) -> str | None:
-    """Return the model implementation in the config or the adapter; None: neither names one."""
+    """Return the `model.implementation` of the run or of the adapter's file; None: not known."""
     if source.cfg is not None:
         return str(source.cfg.model.implementation)
     if source.adapter is None:
@@ -237,37 +237,38 @@ def get_implementation(source: ExportSource) -> str | None:
 def build_export_arguments(
     source: ExportSource, base: Path | None, spec: ModelSpec, is_adapter: bool
 ) -> dict[str, Any]:
-    """Return keyword arguments of an export: the run's tokenizer, template, stop ids and card.
+    """Return keyword arguments of `export_model`, `export_adapter` and `merge_adapter`.
 
+    They are `tokenizer_folder`, `chat_template`, `stop_ids` and `card`, the text of the model card.
     base: folder of the base; None: training began from random weights. spec: of the base.
     is_adapter: an adapter is exported, not a full model.
     """
     if source.cfg is None:
         return _build_arguments_without_run(source, base=base, spec=spec, is_adapter=is_adapter)
     cfg = source.cfg
-    folder = Path(cfg.tokenizer.path or base or find_checkpoint(cfg.model.path))
-    tokenizer = load_tokenizer(folder, cfg.tokenizer.chat_template)
+    tokenizer_folder = Path(cfg.tokenizer.path or base or find_checkpoint(cfg.model.path))
+    tokenizer = load_tokenizer(tokenizer_folder, cfg.tokenizer.chat_template)
     template = find_trained_template(cfg, tokenizer)
     if source.state:
         step: int | None = parse_step(source.state)
-        extra = read_state_json(source.state)["extra"]
+        extra = read_state_json(source.state)["extra"]  # of a best state: its metric and value
         is_best = source.state.absolute().parent.name == BEST_FOLDER
         exported = f"best step {step}: {extra['metric']} {extra['value']:.4f}" if is_best else None
     else:
         # A run that was killed has no summary.
         summary = find_object(source.records / SUMMARY_FILE) if source.records else {}
         step = summary.get("exported_step")
-        exported = summary.get("outcome")
-    shown = get_public_name(cfg.model.path, base) if cfg.model.path else cfg.model.preset
+        exported = summary.get("outcome")  # a text on the choice of that step
+    base_name = get_public_name(cfg.model.path, base) if cfg.model.path else cfg.model.preset
     adapter = cfg.trained_adapters if is_adapter else None
-    commands = _list_commands(spec, shown, adapter=adapter, template=template is not None)
+    commands = _list_commands(spec, base_name, adapter=adapter, template=template is not None)
     card = None
     if run := source.records:
         card = make_run_card(
             cfg, base, commands, is_adapter=is_adapter, run=run, step=step, exported=exported
         )
     return {
-        "tokenizer_folder": folder,
+        "tokenizer_folder": tokenizer_folder,
         "chat_template": template,
         "stop_ids": tokenizer.stop_ids,
         "card": card,
@@ -277,7 +278,7 @@ def build_export_arguments(
 def _build_arguments_without_run(
     source: ExportSource, base: Path | None, spec: ModelSpec, is_adapter: bool
 ) -> dict[str, Any]:
-    """Return what `build_export_arguments` does, for an adapter whose run is not known."""
+    """Return the arguments `tokenizer_folder` and `card` for an adapter whose run is not known."""
     assert source.adapter is not None and base is not None
     adapter = read_adapter(source.adapter)
     lora = make_adapter_settings(adapter, spec)
@@ -301,8 +302,10 @@ def _list_commands(
 ) -> list[str]:
     """Return the commands on the card: for a full model, or for an adapter on its base.
 
-    adapter: settings of the adapter; None: a full model. template: the export has a chat template.
+    base: its name on the card. adapter: settings of the adapter; None: a full model. template: the
+    export has a chat template.
     """
+    # ANYWHERE stands for the export's folder, which its user will move.
     if adapter is None:
         return list_model_commands(ANYWHERE)
     return list_adapter_commands(
@@ -311,7 +314,10 @@ def _list_commands(
 
 
 def find_base(source: ExportSource, arguments: argparse.Namespace) -> Path:
-    """Return the base's folder: by --base, the adapter or the run. Raises CheckpointError."""
+    """Return the base's folder: by --base, else by the adapter's files, else by the run's config.
+
+    Raises CheckpointError if none of them names one, or it is not on this machine.
+    """
     if arguments.base:
         return find_checkpoint(arguments.base)
     # The adapter's file names the base independently of the current folder; the config may have a
@@ -340,8 +346,8 @@ def write_merged(
 ) -> None:
     """Merge an adapter into its base, and write the model as the folder `out`.
 
-    dtype: of the base in training. out_dtype: of the files. Raises CheckpointError and
-    StorageError; then there is no `out`.
+    dtype: of the base in training. out_dtype: of the files. Raises CheckpointError if the adapter
+    does not fit the base, and StorageError if `out` cannot be written; then there is no `out`.
     """
     implementation = get_implementation(source)
     spec = read_trained_spec(read_config(base), str(base), implementation)
@@ -359,7 +365,11 @@ def write_merged(
 
 
 def _choose_target(source: ExportSource, kind: str, arguments: argparse.Namespace) -> Path:
-    """Return the folder to write. Raises ConfigError if it exists. kind: `model` or `adapter`."""
+    """Return the folder to write. Raises ConfigError if it exists.
+
+    It is --out, else OUTPUT_DIR/KIND_step_N for a state, OUTPUT_DIR/KIND for a run's adapter, and
+    ADAPTER-KIND next to an adapter without a run. kind: `model` or `adapter`.
+    """
     if arguments.out:
         out = Path(arguments.out).expanduser()
     elif source.state is not None and source.run is not None:
@@ -377,7 +387,7 @@ def _choose_target(source: ExportSource, kind: str, arguments: argparse.Namespac
 def export_hf(source: ExportSource, arguments: argparse.Namespace) -> None:
     """Export the full model of a state, open it again and compare its logits.
 
-    Raises CheckpointError for an adapter, and if the export computes other logits.
+    Raises CheckpointError for an adapter, and for logits that differ by more than rounding.
     """
     if source.state is None or has_adapters(source.state):
         raise CheckpointError(
@@ -405,12 +415,12 @@ def export_hf(source: ExportSource, arguments: argparse.Namespace) -> None:
     )
     if base:
         log_left_out(spec, base, "export")
-    trained = compute_prompt_logits(model)
+    expected = compute_prompt_logits(model)
     del model  # before the exported one is loaded: both may not fit
-    exported = compute_prompt_logits(load_model(spec, folder=out, dtype=dtype, device=device))
-    report_comparison(f"model: {out}", compare_logits(trained, exported), dtype=dtype, out=out)
+    logits = compute_prompt_logits(load_model(spec, folder=out, dtype=dtype, device=device))
+    report_comparison(f"model: {out}", compare_logits(expected, logits), dtype=dtype, out=out)
     print_wrapped(
-        check_with_transformers(out, spec=spec, dtype=dtype, device=device, trained=trained)
+        check_with_transformers(out, spec=spec, dtype=dtype, device=device, trained=expected)
     )
     print_next_commands(list_model_commands(out))
 
@@ -418,7 +428,8 @@ def export_hf(source: ExportSource, arguments: argparse.Namespace) -> None:
 def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
     """Export an adapter or the adapter in a state, alone or merged, and compare its logits.
 
-    Raises CheckpointError for a state with all weights, and if the export computes other logits.
+    Raises CheckpointError for a state with all weights, an adapter that --adapter cannot write, and
+    logits of the export that differ by more than rounding.
     """
     if source.state is not None and not has_adapters(source.state):
         raise CheckpointError(f"{source.state}: is of a run that trained all weights; use --hf")
@@ -428,14 +439,15 @@ def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
     check_weights(spec, base)
     device = choose_device(arguments.device)
     # An adapter that is a folder already is only checked, unless --out asks for a copy.
-    rewrite = source.state is not None or (arguments.adapter and arguments.out)
+    writes_adapter = source.state is not None or (arguments.adapter and arguments.out)
     out = None
     if arguments.merge:
         out = _choose_target(source, "model", arguments)
-    elif rewrite:
+    elif writes_adapter:
         out = _choose_target(source, "adapter", arguments)
+    # `parts`: parameters of the base that the adapter's file replaces (PEFT's modules_to_save).
     if (
-        rewrite
+        writes_adapter
         and source.adapter is not None
         and (parts := check_fits(read_adapter(source.adapter), spec).parts)
     ):
@@ -444,13 +456,14 @@ def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
             " write; copy the folder as it is, or merge it (--merge)"
         )
     model, dtype = _load_trained_model(source, spec, base=base, config=config, device=device)
-    trained = (compute_prompt_logits(model), compute_prompt_logits(model, with_adapters=False))
+    logits = (compute_prompt_logits(model), compute_prompt_logits(model, with_adapters=False))
     with tempfile.TemporaryDirectory(prefix="tune-export-") as scratch:
+        # To be merged, the adapter of a state is written as a folder for a moment.
         adapter = source.adapter or Path(scratch) / "adapter"
-        if rewrite:
+        if writes_adapter:
             adapter = out if arguments.adapter and out else adapter
             _write_adapter(model, spec, source, base=base, config=config, out=adapter)
-        del model
+        del model  # before the exported one is loaded: both may not fit
         if arguments.merge and out:
             _merge_and_check(
                 source,
@@ -460,11 +473,11 @@ def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
                 out=out,
                 dtype=dtype,
                 device=device,
-                trained=trained,
+                trained=logits,
             )
         else:
             _check_adapter(
-                base=base, spec=spec, adapter=adapter, dtype=dtype, device=device, trained=trained
+                base=base, spec=spec, adapter=adapter, dtype=dtype, device=device, trained=logits
             )
             _print_next_commands(source, arguments, spec=spec, adapter=adapter)
 
@@ -497,20 +510,21 @@ def _write_adapter(
     config: dict[str, Any],
     out: Path,
 ) -> None:
+    # config: config.json of the base.
     if source.state is not None:
         lora = source.cfg.lora
-        name = str(source.cfg.model.path)
+        base_name = str(source.cfg.model.path)
     else:
         assert source.adapter is not None
         adapter = read_adapter(source.adapter)
         lora = make_adapter_settings(adapter, spec)
-        name = adapter.config.base
+        base_name = adapter.config.base
     export_adapter(
         model,
         spec=spec,
         cfg=lora,
         out=out,
-        base=resolve_base_name(name, base),
+        base=resolve_base_name(base_name, base),
         base_folder=base,
         source_config=config,
         world=SingleRank(),
@@ -529,7 +543,8 @@ def _check_adapter(
 ) -> None:
     """Load an adapter again, by this library and by PEFT, and compare logits with the trained ones.
 
-    trained: logits of the trained model, and those of its base alone.
+    adapter: its folder. dtype: of the base in training. trained: logits of the trained model, and
+    those of its base alone. Raises CheckpointError if logits differ by more than rounding.
     """
     model, filled = load_model_with_adapter(
         adapter, spec=spec, base=base, dtype=dtype, device=device
@@ -556,7 +571,7 @@ def _print_next_commands(
 ) -> None:
     """Print the commands that a user may run next on an adapter's folder."""
     adapter_file = read_adapter(adapter)
-    # vLLM and PEFT cannot load parameters that a recipe added.
+    # `extras`: parameters that a recipe added, which vLLM and PEFT cannot load.
     if adapter_file.extras:
         return
     lora = make_adapter_settings(adapter_file, spec)
@@ -569,7 +584,8 @@ def _print_next_commands(
         with_base=bool(arguments.base) and os.path.abspath(arguments.base) != base_name,
         template=(adapter / CHAT_TEMPLATE).is_file(),
     )
-    # vLLM loads only A and B: full weights in the file it would ignore or refuse.
+    # The first is of `tune generate`, the other of vLLM, which loads only A and B: full weights in
+    # the file it would ignore or refuse.
     print_next_commands(commands[:1] if check_fits(adapter_file, spec).parts else commands)
     # For an adapter in a run's folder, --merge writes model/ of the run, which must not exist yet.
     is_of_run = source.run is not None and adapter.parent == source.run
@@ -598,10 +614,11 @@ def _merge_and_check(
     )
     merged = compute_prompt_logits(load_model(spec, folder=out, dtype=out_dtype, device=device))
     comparison = compare_logits(trained[0], merged, trained[1])
-    # The tolerance is that of the coarser dtype of the two models.
+    # The tolerance is that of the coarser dtype (fewer bytes) of the two models.
     coarser = min(dtype, out_dtype, key=lambda kind: kind.itemsize)
     report_comparison(f"model: {out}", comparison, dtype=coarser, out=out)
     print_wrapped(check_with_transformers(out, spec, coarser, device, *trained))
+    # `change`: the most by which the adapter changes a logit of the base.
     if comparison.change and comparison.difference > comparison.change / 2:
         print_wrapped(
             "note: rounding hides what the adapter has learned; try --dtype fp32, or serve base and"

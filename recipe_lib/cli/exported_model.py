@@ -1,6 +1,8 @@
-"""`tune export WHAT --gguf KIND` and `--quantize KIND`: write a model as others compute with it.
+"""Export a model as a GGUF file or a quantized folder: `tune export CHECKPOINT --gguf|--quantize`.
 
-Both start from a model's folder, or a run's, and read back and compare what they write.
+cli/export.py parses the command line and calls `export_gguf(arguments)` or
+`export_quantized(arguments)`. Both start from a model's folder, an adapter's, or that of a run with
+either, and read back and compare what they write.
 """
 
 import argparse
@@ -47,18 +49,21 @@ class ExportedModel:
     folder: Path  # the model's, or the adapter's
     base: Path  # the folder of the adapter's base; of a model its own
     adapter: Path | None  # the adapter's folder; None for a model
-    alone: bool  # the adapter's own folder was named, not its run
-    name: str  # that the exported file shows
+    alone: bool  # CHECKPOINT is the adapter's own folder, not its run's: export it without a base
+    name: str  # of the model, in the exported file
 
 
 def find_exported(arguments: argparse.Namespace) -> ExportedModel:
     """Return the model or adapter that CHECKPOINT is, or the newer of a run's.
 
-    Raises CheckpointError.
+    Raises CheckpointError if CHECKPOINT is no model, adapter or run, or is damaged.
     """
-    named = Path(arguments.checkpoint).expanduser()
-    source = find_source(str(named) if named.exists() else arguments.checkpoint, arguments.base)
+    checkpoint_path = Path(arguments.checkpoint).expanduser()
+    source = find_source(
+        str(checkpoint_path) if checkpoint_path.exists() else arguments.checkpoint, arguments.base
+    )
     if source.adapter is None:
+        # Tensors and files of the folder that the export does not use.
         log_left_out(source.spec, source.folder, "export")
     folder = source.adapter or source.folder
     path = folder.absolute()
@@ -72,7 +77,7 @@ def find_exported(arguments: argparse.Namespace) -> ExportedModel:
         folder=folder,
         base=source.folder,
         adapter=source.adapter,
-        alone=source.adapter is not None and (named / ADAPTER_CONFIG).is_file(),
+        alone=source.adapter is not None and (checkpoint_path / ADAPTER_CONFIG).is_file(),
         name=name,
     )
 
@@ -80,7 +85,7 @@ def find_exported(arguments: argparse.Namespace) -> ExportedModel:
 def choose_export_path(exported: ExportedModel, arguments: argparse.Namespace, ending: str) -> Path:
     """Return the path to write: --out, or next to the folder, its name with the ending.
 
-    Raises ConfigError if something is there.
+    Raises ConfigError if something is there, or nothing can be written there.
     """
     if arguments.out:
         out = Path(arguments.out).expanduser()
@@ -104,17 +109,20 @@ def provide_merged_folder(
 ) -> Iterator[Path]:
     """Yield the model's folder; of a run of adapters a temporary one, with base and adapter merged.
 
-    out: what is exported; the temporary folder is next to it.
+    out: path of the export. The temporary folder is next to it, and is removed. Raises
+    CheckpointError if the adapter cannot be merged, and StorageError if the disk is full.
     """
     if exported.adapter is None:
         yield exported.folder
         return
+    # The adapter once more, now with the config of its run, which has the dtype of training.
     source = find_export(arguments)
     if source.adapter is None:
         raise CheckpointError(
             f"{show(arguments.checkpoint)}: has no adapter; write it from its states with --adapter"
         )
     base = find_base(source, arguments)
+    # An adapter without a run's config: the dtype is that of the base's config.json.
     dtype = (
         DTYPES[source.cfg.dtype]
         if source.cfg is not None
@@ -138,7 +146,8 @@ def provide_merged_folder(
 def export_gguf(arguments: argparse.Namespace) -> None:
     """Write the GGUF file; print what it is, what differs in llama.cpp, and the check.
 
-    Raises CheckpointError, StorageError, and SetupError without the package gguf.
+    Raises CheckpointError for a model or an option that the format does not take, StorageError if
+    the file cannot be written, and SetupError without the package gguf.
     """
     # First, as merging may take minutes.
     import_gguf()
@@ -152,7 +161,7 @@ def export_gguf(arguments: argparse.Namespace) -> None:
                 f" by itself; merge it first (tune export {exported.adapter} --merge), and export"
                 " the merged model"
             )
-        if arguments.pre:
+        if arguments.pre:  # llama.cpp's name of the pre-tokenizer
             raise CheckpointError("--pre: the file of an adapter has no tokenizer; leave it out")
         report = write_gguf_adapter(
             exported.adapter, base=exported.base, out=out, kind=kind, name=exported.name
@@ -173,7 +182,9 @@ def export_gguf(arguments: argparse.Namespace) -> None:
 def export_quantized(arguments: argparse.Namespace) -> None:
     """Write the quantized folder; print what it is and how far it is from the model.
 
-    Raises CheckpointError, StorageError, and SetupError without transformers.
+    Raises CheckpointError for an adapter alone, a group size that does not fit, or a model that
+    torchao cannot quantize, StorageError if the folder cannot be written, and SetupError without
+    transformers.
     """
     exported = find_exported(arguments)
     if exported.alone:
@@ -182,9 +193,9 @@ def export_quantized(arguments: argparse.Namespace) -> None:
             " --merge), and quantize the merged model"
         )
     kind = arguments.quantize
-    trained = _read_rounding(find_run(arguments.checkpoint))
+    qat = _read_rounding(find_run(arguments.checkpoint))  # (kind, group size), or None
     # By default as in quantization-aware training, if there was any.
-    group_size = trained[1] if trained is not None and trained[0] == "int4" else GROUP_SIZE
+    group_size = qat[1] if qat is not None and qat[0] == "int4" else GROUP_SIZE
     if arguments.group_size is not None:
         group_size = arguments.group_size
     if group_size < 1:
@@ -197,15 +208,18 @@ def export_quantized(arguments: argparse.Namespace) -> None:
     print_wrapped(f"model: {out} ({kind}, {scales}, {format_bytes(count_folder_bytes(out))})")
     if kind == "int4":
         print_wrapped("note: torchao keeps codes of 4 bits in a byte each where there is no GPU")
-    if trained is not None:
-        print_wrapped(_compare_rounding(trained, kind, group_size))
+    if qat is not None:
+        print_wrapped(_compare_rounding(qat, kind, group_size))
     print_wrapped(f"check: {report.check}")
     print_next_commands(list_quantized_commands(out))
 
 
 def _read_rounding(run: Path | None) -> tuple[str, int] | None:
-    """Return `qat` and `qat_group_size` of a run's config; None without `qat`."""
-    # As the file has them: a recipe of the user's own may have other keys, and is not imported.
+    """Return `qat` (the kind of quantization-aware training) and `qat_group_size` of a run.
+
+    They are read from its config; None without a run or without `qat`.
+    """
+    # From the file's text: a recipe of the user's own may have other keys, and is not imported.
     entries = {} if run is None else read_file(run / CONFIG, str(run / CONFIG)).top.entries
     values = {name: entries[name][1].text for name in ("qat", "qat_group_size") if name in entries}
     if values.get("qat", "null") == "null":
@@ -214,7 +228,11 @@ def _read_rounding(run: Path | None) -> tuple[str, int] | None:
 
 
 def _compare_rounding(trained: tuple[str, int], kind: str, group_size: int) -> str:
-    """Return a line on whether the weights are rounded as they were in training."""
+    """Return a line on whether the weights are rounded as they were in training.
+
+    trained: kind and group size of training. kind, group_size: those of the export; a group size
+    counts for int4 alone.
+    """
     trained_kind, trained_size = trained
     # Only int4 has groups.
     if trained == (kind, group_size if kind == "int4" else trained_size):

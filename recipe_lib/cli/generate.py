@@ -1,8 +1,8 @@
-"""`tune generate WHAT`: print answers of a model, or of an adapter on its base, as they are made.
+"""Print answers of a model, or of an adapter on its base, as they are made, for `tune generate`.
 
-This file reads the command line and holds conversations, lines of a terminal or of a pipe;
-answer.py, which imports torch, loads and answers. Standard output has the text and one newline
-after it; everything else goes to standard error.
+main.py calls `run(words)`, which reads the command line. answer.py, which imports torch, loads and
+answers, and calls `talk` here for a conversation, lines of a terminal or of a pipe. Standard output
+has the text and one newline after it; everything else goes to standard error.
 """
 
 import argparse
@@ -48,9 +48,10 @@ the plain template
 that training uses. --raw takes it as the beginning of the text itself; --raw --prompt '' begins \
 from nothing."""
 
-DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
-STORAGES = ("auto", "none", "nf4", "int8")
+DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")  # of --dtype
+STORAGES = ("auto", "none", "nf4", "int8")  # of --quantize-base
 SUFFIXES = (".txt", ".jsonl")  # of --prompts
+# At a terminal, the first line of a conversation.
 HELP = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 PARSER = Parser(
     "generate",
@@ -97,7 +98,7 @@ PARSER = Parser(
 
 
 def run(words: list[str]) -> int:
-    """Load the model, and print one answer or those of a conversation."""
+    """Load the model, and print one answer, those of a file, or those of a conversation."""
     arguments = PARSER.parse(words)
     check(arguments)
     # Before torch is imported, which takes seconds.
@@ -113,9 +114,13 @@ def run(words: list[str]) -> int:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for options that make no sense, all of them at once."""
+    """Raise ConfigError for options that make no sense, all of them at once.
+
+    Sets `arguments.batch_size` to 8 if it is not given.
+    """
     prompt = arguments.prompt
     prompts = arguments.prompts
+    # Options of --prompts that are given without it.
     lone = [
         name
         for name in ("out", "batch_size")
@@ -166,8 +171,8 @@ def is_interactive() -> bool:
 def talk(chat: "Chat", name: str) -> None:
     """Answer line by line until the lines end. name: of the model, for a terminal's first line.
 
-    At a terminal a note tells of a line that cannot be answered; in a pipe it ends the
-    conversation, by ConfigError or DataError.
+    At a terminal a line that cannot be answered is a note. In a pipe it raises ConfigError or
+    DataError, which ends the conversation.
     """
     if is_interactive():
         _tell(f"{name}; {HELP}")
@@ -189,7 +194,8 @@ def talk(chat: "Chat", name: str) -> None:
 def _print_answer(chat: "Chat", question: str, number: int) -> None:
     """Print an answer as it is made. number: of the line that asked.
 
-    At a terminal an error is told, and the next question may be asked.
+    Raises ConfigError or DataError for a line of a pipe that cannot be answered, which at a
+    terminal is a note.
     """
     has_begun = False
     try:
@@ -201,7 +207,7 @@ def _print_answer(chat: "Chat", question: str, number: int) -> None:
     except (ConfigError, DataError) as error:
         if has_begun:
             raise
-        # Whoever reads the answers of a pipe would take the next one for this.
+        # A pipe's reader would take the next answer for this one.
         if not is_interactive():
             hint = "; a line /reset before it begins anew" if chat.messages else ""
             raise type(error)(
@@ -221,16 +227,16 @@ def _print_answer(chat: "Chat", question: str, number: int) -> None:
 
 
 def _is_broken(line: str) -> bool:
-    """Return True if a line had bytes that are not UTF-8, which `surrogateescape` keeps."""
+    """Return True if a line had bytes that are not UTF-8: Python reads them as lone surrogates."""
     return any("\ud800" <= letter <= "\udfff" for letter in line)
 
 
 def _read_typed_lines() -> Iterator[str]:
-    """Yield the lines that are typed at a terminal."""
-    # input() then has readline's keys and history.
+    """Yield the lines that are typed at a terminal, until Ctrl-D; Ctrl-C drops a line."""
+    # Once it is imported, input() has readline's keys and history.
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
-    # input() would fail at such bytes, or not, by the locale.
+    # Without it, the locale decides whether input() fails at bytes that are not UTF-8.
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:
@@ -238,7 +244,7 @@ def _read_typed_lines() -> Iterator[str]:
             if sys.stdout.isatty():
                 yield input("> ")
             else:
-                # input() would write its prompt among the answers.
+                # input() would write its prompt to standard output, among the answers.
                 print("> ", end="", file=sys.stderr, flush=True)
                 yield input()
         except EOFError:

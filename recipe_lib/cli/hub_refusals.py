@@ -1,4 +1,7 @@
-"""Turn what the Hugging Face hub refuses into one line with the remedy."""
+"""Turn errors of the Hugging Face hub into our errors of one line, which say the remedy.
+
+download.py and upload.py call the hub inside `with convert_hub_errors(repo): ...`.
+"""
 
 import errno
 from collections.abc import Iterator
@@ -13,9 +16,11 @@ from recipe_lib.errors import ConfigError, SetupError, StorageError
 def convert_hub_errors(
     repo: str, revision: str | None = None, *, uploads: bool = False
 ) -> Iterator[None]:
-    """Turn what the hub, the network or the disk refuses into one line with the remedy.
+    """Turn errors of the hub, the network or the disk into our errors of one line.
 
-    uploads: files are sent. Raises ConfigError, SetupError or StorageError.
+    repo: OWNER/NAME. revision: branch, tag or commit; None: the default one. uploads: files are
+    sent, not fetched. Raises ConfigError if the name is at fault, SetupError for token, network or
+    hub, and StorageError if the disk is full or refuses a write.
     """
     # Imported here: only a command that uses the hub pays for it.
     from huggingface_hub.errors import (
@@ -51,7 +56,10 @@ def convert_hub_errors(
 
 
 def make_hub_error(repo: str, revision: str | None, error: Any, uploads: bool = False) -> Exception:
-    """Return what the hub answered, or that it did not, as one of our errors."""
+    """Return the hub's answer, or that there was none, as one of our errors.
+
+    error: of huggingface_hub. The other arguments are those of `convert_hub_errors`.
+    """
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import (
         GatedRepoError,

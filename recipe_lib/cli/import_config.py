@@ -1,6 +1,6 @@
-"""`tune import FILE.yaml`: turn a config of torchtune's into one of ours, and tell of each key.
+"""Convert a torchtune config into one of ours, with a line on each key: `tune import FILE.yaml`.
 
-`import` is a word of Python's own, so that the module has another name (`MODULES` in main.py).
+main.py calls `run(words)`. `import` is a word of Python's own, so the module has another name.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PARSER = Parser(
     {
         "file": {"metavar": "FILE", "help": "a YAML file of torchtune's"},
         "overrides": {"nargs": "*", "metavar": "key=value", "help": "keys of ours, which win"},
-        # Those who say whose config it is may; there is nothing to choose, so help leaves it out.
+        # Accepted for those who write it. There is nothing to choose, so --help leaves it out.
         "--from": {"choices": ("torchtune",), "help": argparse.SUPPRESS},
         "--out": {"metavar": "FILE", "help": "write the config there; no file is replaced"},
         "--model": {"metavar": "MODEL", "help": "model.path: a folder, or a name on the hub"},
@@ -44,21 +44,25 @@ PARSER = Parser(
 
 
 def run(words: list[str]) -> int:
-    """Print the config and the table of keys; write nothing unless all of it can be."""
+    """Print the config and the table of keys; write nothing unless the whole file is converted.
+
+    Raises ConfigError for a file that cannot be converted, and an --out that cannot be written.
+    """
     arguments = PARSER.parse(words)
     out = None if arguments.out is None else _check_target(arguments.out)
     model_override = [f"model.path={arguments.model}"] if arguments.model else []
     imported = import_file(
         arguments.file, overrides=model_override + arguments.overrides, omitted=arguments.without
     )
-    # Its header has the command that runs the file, so it needs a name also on standard output.
+    # The config's first lines have the command that runs it, with the file's name; `mine.yaml`
+    # stands for it on standard output.
     text = imported.format_yaml("mine.yaml" if arguments.out is None else arguments.out)
     if not is_quiet():
         say(_format_explanation(imported))
     if out is None:
         sys.stdout.write(text)
         return DONE
-    # Whole or not at all; without `replace` a file that has come since the check above stays.
+    # Whole or not at all. replace=False: a file that has come since the check above stays.
     replace_bytes(out, text.encode(), replace=False)
     print(out)
     return DONE

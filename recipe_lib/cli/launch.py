@@ -1,13 +1,8 @@
 """Run torchrun inside `tune run`: parse its flags, start the ranks, and choose the exit code.
 
 `tune run` calls `split_words`, `check_launch` and `launch`; `tune plan` takes torchrun's flags by
-`take_flags`. torchrun's agent runs in a thread. The main thread receives signals and forwards them
-to the ranks, which save and end by themselves. Launcher and ranks (class `Rank`, used by
-worker.py) share a temporary folder, named by the variable `FOLDER_VARIABLE`: it holds the ranks'
-process ids, and the file `stop` for a rank that starts after the signal.
-
-GPUs are listed by nvidia-smi, not by torch, which would make a CUDA context: a launcher or a
-planner must have none.
+`take_flags`. torchrun's agent runs in a thread, so that the main thread can forward signals to the
+ranks, which save and end by themselves (class `Rank`, used by each rank's worker.py).
 """
 
 import csv
@@ -44,8 +39,8 @@ from recipe_lib.plan.hardware import HARDWARE, Hardware, find_reported_hardware
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
 
-# torchrun's flags, spelled with hyphens. Listed here, so that most command lines are parsed without
-# importing torch.
+# torchrun's flags that take a value, spelled with hyphens. Listed here, so that most command lines
+# are parsed without importing torch.
 WITH_VALUE = {
     "--nnodes",
     "--nproc-per-node",
@@ -77,9 +72,10 @@ WITH_VALUE = {
     "-r",
     "-t",
 }
+# Those that take none.
 WITHOUT_VALUE = {"--standalone", "--virtual-local-rank"}
 REFUSED = {"-m", "--module", "--no-python", "--run-path"}  # they change what torchrun runs
-# Beginnings of the flags, and of torchrun's variables, that say how the nodes meet.
+# Beginnings of the flags, and of torchrun's environment variables, that say how the nodes meet.
 RENDEZVOUS = ("--nnodes", "--rdzv-", "--node-rank", "--master-", "--standalone")
 RENDEZVOUS_VARIABLES = ("PET_NNODES", "PET_RDZV", "PET_NODE_RANK", "PET_MASTER", "PET_STANDALONE")
 
@@ -108,10 +104,10 @@ def split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 
 
 def _measure_flag(words: Sequence[str], values: dict[str, str], verb: str) -> int:
-    """Return the number of words of the torchrun flag that `words` begin with; 0 if it is none.
+    """Return the number of words of the torchrun flag that `words` begin with: 1 or 2; 0: no flag.
 
     values: flag -> value of the flags before; this one is added. verb: of `tune`, for errors.
-    Raises ConfigError for a flag that was given before, lacks its value, or cannot be used.
+    Raises ConfigError for a flag that was given before, lacks its value, or is one of `REFUSED`.
     """
     word = words[0]
     name, equals, value = word.partition("=")
@@ -180,6 +176,7 @@ def check_launch(flags: Sequence[str], verb: str = "run") -> None:
 
 
 def _is_count(text: str) -> bool:
+    # Up to five digits, and no superscripts, which isdigit alone takes.
     return text.isascii() and text.isdigit() and len(text) < 6 and int(text) >= 1
 
 
@@ -194,7 +191,8 @@ def add_rendezvous(flags: list[str]) -> list[str]:
 def count_requested_ranks(flags: Sequence[str]) -> int | None:
     """Return the number of ranks that torchrun's flags ask for.
 
-    Return None if it depends on the machine (`gpu`) or may change (MIN:MAX).
+    Return None if it depends on the machine (`--nproc-per-node gpu`) or may change during the run
+    (`--nnodes MIN:MAX`).
     """
     if not flags:
         # Another launcher may have started this rank, with torchrun's variables.
@@ -212,7 +210,8 @@ def count_requested_ranks(flags: Sequence[str]) -> int | None:
 def take_flags(words: Sequence[str], verb: str = "plan") -> tuple[list[str], list[str]]:
     """Return (torchrun's flags, the other words). The flags may stand anywhere.
 
-    verb: of `tune`, for errors.
+    verb: of `tune`, for errors. Raises ConfigError for a flag given twice, without its value, or
+    one of `REFUSED`.
     """
     flags: list[str] = []
     remaining: list[str] = []
@@ -229,7 +228,8 @@ def take_flags(words: Sequence[str], verb: str = "plan") -> tuple[list[str], lis
 def count_ranks_and_machines(flags: Sequence[str]) -> tuple[int, int]:
     """Return (number of processes on a machine, number of machines) that torchrun's flags ask for.
 
-    Raises ConfigError if they ask for GPUs and this machine has none.
+    `auto` is a rank for each GPU, else for each core. Raises ConfigError if the flags ask for GPUs
+    and this machine has none.
     """
     processes = get_flag_value(flags, "--nproc-per-node") or "1"
     if processes in ("auto", "gpu", "cpu", "xpu"):
@@ -245,7 +245,10 @@ def count_ranks_and_machines(flags: Sequence[str]) -> tuple[int, int]:
 
 
 def should_show_plan(flags: Sequence[str]) -> bool:
-    """Return True if this process prints the plan: the first rank, on the first machine."""
+    """Return True if this process prints the plan: on the first machine, and no other launcher's.
+
+    RANK is set if another launcher has started this process as one of its ranks.
+    """
     node_rank = get_flag_value(flags, "--node-rank") or "0"
     return node_rank == "0" and os.environ.get("RANK", "0") == "0"
 
@@ -253,18 +256,21 @@ def should_show_plan(flags: Sequence[str]) -> bool:
 PARENT_VARIABLE = "TUNE_LAUNCHER_PID"  # environment variable with the launcher's process id
 CRASHED = 1  # exit code of a launch with a rank that failed for an unknown cause
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # those that end a run
-LEAVING_SECONDS = 4.0  # for this machine's ranks to end after one of them reported the cause
+LEAVING_SECONDS = 4.0  # for this machine's ranks to end after one of them reported why they all do
 SAVE_SECONDS = 600  # longest wait for the other ranks of this machine to finish saving
 
 
 class Rank:
-    """A rank's side of the launch: `with Rank() as rank: ...`."""
+    """A rank's side of the launch: `with Rank() as rank: ...`.
 
-    stopped_early = 128 + signal.SIGTERM
+    The launcher finds the rank by a file in the folder that both share.
+    """
+
+    stopped_early = 128 + signal.SIGTERM  # exit code of a rank stopped before it saved a state
 
     def __init__(self) -> None:
-        self.folder = Path(os.environ[FOLDER_VARIABLE])
-        self.pid_file = self.folder / "pids" / str(os.getpid())
+        self.folder = Path(os.environ[FOLDER_VARIABLE])  # shared with the launcher
+        self.pid_file = self.folder / "pids" / str(os.getpid())  # empty; the name is the process id
 
     def __enter__(self) -> "Rank":
         end_with_parent(int(os.environ[PARENT_VARIABLE]))
@@ -310,7 +316,12 @@ def end_with_parent(parent: int) -> None:
 
 
 class Launcher:
-    """The launcher's side: runs torchrun's agent in a thread and forwards signals to the ranks."""
+    """The launcher's side: runs torchrun's agent in a thread and forwards signals to the ranks.
+
+    Files in the shared folder: `pids/PROCESS_ID` of each rank; `stop`, for ranks that start after a
+    signal; `saved_LOCAL_RANK` of each rank that has saved; `SAID_FILE`, once a rank has reported
+    why all ranks end.
+    """
 
     def __init__(
         self, flags: Sequence[str], script: Path, arguments: Sequence[str], folder: Path
@@ -323,11 +334,14 @@ class Launcher:
         self.flags = list(flags)
         self.folder = folder
         self.received: list[int] = []  # signals, in the order received
-        self.outcome: BaseException | None = None  # what torchrun's agent raised
-        self.finished = threading.Event()  # the agent has ended
+        self.outcome: BaseException | None = None  # what torchrun's agent raised; None: all is well
+        self.finished = threading.Event()  # set when the agent has ended
 
     def run(self) -> int:
-        """Launch the ranks, wait for them, and return the exit code of the launch."""
+        """Launch the ranks, wait for them, and return the exit code of the launch.
+
+        Raises SetupError if torchrun refuses its flags, or the nodes do not meet.
+        """
         (self.folder / "pids").mkdir()
         former_handlers = {number: signal.getsignal(number) for number in SIGNALS}
         for number, handler in former_handlers.items():
@@ -342,7 +356,7 @@ class Launcher:
                 )
                 log_dir = [] if has_log_dir else ["--log-dir", str(self.folder / "logs")]
                 parsed = parse_flags(log_dir + self.words)
-                if self.received:
+                if self.received:  # stopped before there is a rank
                     return 128 + self.received[0]
                 # In a thread torchrun installs no signal handlers. Its own kill ranks that take
                 # longer than 30 seconds to end, and print a traceback.
@@ -362,7 +376,7 @@ class Launcher:
         from torch.distributed import run
 
         try:
-            run.run(parsed)
+            run.run(parsed)  # returns when all ranks of this machine have ended
         except BaseException as error:  # noqa: BLE001  (the main thread judges it)
             self.outcome = error
         finally:
@@ -383,6 +397,7 @@ class Launcher:
         self.received.append(number)
         # For ranks that have not left their process id yet.
         (self.folder / "stop").touch()
+        # SIGHUP is forwarded as SIGTERM.
         forwarded = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         # At the third signal the ranks are killed: they do not react.
         self._send_signal(signal.SIGKILL if len(self.received) > 2 else forwarded)
@@ -424,7 +439,8 @@ def choose_exit_code(
     by that signal. stopped_by: signal that the launcher received; None: none. said: a rank has
     reported why all ranks end.
     """
-    # A rank ends with one of these codes after it has reported the cause, which is that of all.
+    # A rank ends with one of these codes after it has reported the cause, which is that of all; the
+    # first in this order counts.
     for code in (OUT_OF_MEMORY, STORAGE, DIVERGED, USER_ERROR, STOPPED_AND_SAVED):
         if code in codes.values():
             return code, ""
@@ -438,7 +454,7 @@ def choose_exit_code(
             f"stopped by {signal.Signals(stopped_by).name} before a state was saved",
         )
     # Ranks that ended because another failed, or that the agent then ended by SIGTERM, are not the
-    # cause.
+    # cause: they come after all others.
     order = {PEER_FAILED: 1, -signal.SIGTERM: 2}
     rank, code = min(codes.items(), key=lambda item: (order.get(item[1], 0), item[0]))
     if code == PEER_FAILED:
@@ -453,7 +469,7 @@ def choose_exit_code(
 def parse_flags(words: list[str]) -> Any:
     """Return torchrun's parsed command line; set OMP_NUM_THREADS and silence its loggers.
 
-    Raises SetupError if torchrun refuses the command line.
+    words: flags, script, and the script's arguments. Raises SetupError if torchrun refuses them.
     """
     from torch.distributed import run
 
@@ -496,7 +512,11 @@ def set_environment(**values: str) -> Iterator[None]:
 
 
 def launch(flags: Sequence[str], recipe: Path, arguments: Sequence[str]) -> int:
-    """Run a recipe's file on the ranks that torchrun's flags ask for; return the exit code."""
+    """Run a recipe's file on the ranks that torchrun's flags ask for; return the exit code.
+
+    arguments: the recipe's. Raises SetupError if torchrun refuses its flags, or the nodes do not
+    meet.
+    """
     worker = Path(__file__).with_name("worker.py")
     with (
         tempfile.TemporaryDirectory(prefix="tune-run-") as folder,
@@ -517,6 +537,7 @@ TIMEOUT_SECONDS = 10  # for nvidia-smi: a driver that hangs must not hold up the
 # CUDA reports this share or a little more of the memory that nvidia-smi shows: the driver keeps
 # some.
 SHARE_OF_TOTAL = 0.98
+# Not torch, which would make a CUDA context: a launcher or a planner must have none.
 QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
 
 
@@ -524,13 +545,13 @@ QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv
 def list_local_gpus() -> list[tuple[str, int]]:
     """Return (name, bytes of memory) of each GPU that CUDA_VISIBLE_DEVICES leaves visible.
 
-    Return none without a driver.
+    The list is empty without a driver. It is kept: GPUs hidden afterwards stay in it.
     """
     try:
         output = subprocess.run(
             QUERY, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True
         ).stdout
-        rows = [
+        rows = [  # (index, uuid, name, bytes)
             (row[0], row[1], row[2], int(row[3]) * MIB)
             for row in csv.reader(output.splitlines(), skipinitialspace=True)
         ]
@@ -540,7 +561,8 @@ def list_local_gpus() -> list[tuple[str, int]]:
     if visible is None:
         return [(name, size) for _, _, name, size in rows]
     gpus = []
-    # In the order of the variable. An entry is an index, or the beginning of a UUID: `GPU-1a2b`.
+    # In the order of the variable. An entry is an index, or the beginning of a UUID: `GPU-1a2b`, of
+    # which `GPU-` alone names nothing.
     for entry in filter(None, map(str.strip, visible.split(","))):
         gpus += [
             (name, size)
@@ -560,7 +582,7 @@ def find_local_device() -> Hardware | None:
         return None
     name, size = gpus[0]
     reported = find_reported_hardware(name, int(size * SHARE_OF_TOTAL))
-    known = HARDWARE.get(reported.name)
+    known = HARDWARE.get(reported.name)  # the table's entry of such a card
     # A MIG slice, or a variant of a card with other memory, is planned with its own memory.
     return known if known and 0.9 < known.memory / size <= 1 else reported
 

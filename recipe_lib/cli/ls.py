@@ -1,7 +1,7 @@
-"""`tune ls [WORD ...]`: list the recipes and their configs, with the memory that each is planned to
-take.
+"""List the recipes and their configs, with the memory that each is planned to take: `tune ls`.
 
-The figures are those at the head of each config's file, so that nothing is planned here.
+main.py calls `run(words)`. The figures are read from the comments at the head of each config's
+file, so that nothing is planned here.
 """
 
 import ast
@@ -21,9 +21,11 @@ to reserve.
   tune ls qwen3 8B lora     configs whose name has all these words
   tune ls dpo_distributed   those of a recipe"""
 
+# Groups: reserved memory, its unit, number of ranks.
 _PLANNED = re.compile(
     r"Planned peak of a rank: [\d.]+ \w+ active, ([\d.]+) (\w+) reserved \((\d+) ranks?,"
 )
+# Such as `Meant for 1 GPU of 24 GB:`.
 _INTENDED_GPUS = re.compile(r"Meant for ([^:]+):")
 
 PARSER = Parser(
@@ -36,23 +38,28 @@ PARSER = Parser(
 
 
 def run(words: list[str]) -> int:
-    """Print the recipes and configs that the words name."""
+    """Print the recipes and configs that the words name; without words all of them.
+
+    Raises ConfigError if no config has all of the words.
+    """
     words = PARSER.parse(words).words
     recipes = [word for word in words if word in list_recipes()]
     filters = [word for word in words if word not in recipes]
-    shown: dict[str, list[str]] = {}
+    configs_by_recipe: dict[str, list[str]] = {}
     for name, configs in list_configs().items():
         matches = [config for config in configs if all(is_match(config, word) for word in filters)]
         # A recipe without configs is listed too, unless configs were asked for.
         if name in (recipes or list_recipes()) and (matches or not filters):
-            shown[name] = matches
-    if filters and not shown:
+            configs_by_recipe[name] = matches
+    if filters and not configs_by_recipe:
         raise ConfigError(_describe_no_match(filters))
-    width = max((len(config) for config in chain.from_iterable(shown.values())), default=0)
-    for index, (name, configs) in enumerate(shown.items()):
+    width = max(
+        (len(config) for config in chain.from_iterable(configs_by_recipe.values())), default=0
+    )
+    for index, (name, configs) in enumerate(configs_by_recipe.items()):
         if index:
             print()
-        # Without importing the recipe and its torch.
+        # Parsed, as importing a recipe imports torch, which takes seconds.
         tree = ast.parse(find_recipe(name).read_text(encoding="utf-8"))
         docstring = ast.get_docstring(tree) or "no description"
         print(f"{name}: {docstring.splitlines()[0]}")
@@ -67,7 +74,7 @@ def is_match(config: str, word: str) -> bool:
 
     `qwen3/8B_lora` has the parts qwen3, 8B and lora; `qwen3/` matches that family alone.
     """
-    # A config is called llama3_1, its model Llama 3.1. A slash in front would match no part.
+    # The configs of Llama 3.1 are called llama3_1. No part begins with a slash, so one is dropped.
     name = config.lower().replace(".", "_")
     prefix = word.lower().replace(".", "_").lstrip("/")
     return any(part.startswith(prefix) for part in _split_name(name))
@@ -79,8 +86,8 @@ def _split_name(name: str) -> list[str]:
 
 
 def read_planned_memory(config: Path) -> str:
-    """Return the plan at the head of a config: `6.84 GiB planned  1 GPU of 24 GB`, or nothing."""
-    # The header is comments, broken between words.
+    """Return the plan at the head of a config, `6.84 GiB planned  1 GPU of 24 GB`; empty: none."""
+    # The head is comments up to the first key, `recipe`, with lines broken between words.
     header = config.read_text(encoding="utf-8").partition("\nrecipe:")[0].replace("\n# ", " ")
     plan_match = _PLANNED.search(header)
     if not plan_match:

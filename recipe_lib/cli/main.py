@@ -1,4 +1,4 @@
-"""The entry point `tune`: find the verb and hand it the rest of the command line.
+"""Run the command `tune`: find the verb, its first word, and hand it the rest of the command line.
 
 A verb is a module of this package with `run(words) -> exit code` and its PARSER. Only the verb that
 was asked for is imported, and none of them imports torch before it needs it.
@@ -17,6 +17,7 @@ from recipe_lib import __version__
 from recipe_lib.errors import DONE, ConfigError, StorageError, run_for_exit_code, say, send_nowhere
 from recipe_lib.logs import VERBOSITY, set_verbosity
 
+# Verb -> its line in `tune --help`, in this order.
 VERBS = {
     "ls": "recipes and their configs",
     "cat": "show a config: its file, every resolved value, or every key explained",
@@ -41,9 +42,9 @@ VERBS = {
 REMOVED = {
     "teach": "the teacher runs with the model: `tune run distill_distributed` with distill.teacher"
 }
-# Verbs whose word is Python's own, and cannot be imported as a module.
+# Verb -> its module, where the word is Python's own; the other modules are named as the verbs.
 MODULES = {"import": "import_config"}
-# What a terminal shows while a verb works; the other verbs are done in a moment, or say it
+# Verb -> what a terminal shows while it works; the other verbs are done in a moment, or show it
 # themselves.
 WAITS = {
     "validate": "checking the config",
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         send_nowhere(sys.stdout)
         return 128 + signal.SIGPIPE
     finally:
-        say("")  # what could not be written to standard error must not become the exit code
+        say("")  # flushes standard error: a failure of the flush at exit would be the exit code
 
 
 def _prepare_output() -> None:
@@ -88,7 +89,10 @@ def _prepare_output() -> None:
 
 
 def _run_and_flush(words: list[str]) -> int:
-    """Run the verb and write out its output; return the exit code."""
+    """Run the verb and write out its output; return the exit code.
+
+    Raises StorageError if standard output is a file on a full disk.
+    """
     try:
         try:
             code = _run_verb(words)
@@ -105,6 +109,7 @@ def _run_and_flush(words: list[str]) -> int:
 
 
 def _run_verb(words: list[str]) -> int:
+    # -q and -v may stand before the verb; `tune help VERB` is `tune VERB --help`.
     while words and words[0] in VERBOSITY:
         set_verbosity(VERBOSITY[words[0]])
         words = words[1:]
@@ -114,7 +119,7 @@ def _run_verb(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_format_help())
         return DONE
-    verb, *rest = words
+    verb, *verb_words = words
     if verb in ("-V", "--version"):
         print(__version__)
         return DONE
@@ -128,7 +133,7 @@ def _run_verb(words: list[str]) -> int:
         hint = did_you_mean(verb, known) or f"; one of: {', '.join(known)}"
         raise ConfigError(f"tune: unknown {kind} {show(verb)!r}{hint}")
     with _show_progress(verb):
-        return importlib.import_module(get_module_name(verb)).run(rest)
+        return importlib.import_module(get_module_name(verb)).run(verb_words)
 
 
 def get_module_name(verb: str) -> str:
@@ -137,7 +142,7 @@ def get_module_name(verb: str) -> str:
 
 
 def _show_progress(verb: str) -> AbstractContextManager[Any]:
-    """Return a context that shows on a terminal what the verb does, until it has done it."""
+    """Return a context that shows on a terminal what the verb does (`WAITS`), until it ends."""
     if verb not in WAITS:
         return nullcontext()
     from recipe_lib.report.phases import phase  # imports rich, which `tune --help` does without

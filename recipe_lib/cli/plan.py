@@ -1,8 +1,8 @@
-"""`tune plan`: print the memory, communication and time of a run, before it is started.
+"""Print the memory, communication and time of a run before it is started, for `tune plan`.
 
-Needs no GPU. plan_request.py reads the command line; recipe_lib.plan makes the plan. A plan quotes
-the receipt of the nearest run that has been, and `--receipts` lists all; whatever is wrong with
-their file is one line at most, and stops no plan.
+main.py calls `run(words)`. plan_request.py reads the command line, recipe_lib.plan makes the plan
+by running the recipe's code on a simulated device, so no GPU is needed. A trace is that run's
+allocations and operators. A receipt holds the planned and measured peaks of an earlier run.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from recipe_lib.cli.plan_request import (
     read_arguments,
     read_config,
 )
-from recipe_lib.cli.plan_request import PARSER as PARSER
+from recipe_lib.cli.plan_request import PARSER as PARSER  # each verb's module has its PARSER
 from recipe_lib.cli.recipes import RecipeFile, find_config_recipe
 from recipe_lib.cli.start_checks import check_start
 from recipe_lib.config import load_config
@@ -62,15 +62,18 @@ if TYPE_CHECKING:
 
 
 NO_ROOM = 3  # exit code: the run does not fit
-MISTAKE = 2  # exit code: streams are not right
-# Objects before Python's collector of cycles looks at them: a plan makes a million that stay, and
-# torch's import half as many; at Python's own number of 700 it takes a tenth of the time.
+MISTAKE = 2  # exit code: --check-streams has found something
+# New objects after which Python collects cycles: a plan makes a million that stay, and torch's
+# import half as many. At Python's default of 700 collecting takes a tenth of the time.
 COLLECT_AFTER = 100_000
-_IMPORTED = time.monotonic()
+_IMPORTED = time.monotonic()  # seconds; the plan says how long it took from here on
 
 
 def run(words: list[str]) -> int:
-    """Print the plan, or what is asked for in its place; write the files that are asked for."""
+    """Print the plan, or what is asked for in its place; write the files that are asked for.
+
+    Returns the exit code. Raises ConfigError for a request that cannot be planned.
+    """
     arguments = read_arguments(words)
     if arguments.receipts:
         print(list_receipts(arguments), end="")
@@ -122,7 +125,7 @@ def silence_libraries() -> Iterator[None]:
 
 
 def format_plan(plan: Plan, compared: Plan | None, arguments: argparse.Namespace) -> str:
-    """Return the report of a plan; with another plan, how they differ."""
+    """Return the report of a plan. compared: report how `plan` differs from it; None: the plan."""
     from recipe_lib.plan.views.report import render, render_diff
     from recipe_lib.report.terminal import wants_color
 
@@ -148,11 +151,12 @@ def make_plan_and_trace(
 
     with explain_errors(recipe, cfg):
         if arguments.advice:
-            # Before the plan, as it can use all cores from here.
-            tried = try_levers(planned, shaped, settings)
+            # A lever is a key that trades memory for time or precision. They are tried first, in
+            # forks on all cores: once this process has simulated anything, it cannot be forked.
+            trials = try_levers(planned, shaped, settings)
         plan, trace = make_plan(planned, shaped, settings)
         if arguments.advice:
-            plan.advice = advise(plan, *tried)
+            plan.advice = advise(plan, *trials)
             add_fewest_ranks(plan, recipe_class=planned, cfg=shaped, settings=settings)
         if arguments.full and arguments.diff is None:
             add_alone(plan, recipe_class=planned, cfg=shaped, settings=settings)
@@ -169,7 +173,7 @@ def make_compared_plan(recipe: RecipeFile, arguments: argparse.Namespace) -> Pla
         return read_plan(Path(arguments.diff))
     # The overrides are for the first config; its tables and advice are not compared.
     changes = {"config": arguments.diff, "overrides": [], "advice": False, "full": False}
-    # A recipe of the user's own is not named by configs: it plans both.
+    # No config can name a recipe of the user's own: it plans both.
     diff_recipe = find_config_recipe(arguments.diff) if recipe.shipped else recipe
     cfg = load_config(arguments.diff, (), diff_recipe.schema())
     return make_plan_and_trace(diff_recipe, cfg, argparse.Namespace(**vars(arguments) | changes))[0]
@@ -201,7 +205,10 @@ def search(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple
 
 
 def write_files(plan: Plan, trace: "Trace", arguments: argparse.Namespace) -> None:
-    """Write the files that were asked for, each whole or not at all."""
+    """Write the files of --json, --html and --snapshot, each whole or not at all.
+
+    Raises StorageError if one cannot be written.
+    """
     if arguments.json:
         write_json(arguments.json, plan.to_json())
     if arguments.html:
@@ -230,7 +237,7 @@ def calibrate(path: Path) -> str:
 
 
 def quote_receipt(cfg: Any, shaped: Any, settings: "PlanSettings") -> str:
-    """Return the receipt nearest to a plan as a line; empty if there is none.
+    """Return the receipt nearest to a plan as a line; empty if there is none, or receipts are off.
 
     shaped: the config as it is planned.
     """
@@ -245,7 +252,10 @@ def quote_receipt(cfg: Any, shaped: Any, settings: "PlanSettings") -> str:
 
 
 def list_receipts(arguments: argparse.Namespace) -> str:
-    """Return what `--receipts` prints, and write its JSON. Raises ConfigError."""
+    """Return what `--receipts` prints, and write its JSON.
+
+    Raises ConfigError if the file of receipts cannot be read.
+    """
     path = get_receipts_file()
     try:
         receipts, unreadable = read_receipts(path)
@@ -270,17 +280,17 @@ def render_receipts(
     unreadable: number of lines of the file that were passed over. width: columns, by default those
     of the terminal.
     """
-    passed = f"; {pluralize(unreadable, 'line')} of it cannot be read" if unreadable else ""
+    skipped = f"; {pluralize(unreadable, 'line')} of it cannot be read" if unreadable else ""
     if not receipts:
         return (
             f"no receipts in {path}: each `tune run` on a GPU that shows its plan adds one at its"
-            f" end, unless {VARIABLE}=off is set{passed}\n"
+            f" end, unless {VARIABLE}=off is set{skipped}\n"
         )
     rows = []
     for receipt in receipts:
         run = receipt.run
-        rate_error = receipt.errors.get("tokens_per_second")
-        row = {
+        rate_error = receipt.errors.get("tokens_per_second")  # errors are planned / measured - 1
+        row = {  # header -> cell
             "date": receipt.time[:10],
             "card": run.card,
             "ranks": str(run.ranks),
@@ -297,7 +307,7 @@ def render_receipts(
         console,
         Table(
             "reserved memory of runs",
-            list(row),
+            list(row),  # the headers
             rows,
             left=("date", "card", "config", "recipe"),
             optional=("recipe", "tokens/s"),  # left out first on a narrow terminal
@@ -310,5 +320,5 @@ def render_receipts(
         f"{pluralize(len(receipts), 'receipt')}; error of reserved memory:"
         f" {fmean(map(abs, errors)):.1%} mean absolute, {max(errors, key=abs):+.1%} worst",
     )
-    put(console, f"in {path}, on this machine alone{passed}")
+    put(console, f"in {path}, on this machine alone{skipped}")
     return read_console(console)

@@ -1,8 +1,8 @@
 """Plan a run while it runs, in a separate process, and compare the plan with what was measured.
 
-`plan_beside` starts the process and ends it with the run. The process prints the figures itself,
-and leaves them in a file for the end of the run. It has 10 seconds of CPU, gives way to the ranks,
-and sees no GPU. Whatever goes wrong in it is one line, and does not disturb the run.
+run.py calls `plan_beside`, which starts this file's `main` as that process and ends it with the
+run. A plan is an estimate of memory and time. The process prints it as one line, and leaves its
+figures in a file. At the end of the run they are kept, with the measured ones, as a receipt.
 """
 
 import json
@@ -52,18 +52,22 @@ if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.plan_schema import Plan, RankPlan
 
-VARIABLE = "TUNE_PLAN"  # `off`: no plan unless --plan asks for one
-CPU_SECONDS = 10
+VARIABLE = "TUNE_PLAN"  # environment variable; `off`: no plan unless --plan asks for one
+CPU_SECONDS = 10  # of the planning process: the ranks need the cores
 COMPILED_CPU_SECONDS = 40  # for a run with compile=true, whose own compiling takes longer
 WAIT_SECONDS = 300  # for the run to have tokenized its data
-STEP_PHASES = ("first step", "step")  # the phases that a run measures
-MEMORY_KINDS = ("active", "allocated", "reserved")
-# Of more simulated layers x micro-batches one step is planned: two would take too much CPU time.
+STEP_PHASES = ("first step", "step")  # phases that a run measures; the first makes optimizer states
+MEMORY_KINDS = ("active", "allocated", "reserved")  # bytes of torch's allocator that are compared
+# Layers x micro-batches of a step that are simulated. Above it one step is planned in place of two,
+# which would take too much CPU time.
 MAX_LAYERS = 36
 
 
 def take_choice(words: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the words without --plan and --no-plan, and True if a plan is to be shown."""
+    """Return the words without --plan and --no-plan, and True if a plan is to be shown.
+
+    The last of them counts; without any, TUNE_PLAN=off means no.
+    """
     choices = [word for word in words if word in ("--plan", "--no-plan")]
     is_off = os.environ.get(VARIABLE, "").lower() in ("off", "0", "no")
     should_plan = choices[-1] == "--plan" if choices else not is_off
@@ -74,11 +78,12 @@ def take_choice(words: Sequence[str]) -> tuple[list[str], bool]:
 def plan_beside(
     flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]
 ) -> Iterator[Callable[[int], None]]:
-    """Start the plan of a run; yield a function that compares both, given the run's exit code.
+    """Start the plan of a run; yield a function to call with the run's exit code at its end.
 
-    flags: torchrun's. words: the recipe's arguments.
+    It logs planned against measured memory and keeps the receipt. flags: torchrun's. words: the
+    recipe's arguments.
     """
-    # Another program's arguments cannot be planned.
+    # A recipe of the user's own may take arguments of any kind, which cannot be planned.
     if not recipe.has_known_arguments() or not should_show_plan(flags):
         yield lambda code: None
         return
@@ -96,18 +101,19 @@ def plan_beside(
             start_new_session=True,  # Ctrl-C is for the run
         )
         try:
-            # The run's report reads them there.
+            # FIGURES names the environment variable by which the run's report finds the file.
             with set_environment(**{FIGURES: str(figures)}):
                 yield lambda code: _compare(figures, began, code)
         finally:
             process.kill()
-            process.communicate()
+            process.communicate()  # closes the pipe and reaps the process
 
 
 def _compare(figures: Path, began: float, code: int) -> None:
     """Log planned against measured peaks, and keep both as a receipt.
 
-    Does nothing if the run failed or was over before its plan. began: time of the start of the run.
+    Does nothing if the run failed or was over before its plan. figures: file of `main`. began: time
+    of the start of the run. code: exit code of the run.
     """
     if code not in (DONE, STOPPED_AND_SAVED) or not figures.exists():
         return
@@ -125,8 +131,10 @@ def _compare(figures: Path, began: float, code: int) -> None:
 def append_run_receipt(figures: dict[str, Any], summary: dict[str, Any]) -> None:
     """Add the receipt of a run that has ended, if it ran on the GPU that was planned.
 
-    figures: of its plan. summary: of its summary.json.
+    figures: content of the file of `main`. summary: content of the run's summary.json. A file of
+    receipts that cannot be read or written is a warning.
     """
+    # `memory_kind`: `device`, or on a CPU the process's resident set.
     if (
         receipts.has_disabled_receipts()
         or summary.get("memory_kind") != "device"
@@ -157,9 +165,9 @@ def append_run_receipt(figures: dict[str, Any], summary: dict[str, Any]) -> None
 
 
 def format_comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[str]:
-    """Return lines on planned and measured peaks.
+    """Return the line on planned and measured peaks; none if nothing was measured.
 
-    planned: the figures of `collect_figures`. summary: the run's summary.json.
+    planned: of `collect_figures`, bytes. summary: content of the run's summary.json, GiB.
     """
     # Rank 0 writes the summary: its plan is compared, not the heaviest rank's.
     planned = planned | (planned.get("first") or {})
@@ -182,7 +190,10 @@ def format_comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[
 def collect_figures(plan: "Plan") -> dict[str, Any]:
     """Return what is shown and compared of a plan, in bytes and seconds.
 
-    That is the peaks of the heaviest rank in its steps and, as `first`, those of rank 0.
+    `active`, `allocated`, `reserved`: peaks of the heaviest rank in its steps; `first`: the same of
+    the lowest rank. `verdict`: whether it fits. `estimate`: why not all steps and micro-batches
+    were simulated, else empty. `usable`: bytes of the device for torch. `seconds`,
+    `tokens_per_second`: of a step; None: not planned.
     """
     first = min(plan.rank_plans, key=lambda rank: rank.rank)
     return _find_peaks(plan.heaviest) | {
@@ -208,7 +219,11 @@ def _find_peaks(rank: "RankPlan") -> dict[str, int]:
 
 
 def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> str:
-    """Return the plan as a line. own: the device is one of this machine's."""
+    """Return the plan as a line. own: the device is one of this machine's.
+
+    figures: of `collect_figures`; with `is_short` one step was planned in place of two, so that
+    reserved memory is less certain.
+    """
     memory = settings.hardware.memory
     reason = "" if own else ", as there is no GPU here"
     device = f"{settings.ranks} x {settings.hardware.name}{reason}"
@@ -229,24 +244,28 @@ class _TooSlow(BaseException):
     """The CPU time is used up."""
 
     came = False  # it was raised in this process
-    allowed = 0  # seconds; the kernel raises its soft limit each time it sends the signal
+    allowed = 0  # CPU seconds; kept here, as the kernel raises its soft limit with each signal
 
 
 def main(argv: list[str]) -> int:
     """Plan, as the separate process: FIGURES [torchrun flags] RECIPE [arguments].
 
-    FIGURES: the file to write the figures to.
+    FIGURES: the file to write the figures to. Returns 0 whatever goes wrong, which is a line.
     """
     say = _silence_output()
     _limit_process()
-    gpus = hide_gpus()
+    has_gpus = hide_gpus()
     try:
         arguments = read_arguments(argv[1:])
         arguments.wait = float(WAIT_SECONDS)
         figures, settings = _plan(arguments)
-        figures |= {"device": settings.hardware.name, "ranks": settings.ranks, "own_device": gpus}
+        figures |= {
+            "device": settings.hardware.name,
+            "ranks": settings.ranks,
+            "own_device": has_gpus,
+        }
         replace_text(Path(argv[0]), json.dumps(figures))
-        say(describe(figures, settings, gpus))
+        say(describe(figures, settings, has_gpus))
     except UserError:
         pass  # the run says it
     except (Exception, _TooSlow) as error:  # noqa: BLE001  (nothing of it is to disturb the run)
@@ -265,7 +284,10 @@ def main(argv: list[str]) -> int:
 
 
 def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
-    """Return (figures, settings of the plan). A model of many layers is planned for one step."""
+    """Return (figures, settings of the plan). A model of many layers is planned for one step.
+
+    arguments: of `read_arguments`.
+    """
     recipe, cfg = read_config(arguments)
     if cfg.compile:
         _set_cpu_limit(COMPILED_CPU_SECONDS)
@@ -309,7 +331,7 @@ def _silence_output() -> Callable[[str], None]:
 
 
 def _limit_process() -> None:
-    """Give this process little CPU time, after everybody else, and none once the run is gone."""
+    """Limit this process's CPU time, give way to other processes, and end with the run."""
 
     def raise_too_slow(number: int, frame: FrameType | None) -> NoReturn:
         _TooSlow.came = True
@@ -324,7 +346,8 @@ def _limit_process() -> None:
 def _set_cpu_limit(seconds: int) -> None:
     """Set the CPU seconds after which `_TooSlow` is raised."""
     _TooSlow.allowed = seconds
-    # The hard limit kills the process, where the exception does not end it.
+    # The hard limit kills the process if the exception does not end it. It is the larger one from
+    # the start, as an ordinary process cannot raise it again.
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, COMPILED_CPU_SECONDS + 2))
 
 

@@ -1,6 +1,8 @@
 """Read the command line of `tune plan`, and turn it into recipe class, config and plan settings.
 
-`tune plan` uses it in its own process; `tune run` in a separate one, which plans beside the run.
+plan.py calls `read_arguments`, `read_config` and `prepare` in turn; so do run.py and
+plan_during_run.py, in a process beside the run (`build_planning_command`). A plan is an estimate of
+memory and time: the recipe's own code runs on a simulated device, whose tensors have no bytes.
 """
 
 import argparse
@@ -40,8 +42,8 @@ from recipe_lib.units import GIB
 if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
 
-DEFAULT_DEVICE = "24GB"
-ROOT = Path(__file__).parents[2]
+DEFAULT_DEVICE = "24GB"  # a name of --device, for a machine without a GPU
+ROOT = Path(__file__).parents[2]  # the folder to import recipe_lib from
 # Methods of a recipe's class that a plan calls.
 METHODS = ("setup_model", "setup_optimizer", "train_step")
 # A plan comes from what is on the machine; the packages that could ask a network are set offline.
@@ -58,7 +60,7 @@ Exit codes: 0 fits, or fits with little room to spare (risky); 3 does not fit; 2
 correct."""
 
 
-# Memory outside of torch -> what it is.
+# Device memory that torch's allocator does not see, as the option --NAME-gib names it -> in words.
 OUTSIDE = {"context": "CUDA's context", "nccl": "NCCL's buffers", "reserve": "other programs"}
 # torchrun's flags are taken out before; --nproc_per_node and --nnodes stand here for the help.
 PARSER = Parser(
@@ -156,8 +158,9 @@ PARSER = Parser(
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Return the command line, checked as far as it can be without torch.
 
-    flags: torchrun's. wait: seconds to wait for a run to tokenize its data, or None. notes: lines
-    for the plan. Raises ConfigError.
+    Adds to the parsed options `flags` (torchrun's), `recipe` (name or path; None: the config names
+    it), `overrides`, `notes` (lines for the plan), and `wait`, None here: seconds to wait for a run
+    to tokenize its data. Raises ConfigError for what cannot be planned as it is written.
     """
     flags, remaining = take_flags(words)
     arguments = PARSER.parse(remaining)
@@ -197,6 +200,7 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
             "--fit: names processes and device; leave --device, --nproc_per_node and --nnodes out"
         )
     _check_no_plan(arguments)
+    # These are called for the errors that they raise; what they return is asked for again later.
     if arguments.device:
         find_hardware(arguments.device)
     check_choice(arguments.sequence)
@@ -212,7 +216,10 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_no_plan(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for an option of a plan next to --search or --check-streams."""
+    """Raise ConfigError for an option of a plan next to --search or --check-streams.
+
+    Also for these two together.
+    """
     unused = [
         name
         for name in ("json", "html", "snapshot", "diff", "advice", "full")
@@ -228,9 +235,14 @@ def _check_no_plan(arguments: argparse.Namespace) -> None:
 
 
 def _check_receipts(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for a word that --receipts, which lists all runs, has no use for."""
+    """Raise ConfigError for a word that `tune plan --receipts` has no use for.
+
+    It lists the receipts of all runs: the planned and measured peaks that each has left.
+    """
+    # Options that --receipts has a use for; words are refused by themselves.
     used = ("help", "words", "receipts", "json", "quiet", "verbose")
     unused = [*arguments.words, *arguments.flags]
+    # argparse has no public list of a parser's options.
     unused += [
         action.option_strings[0]
         for action in PARSER._actions
@@ -242,9 +254,12 @@ def _check_receipts(arguments: argparse.Namespace) -> None:
 
 
 def read_config(arguments: argparse.Namespace) -> tuple[RecipeFile, Any]:
-    """Return the recipe and the config that the command line names, plugins imported."""
+    """Return the recipe and the config that the command line names, plugins imported.
+
+    Sets `arguments.notes`. Raises ConfigError if there is no such file, or it is not valid.
+    """
     recipe, loaded = open_config(arguments.config, arguments)
-    arguments.notes = loaded.idle
+    arguments.notes = loaded.idle  # lines on keys that another setting makes useless
     return recipe, loaded.cfg
 
 
@@ -254,6 +269,7 @@ def build_planning_command(
     """Return (command, environment) of a separate process that plans.
 
     It runs `module ANSWER [torchrun flags] RECIPE [arguments]`. answer: the file that it writes.
+    words: all that follows ANSWER.
     """
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # Temporary files next to the answer, as the process may be killed and leave them.
@@ -266,7 +282,7 @@ def hide_gpus() -> bool:
     """Hide GPUs and network from this process; return True if the machine has GPUs."""
     # Before they are hidden. The list is cached: the device of the plan is still found.
     gpus = list_local_gpus()
-    os.environ[VISIBLE] = ""
+    os.environ[VISIBLE] = ""  # CUDA_VISIBLE_DEVICES
     os.environ.update(OFFLINE)
     return bool(gpus)
 
@@ -282,10 +298,11 @@ def count_planned_ranks(arguments: argparse.Namespace) -> int:
 def choose_planned_device(arguments: argparse.Namespace) -> tuple[int, Hardware, list[str]]:
     """Return (ranks, device, lines on what was assumed).
 
-    The device is the one that is named, else that of --calibration, else this machine's.
+    The device is the one that is named, else that of --calibration, else this machine's, else
+    `DEFAULT_DEVICE`. Raises ConfigError for an unknown device, or GPUs that are not here.
     """
     if arguments.fit:
-        return *parse_fit(arguments.fit), []
+        return *parse_fit(arguments.fit), []  # such as 4x24GB
     local_ranks, machines = count_ranks_and_machines(arguments.flags)
     assumed = [f"{local_ranks} ranks on each of {machines} machines"] if machines > 1 else []
     if arguments.device:
@@ -293,9 +310,12 @@ def choose_planned_device(arguments: argparse.Namespace) -> tuple[int, Hardware,
     elif arguments.calibration:
         from recipe_lib.plan.measured.rates_file import read_calibrated_device
 
-        hardware, unknown = read_calibrated_device(arguments.calibration)
-        of_file = f"the device is that of --calibration, {hardware.name}"
-        assumed.append("; ".join(filter(None, [of_file, unknown, "--device names another"])))
+        # memory_line: where the memory is taken from if the file lacks it, else empty.
+        hardware, memory_line = read_calibrated_device(arguments.calibration)
+        device_line = f"the device is that of --calibration, {hardware.name}"
+        assumed.append(
+            "; ".join(filter(None, [device_line, memory_line, "--device names another"]))
+        )
     elif local_device := find_local_device():
         hardware = local_device
         assumed.append(f"the device is this machine's, {hardware.name}; --device names another")
@@ -312,7 +332,11 @@ def choose_planned_device(arguments: argparse.Namespace) -> tuple[int, Hardware,
 def build_settings(
     recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace
 ) -> tuple["PlanSettings", list[str]]:
-    """Return what a plan needs besides recipe and config, and lines on what was assumed for it."""
+    """Return what a plan needs besides recipe and config, and lines on what was assumed for it.
+
+    May wait `arguments.wait` seconds for a run to tokenize its data. Raises ConfigError for ranks,
+    a device or a calibration that cannot be used.
+    """
     from recipe_lib.plan.simulated_world.planned_data import choose_sequence
 
     ranks, hardware, assumed = choose_planned_device(arguments)
@@ -348,8 +372,9 @@ def prepare(
 ) -> tuple[type, Any, "PlanSettings"]:
     """Return (recipe class, plannable config, settings) of what a command line plans.
 
-    decides: `parallel.strategy: auto` becomes what `tune run` would choose. Lines on this machine
-    are added to `arguments.notes`.
+    The config of a plan has random weights of the same shape (model.preset) in place of model.path.
+    decides: `parallel.strategy: auto` becomes what `tune run` would choose. Lines on the assumed
+    ranks and device are added to `arguments.notes`. Raises ConfigError for what cannot be planned.
     """
     from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
@@ -371,7 +396,10 @@ def prepare(
 
 
 def read_ranks(text: str | None, ranks: int) -> tuple[int, ...]:
-    """Return `0,3` as numbers; none without a text."""
+    """Return the ranks of a text such as `0,3`, each below `ranks`; none without a text.
+
+    Raises ConfigError for anything else.
+    """
     return (
         read_numbers(
             "--rank",
@@ -387,7 +415,10 @@ def read_ranks(text: str | None, ranks: int) -> tuple[int, ...]:
 def estimate_outside(
     cfg: Any, arguments: argparse.Namespace, hardware: Hardware, ranks: int
 ) -> Any:
-    """Return the memory outside of torch where the command line gives a part of it, else None."""
+    """Return the memory outside of torch's allocator, in bytes by part, for --context-gib and such.
+
+    Return None without such an option: the plan then takes it from its tables.
+    """
     sizes = {name: getattr(arguments, f"{name}_gib") for name in OUTSIDE}
     sizes = {name: int(gib * GIB) for name, gib in sizes.items() if gib is not None}
     if not sizes:
@@ -395,14 +426,14 @@ def estimate_outside(
     from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch
     from recipe_lib.plan.search.trials import list_communicator_sizes
 
-    # What is not given is a table's, as in a plan without these options.
+    # A part that is not given is the table's, as in a plan without these options.
     return dataclasses.replace(
         estimate_outside_torch(hardware, list_communicator_sizes(cfg.parallel, ranks)), **sizes
     )
 
 
 def find_recipe_class(recipe: RecipeFile) -> type:
-    """Return the class of a recipe's file that has the methods a plan calls.
+    """Import a recipe's file; return the class that has the methods a plan calls (`METHODS`).
 
     Raises ConfigError if there is none, or more than one.
     """
@@ -433,16 +464,18 @@ def find_recipe_class(recipe: RecipeFile) -> type:
 
 @contextmanager
 def explain_errors(recipe: RecipeFile, cfg: Any) -> Iterator[None]:
-    """Turn what code of others raises on the simulated device into one line.
+    """Turn what code of others raises on the simulated device into a ConfigError of one line.
 
-    Of a recipe of the user's own the line says where, of another library's model which it is.
+    The line names the place in a recipe of the user's own, or the model of another library. A
+    UserError stays as it is.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # a user's file may raise anything
-        # All of the code is ours: a fault of it shows its traceback.
+        # `native`: the model is this library's too. All of the code is ours, and a fault of it
+        # shows its traceback.
         if recipe.shipped and cfg.model.implementation == "native":
             raise
         message = (str(error).strip().splitlines() or [""])[0]

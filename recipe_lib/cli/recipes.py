@@ -1,6 +1,8 @@
-"""Find a recipe by name, path or config, the schema of its config, and run it in this process.
+"""Find a recipe by name, path or config, read the schema of its config, and run it in this process.
 
-A shipped recipe's config class is known without importing the recipe, and so without torch.
+A recipe is a file with a model's setup and its training step, and a function `main(argv)`. The
+verbs call `find_config_recipe` or `open_config`, and `run_recipe`. A shipped recipe's config class,
+its schema, is known without importing the recipe, and so without torch.
 """
 
 import argparse
@@ -33,8 +35,9 @@ from recipe_lib.errors import ConfigError, run_for_exit_code
 from recipe_lib.reading import TEXT_LIMIT, read_bytes, read_text
 from recipe_lib.report.phases import importing
 
+# The line `recipe: NAME` of a config, which is found without reading the file as YAML.
 _RECIPE_KEY = re.compile(r"""^recipe[ \t]*:[ \t]*["']?([^\s"'#]+)""", re.MULTILINE)
-# Recipes of torchtune -> what does the same here.
+# Names of torchtune's recipes -> what does the same here, for the error.
 _TORCHTUNE_HINTS = {
     "lora_dpo_single_device": "did you mean dpo_distributed? It runs on one device too",
     "reward": "did you mean reward_distributed?",
@@ -63,9 +66,9 @@ _TORCHTUNE_HINTS = {
 class RecipeFile:
     """A recipe's file."""
 
-    name: str  # the file's, without .py
+    name: str  # of the file, without .py
     path: Path
-    shipped: bool  # one of ours, whose config class is known without importing the file
+    shipped: bool  # it comes with this library, so its config class is known without an import
 
     @classmethod
     def find(cls, name_or_path: str) -> "RecipeFile":
@@ -77,16 +80,17 @@ class RecipeFile:
         return cls(path.stem, path, shipped)
 
     def has_known_arguments(self) -> bool:
-        """Return True if the recipe reads its arguments as ours do.
+        """Return True if the recipe reads its arguments as the shipped ones do.
 
-        Another file may be any program, and is imported only to be run.
+        A user's file may be any program: it is parsed here, and imported only to be run.
         """
         return self.shipped or _find_parsed_class(self.path) is not None
 
     def schema(self) -> type:
         """Return the dataclass that a config of this recipe is checked against.
 
-        Imports a recipe of the user's own. Raises ConfigError if that has no such class.
+        Imports a recipe of the user's own. Raises ConfigError if it has no such class: the one that
+        its `main` parses its arguments with, by default `Config`.
         """
         if self.shipped:
             return read_recipe_configs()[self.name]
@@ -125,8 +129,8 @@ def is_config(name: str) -> bool:
 def find_config_recipe(configs: str | Sequence[str], recipe: str | None = None) -> RecipeFile:
     """Return the recipe to check configs against: `recipe`, or the one that the last config names.
 
-    Configs that name no recipe are checked against the first of ours. Raises ConfigError for a
-    config that names none of ours.
+    Configs that name no recipe are checked against the first shipped one. Raises ConfigError for a
+    config that names no shipped recipe.
     """
     if recipe is not None:
         return RecipeFile.find(recipe)
@@ -134,9 +138,12 @@ def find_config_recipe(configs: str | Sequence[str], recipe: str | None = None) 
         path = find_config(config)
         if name := read_recipe_name(path):
             if name not in read_recipe_configs():
-                near = [known for known in read_recipe_configs() if known.startswith(name)] or [""]
+                # A beginning of a recipe's name is too far from it to be a misspelling.
+                completions = [
+                    known for known in read_recipe_configs() if known.startswith(name)
+                ] or [""]
                 hint = did_you_mean(name, read_recipe_configs()) or (
-                    f"; did you mean {near[0]}?" if near[0] else ""
+                    f"; did you mean {completions[0]}?" if completions[0] else ""
                 )
                 raise ConfigError(
                     f"{show(str(config))}: recipe: found {quote(name)}, expected"
@@ -152,8 +159,8 @@ def open_config(
 ) -> tuple[RecipeFile, LoadedConfig]:
     """Return the recipe of a verb's configs, and the config that they and its overrides make.
 
-    arguments: `recipe` (None: the one that a config names), `overrides` and `plugin`. Raises
-    ConfigError.
+    arguments: `recipe` (None: the one that a config names), `overrides` and `plugin` (paths of
+    Python files). Raises ConfigError for a config, recipe or plugin that cannot be used.
     """
     # First: a plugin registers the names that the config may use.
     for plugin in arguments.plugin:
@@ -165,13 +172,13 @@ def open_config(
 def _find_parsed_class(path: Path) -> str | None:
     """Return the name of the config class that a recipe's `main(argv)` parses its arguments with.
 
-    That is the Config of `run_recipe(..., parse_arguments(argv, Config))`, as our recipes have it.
-    None for any other program. Reads the file without importing it.
+    That is `Config` in a call `run_recipe(..., parse_arguments(argv, Config))`, as in shipped
+    recipes. None for any other program. Reads the file without importing it.
     """
     try:
         module = ast.parse(read_bytes(path, TEXT_LIMIT))
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # importing says it
-        return None
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None  # importing the file later says what is wrong with it
     mains = [
         node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "main"
     ]
@@ -223,7 +230,11 @@ class _ProgramLoader(SourceFileLoader):
 
 
 def load_module(path: Path) -> ModuleType:
-    """Import a recipe's file, once; a user's recipe can import the modules next to it."""
+    """Import a recipe's file, once; a user's recipe can import the modules next to it.
+
+    Raises ConfigError for a file that is not Python, that imports what this version of the library
+    does not have, or that exits. Other errors of the file's code are raised as they are.
+    """
     name = f"recipe_{path.stem}"
     loaded = sys.modules.get(name)
     if (
@@ -244,6 +255,7 @@ def load_module(path: Path) -> ModuleType:
     # Before it is executed, as `dataclass` looks up the module of a class there.
     sys.modules[name] = module
     try:
+        # A terminal shows what takes the time: torch, once a process.
         with importing("torch" if "torch" not in sys.modules else path.name):
             loader.exec_module(module)
     except BaseException as error:
@@ -285,7 +297,8 @@ def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
     """Read the recipe's command line, before anything starts; return its config.
 
     None for a recipe of the user's own that reads its arguments itself, and may take others.
-    Raises ConfigError.
+    words: what `tune run` gives the recipe. Raises ConfigError for words that it cannot read, and
+    for a config that is not valid.
     """
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
@@ -313,5 +326,5 @@ def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
 
 
 def load_run_config(path: Path, recipe: str | None) -> Any:
-    """Return the config of a run. recipe: that it was made with; None: the one that it names."""
+    """Return the config of a run. path: its config.yaml. recipe: None: the one that it names."""
     return load_config(path, [], find_config_recipe(str(path), recipe).schema())

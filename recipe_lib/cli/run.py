@@ -1,8 +1,8 @@
-"""`tune run [torchrun flags] [RECIPE --config] CONFIG [overrides]`: run a recipe on one process or
-many.
+"""Run a recipe on one process or many: `tune run [torchrun flags] [RECIPE --config] CONFIG ...`.
 
-The words before RECIPE are torchrun's and are handed on untouched; those after it are the recipe's.
-Without RECIPE it is the one that the config names.
+main.py calls `run(words)`. The words before RECIPE are torchrun's and are handed on untouched,
+those after it are the recipe's. Without RECIPE it is the one that the config names. A recipe is a
+file with a training step. `main` is a separate process, which chooses parallel.strategy.
 """
 
 import json
@@ -112,7 +112,7 @@ PARSER = Parser(
 
 
 def run(words: list[str]) -> int:
-    """Run the recipe; return its exit code."""
+    """Run the recipe; return its exit code. Raises ConfigError for words that cannot be used."""
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         return DONE
@@ -139,10 +139,10 @@ def run(words: list[str]) -> int:
 
 
 def find_recipe_and_words(name: str, rest: list[str]) -> tuple[RecipeFile, list[str]]:
-    """Return the recipe, and its arguments with the config as --config. Raises ConfigError.
+    """Return the recipe, and its arguments with the config as --config.
 
-    name: the first word that is no flag of torchrun's, recipe or config; empty: there is none
-    before --config. rest: the words after it.
+    name: the first word that is no flag of torchrun's: a recipe or a config; empty: --config came
+    first. rest: the words after it. Raises ConfigError for an unknown name, or without a config.
     """
     configs = list_named_configs(rest)
     if name and not is_config(name):
@@ -175,7 +175,7 @@ def list_named_configs(words: list[str]) -> list[str]:
 def start(flags: list[str], recipe: RecipeFile, rest: list[str]) -> int:
     """Run the recipe in this process, or on the ranks that torchrun's flags ask for.
 
-    Returns the exit code.
+    rest: the recipe's arguments. Returns the exit code.
     """
     if not flags:
         return run_recipe(recipe.path, rest)
@@ -187,7 +187,7 @@ def start(flags: list[str], recipe: RecipeFile, rest: list[str]) -> int:
 # Of several machines each chooses for itself, from the config and its own device alone, so that
 # machines with equal GPUs agree; name the strategy where they are not equal.
 STRATEGY_KEY = "parallel.strategy"
-TIMEOUT_SECONDS = 180  # for planning both
+TIMEOUT_SECONDS = 180  # for planning fsdp and ddp
 
 
 def add_chosen_strategy(
@@ -227,7 +227,10 @@ def add_chosen_strategy(
 def _choose_in_subprocess(
     flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]
 ) -> tuple[str, str]:
-    """Return (strategy, the line that says so), from a separate process without a GPU."""
+    """Return (strategy, a line with the reason), from a separate process without a GPU.
+
+    The strategy is fsdp if that process fails or takes too long.
+    """
     # A simulated device cannot be taken back: in this process the run would be simulated too.
     with TemporaryDirectory(prefix="tune-strategy-") as folder:
         answer = Path(folder) / "choice.json"
@@ -256,9 +259,9 @@ def _choose_in_subprocess(
 def main(argv: list[str]) -> int:
     """Choose the strategy, as the separate process: ANSWER [torchrun flags] RECIPE [arguments].
 
-    ANSWER: the file to write the choice to.
+    ANSWER: the file to write the choice to, JSON with `strategy` and `line`.
     """
-    gpus = hide_gpus()
+    has_gpus = hide_gpus()
     arguments = read_arguments(argv[1:])
     recipe, cfg = read_config(arguments)
     if count_ranks_and_machines(arguments.flags)[1] > 1:
@@ -267,7 +270,7 @@ def main(argv: list[str]) -> int:
     from recipe_lib.plan.search.advice import choose_strategy
 
     strategy, line = choose_strategy(planned, shaped, settings, expandable=is_expandable())
-    line += "" if gpus else " (planned for that device, as there is no GPU here)"
+    line += "" if has_gpus else " (planned for that device, as there is no GPU here)"
     replace_text(Path(argv[0]), json.dumps({"strategy": strategy, "line": line}))
     return DONE
 

@@ -1,7 +1,8 @@
 """Check what would stop a run before its first step, as far as config, files and ranks tell it.
 
-`tune validate`, `tune plan` and `tune run` make the same checks, in the words of the code that
-would find the fault later, before torch is imported. `check_shape` alone imports torch.
+`tune validate`, `tune plan` and `tune run` call `check_start` before torch is imported, and
+`check_shape`, which alone imports it; `tune data` calls `check_data`. A check raises what the run
+would raise later, or returns a note: a line on a file that may still come before the run.
 """
 
 import os
@@ -35,7 +36,7 @@ from recipe_lib.errors import CheckpointError, ConfigError, UserError, raise_fau
 def check_start(
     cfg: Any, *, ranks: int | None = None, starts: bool = False, plans: bool = False
 ) -> list[str]:
-    """Return notes on what must be there before the run and is not, as a model to download.
+    """Return notes on what must be there before the run and is not, such as a model to download.
 
     ranks: of the run; None: not known. starts: the run starts now, so that each note is a fault.
     plans: only a plan is made, perhaps for another machine; what only a run needs is a note. Raises
@@ -47,7 +48,7 @@ def check_start(
         partial(_check_model, cfg, with_weights=not plans),
         *(
             partial(_check_other_model, cfg, key, with_weights=not plans)
-            for key in cfg.other_models
+            for key in cfg.other_models  # dotted keys, such as that of a teacher
         ),
         partial(_check_adapter, cfg),
         partial(_check_resume, cfg),
@@ -64,6 +65,7 @@ def check_start(
             partial(_check_text, cfg),
             *sources,
         ]
+        # Another machine may have what is missing here: these faults are notes.
         lines = _run_checks(checks) + [
             (f"`tune run` refuses to start on this machine: {line}", False)
             for line, is_fault in _run_checks(checks_of_run)
@@ -80,7 +82,7 @@ def check_start(
 def check_data(cfg: Any) -> None:
     """Check that the samples and a tokenizer are there, which `tune data` needs.
 
-    Raises ConfigError, a line for each fault.
+    Raises ConfigError with all faults, a line each; notes are faults here.
     """
     checks = [partial(check_source, source, key) for key, source in _list_sources(cfg).items()]
     lines = _run_checks([*checks, partial(_check_tokenizer_of_model, cfg)])
@@ -88,7 +90,7 @@ def check_data(cfg: Any) -> None:
 
 
 def _run_checks(checks: Iterable[Callable[[], Any]]) -> list[tuple[str, bool]]:
-    """Make all checks; return (line, is a fault) of each fault raised and each note returned."""
+    """Call all checks; return (line, is a fault) of each fault raised and each note returned."""
     lines: list[tuple[str, bool]] = []
     for check in checks:
         try:
@@ -96,7 +98,7 @@ def _run_checks(checks: Iterable[Callable[[], Any]]) -> list[tuple[str, bool]]:
         except UserError as error:
             lines += [(fault, True) for fault in error.faults]
             continue
-        # Checks of other modules may return what they have found: a path, a shape.
+        # Functions of other modules may return a path or a shape, which is no note.
         if note and isinstance(note, str):
             lines.append((note, False))
     return lines
@@ -157,9 +159,9 @@ def _check_model(cfg: Any, with_weights: bool) -> str | None:
 
 
 def _check_other_model(cfg: Any, key: str, with_weights: bool) -> str | None:
-    """Check a further checkpoint of the recipe, such as a teacher; like `_check_model`.
+    """Check a further checkpoint of the recipe, such as a teacher's, as `_check_model` does.
 
-    key: by which the config names it, in front of each line.
+    key: the config's dotted key that names it, put in front of each line.
     """
     from recipe_lib.models import build_spec
 
@@ -206,6 +208,7 @@ def _check_adapter(cfg: Any) -> str | None:
 
 
 def _is_made_by_a_run(name: str, kind: str) -> bool:
+    # kind: the folder's name, `model` or `adapter`. Two parts would be a hub id, OWNER/model.
     path = Path(name).expanduser()
     return path.name == kind and len(path.parts) > 2 and not os.path.exists(path)
 
@@ -239,7 +242,10 @@ def _check_own_tokenizer(cfg: Any) -> str | None:
 
 
 def _describe_missing_file(name: str, look: Callable[[], Any]) -> str | None:
-    """Return what `look` raises about a model of the hub, as a note; of a folder it is raised."""
+    """Return what `look` raises about a model in the hub's cache, as a note; None: nothing.
+
+    name: model.path. Of a folder it raises the error itself: nothing is downloaded into it.
+    """
     try:
         look()
     except UserError as error:
@@ -253,7 +259,7 @@ def _describe_missing_file(name: str, look: Callable[[], Any]) -> str | None:
 def check_shape(cfg: Any) -> None:
     """Check that the ranks of `parallel.tensor`, `context` and `pipeline` can share the model.
 
-    Does nothing for a model whose shape is not known here.
+    Does nothing for a model whose shape is not known here. Raises ConfigError if they cannot.
     """
     if count_same_batch_ranks(cfg.parallel) > 1:
         # Imports torch, which takes seconds.

@@ -1,6 +1,7 @@
-"""`tune tp-plan`: show how tensor parallel would shard a model, from its config.json alone.
+"""Show how tensor parallel would shard a model, from its config.json alone, for `tune tp-plan`.
 
-This file reads the command line and the config; tp_plan_report.py makes, proves and prints plans.
+main.py calls `run(words)`, which reads the command line and the config; tp_plan_report.py makes,
+proves and prints plans. A plan says for each parameter whether and how ranks share it.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from recipe_lib.config.suggest import find_nearest, show
 from recipe_lib.errors import DONE, ConfigError, SetupError, raise_faults
 from recipe_lib.logs import silence_torchao
 
-NOT_CERTIFIED = 3  # exit code
+NOT_CERTIFIED = 3  # exit code: a plan could not be proved
 # Entries of config.json that say how weights are stored, not what the model is.
 STORED = (
     "architectures",
@@ -75,7 +76,10 @@ PARSER = Parser(
 
 
 def run(words: list[str]) -> int:
-    """Print the plan, and write it where asked to."""
+    """Print the plan, and write it where asked to; return the exit code.
+
+    Raises ConfigError if no size has a plan, and SetupError without transformers.
+    """
     arguments = read_arguments(words)
     config_entries = read_model_config(arguments.model)
     if not has_package("transformers"):
@@ -97,12 +101,14 @@ def run(words: list[str]) -> int:
         # How weights are stored is no part of the model.
         shape = {key: value for key, value in config_entries.items() if key not in STORED}
         config = build_transformers_config(shape, show(arguments.model))
+        # The plan that cuts every axis, size -> plan, and size -> why it has none.
         full_plan, plans, illegal = build_plans(config, arguments.tensor)
         proofs = certify_plans(config, plans) if arguments.certify else []
         if any(proof["failures"] for proof in proofs) and any(
             plan.shared_tokens for plan in plans.values()
         ):
-            # A run falls back too, to a plan that does not share out tokens.
+            # As a run does, fall back to a plan that does not share out tokens (without sequence
+            # parallel).
             unshared = build_plans(config, arguments.tensor, tokens=False)
             unshared_proofs = certify_plans(config, unshared[1])
             if not any(proof["failures"] for proof in unshared_proofs):
@@ -122,7 +128,10 @@ def run(words: list[str]) -> int:
 
 
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Return the command line, checked as far as it can be without torch. Raises ConfigError."""
+    """Return the command line, with the sizes of --tensor as numbers.
+
+    Raises ConfigError for an option or a size that cannot be used.
+    """
     arguments = PARSER.parse(words)
     arguments.tensor = read_numbers(
         "--tensor",
@@ -136,7 +145,10 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def read_model_config(name: str) -> dict[str, Any]:
-    """Return the contents of MODEL's config.json. Raises ConfigError if it is not here."""
+    """Return the content of MODEL's config.json. Raises ConfigError if it is not here.
+
+    name: a folder, a config.json, a preset, or a hub id.
+    """
     from recipe_lib.models.spec import read_config, read_preset_config
     from recipe_lib.plan.simulated_world.shape_only_model import find_in_hub_cache
 

@@ -1,6 +1,8 @@
 """Make, prove and print the tensor-parallel plans of `tune tp-plan`.
 
-Imported after transformers is known to be there; recipe_lib.external.tensor_plan has the plan.
+tp_plan.py calls `build_plans`, `certify_plans` and `print_report`. A plan says for each parameter
+whether ranks share it; `size` is their number. An axis is what is cut through the whole model, such
+as heads; a size is legal if it can share all axes of a plan. A boundary is where ranks exchange.
 """
 
 import argparse
@@ -31,7 +33,7 @@ from recipe_lib.report import terminal
 from recipe_lib.report.view import Table, show_table
 from recipe_lib.units import Bytes, Count, pluralize
 
-_MOST_SIZES = 12  # legal ones that are named
+_MOST_SIZES = 12  # the legal sizes that a line names
 WIDTH = 160  # columns where there is no terminal to ask
 FORMULA = (
     "an all-reduce of N tokens x w numbers in bf16: each rank sends 2 (t - 1) / t x 2 N w bytes"
@@ -45,13 +47,14 @@ def build_plans(
 ) -> tuple[ShardingPlan, dict[int, ShardingPlan], dict[int, str]]:
     """Return the plan that cuts every axis, size -> plan, and size -> why it has none.
 
-    tokens: tokens are shared out too. Raises ConfigError if no size has a plan.
+    config: a transformers config. tokens: tokens are shared out too (sequence parallel). Raises
+    ConfigError if no size has a plan.
     """
-    full_plan = transformers_models.infer_config_plan(config, 0, tokens)
+    full_plan = transformers_models.infer_config_plan(config, 0, tokens)  # 0: cut every axis
     plans: dict[int, ShardingPlan] = {}
     illegal: dict[int, str] = {}
     for size in sizes:
-        # A size that cannot share every axis gets a plan of its own, around those that it can.
+        # A size that cannot share every axis gets a plan of its own, which cuts the others.
         is_full = size in full_plan.legal_sizes
         plan = full_plan if is_full else transformers_models.infer_config_plan(config, size, tokens)
         if size in plan.legal_sizes:
@@ -70,22 +73,24 @@ def build_plans(
 
 
 def certify_plans(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str, Any]]:
-    """Return the proof for each size: size, ranks, plan, checked and failures (lines).
+    """Prove each plan on a small copy of the model with random weights; return a dict a size.
 
-    A small copy of the model is proved, on as many ranks as can share it. ranks: fewer than size
-    where the copy has fewer heads.
+    Keys: `size`; `ranks` that share the copy, fewer than size where it has fewer heads; `plan`, the
+    hash of the copy's; `checked`, the number of comparisons; `failures`, lines, empty if proved.
     """
-    elements = count_held_elements(next(iter(plans.values())), 1)
+    elements = count_held_elements(next(iter(plans.values())), 1)  # one rank holds the whole model
     small = config if elements <= SMALL_MODEL else shrink(config)
     model = transformers_models.build_transformers_model(small, "cpu")
     randomize(model)
     tokens = any(plan.shared_tokens for plan in plans.values())
-    full_plan, mask = transformers_models.infer_plan_and_mask(small, 0, tokens)
+    # mask: the form of attention mask with which the class' forward can be traced.
+    full_copy_plan, mask = transformers_models.infer_plan_and_mask(small, 0, tokens)
     inputs = transformers_models.build_example_inputs(small, device="cpu", mask=mask)
     proofs: list[dict[str, Any]] = []
     for size, plan in plans.items():
-        copy_plan = full_plan
-        if find_plan_difference(plan, full_plan):
+        copy_plan = full_copy_plan
+        # They differ where the size cannot share every axis of the model.
+        if find_plan_difference(plan, full_copy_plan):
             copy_plan = transformers_models.infer_plan_and_mask(small, size, tokens)[0]
         # The copy's plan has to hold every parameter as the model's does, or it proves another one.
         difference = find_plan_difference(plan, copy_plan)
@@ -118,7 +123,11 @@ def build_json(
     illegal: dict[int, str],
     proofs: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return what --json writes; bytes throughout."""
+    """Return what --json writes: figures by size, refusals, plans by hash, and proofs.
+
+    full_plan: the plan that cuts every axis. plans: by size. illegal: size -> why it has no plan.
+    proofs: of `certify_plans`, empty without --certify.
+    """
     return {
         "model": arguments.model,
         "tokens": arguments.tokens,
@@ -147,7 +156,10 @@ def print_report(
     illegal: dict[int, str],
     proofs: list[dict[str, Any]],
 ) -> None:
-    """Print plans, numbers, refusals and proofs. full_plan: the plan that cuts every axis."""
+    """Print plans, numbers, refusals and proofs. The arguments are those of `build_json`.
+
+    model: as typed. tokens: of a micro-batch, b x s.
+    """
     console = terminal.open_console(
         terminal.get_terminal_width(WIDTH), terminal.wants_color(sys.stdout)
     )
@@ -155,10 +167,10 @@ def print_report(
     distinct_plans = {plan.hash(): plan for plan in plans.values()}
     for name, plan in distinct_plans.items():
         sizes = [size for size, size_plan in plans.items() if size_plan.hash() == name]
-        named = (
+        sizes_text = (
             ", ".join(map(str, sizes[:-1])) + (" and " if len(sizes) > 1 else "") + str(sizes[-1])
         )
-        _print_line(console, f"{model}: plan {name} for {named} ranks", terminal.HEADING)
+        _print_line(console, f"{model}: plan {name} for {sizes_text} ranks", terminal.HEADING)
         for table in (
             *_build_parameter_tables(plan),
             _build_boundary_table(plan),
@@ -168,18 +180,19 @@ def print_report(
             if table.rows:
                 terminal.put_section(console, show_table(table))
         _print_line(console, "")
+        # `refused`: sentences on what could be cut and is not; layers differ in numbers only.
         for reason in dict.fromkeys(map(make_pattern, plan.refused)):
             _print_line(console, f"note: {reason}")
         if set(sizes) <= set(full_plan.legal_sizes):
-            shown = ", ".join(map(str, plan.legal_sizes[:_MOST_SIZES]))
+            legal = ", ".join(map(str, plan.legal_sizes[:_MOST_SIZES]))
             _print_line(
                 console,
-                f"legal sizes: {shown}{' ...' if len(plan.legal_sizes) > _MOST_SIZES else ''}",
+                f"legal sizes: {legal}{' ...' if len(plan.legal_sizes) > _MOST_SIZES else ''}",
             )
         else:  # a plan of its own, around the axes that its ranks cannot share
             _print_line(
                 console,
-                f"replicated for {named} ranks: {why_not(full_plan, sizes[0])}",
+                f"replicated for {sizes_text} ranks: {why_not(full_plan, sizes[0])}",
                 terminal.WARNING,
             )
             _print_line(console, "")
@@ -197,26 +210,28 @@ def _print_line(console: Console, text: str, style: str = "") -> None:
 def _build_table(
     title: str, header: list[str], rows: list[list[Any]], numbers: int = 0, note: str = ""
 ) -> Table:
-    """Return a table of which the last `numbers` columns are numbers."""
-    left = tuple(header[: len(header) - numbers])
+    """Return a table whose last `numbers` columns hold numbers; long texts are folded."""
+    text_columns = tuple(header[: len(header) - numbers])
     return Table(
-        title, header=header, rows=rows, left=left, notes=(note,) if note else (), fold=True
+        title, header=header, rows=rows, left=text_columns, notes=(note,) if note else (), fold=True
     )
 
 
 def _build_parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
-    """Return the table of what is cut, and of what every rank has, and why."""
+    """Return the table of parameters that are cut, and that of those that every rank has whole."""
     cut_rows = []
     replicated_rows = []
+    # Parameters of all layers with the same plan are one row.
     for group, names in group_parameters(plan).items():
         shape = " x ".join(map(str, group.shape))
-        if group.dim < 0:
+        if group.dim < 0:  # no dimension is cut
             added = ", added after the sum" if group.after_reduction else ""
             replicated_rows.append(
                 [group.name, len(names), shape, group.gradient + added, group.reason]
             )
             continue
-        # In parentheses: a segment of which a rank holds its part but computes the whole.
+        # Segments: lengths along the dimension that are cut evenly each, such as those of q, k and
+        # v. In parentheses: a rank holds its part but computes with the whole.
         lengths = [
             f"({size})" if index in group.whole else str(size)
             for index, size in enumerate(group.segments)
@@ -251,7 +266,7 @@ def _build_boundary_table(plan: ShardingPlan) -> Table:
 
 
 def _build_collective_table(plan: ShardingPlan, sizes: list[int], tokens: int) -> Table:
-    """Return bytes that a rank sends for a step of one micro-batch, by what they are for."""
+    """Return a table of the bytes that a rank sends for a step of one micro-batch, by phase."""
     rows: list[list[Any]] = []
     counts = Counter((phase, name) for phase, name, _ in list_collectives(plan))
     totals = {size: count_step_bytes(plan, size, tokens) for size in sizes}
@@ -259,8 +274,8 @@ def _build_collective_table(plan: ShardingPlan, sizes: list[int], tokens: int) -
         if any(total[phase] for total in totals.values()):
             calls = ", ".join(
                 pluralize(count, name)
-                for (of_phase, name), count in sorted(counts.items())
-                if of_phase == phase
+                for (call_phase, name), count in sorted(counts.items())
+                if call_phase == phase
             )
             rows.append([title, calls, *(Bytes(total[phase]) for total in totals.values())])
     header = ["when", "what", *(f"t={size}" for size in sizes)]
@@ -273,6 +288,7 @@ def _build_collective_table(plan: ShardingPlan, sizes: list[int], tokens: int) -
     )
 
 
+# Phase, as a key of `count_step_bytes` -> how the table calls it.
 _PHASES = {
     "forward": "forward",
     "backward": "backward",

@@ -1,6 +1,7 @@
-"""`tune upload WHAT REPO`: put a trained model or adapter with its card on the Hugging Face hub.
+"""Upload a trained model or adapter with its model card to the Hugging Face hub: `tune upload`.
 
-Sends the files of `_SENT` alone: never states, metrics or data.
+main.py calls `run(words)`. Sends the files of `_SENT` alone: never states (folders to resume from),
+metrics or data.
 """
 
 import argparse
@@ -52,7 +53,7 @@ _SENT = (
     "chat_template.json",
     _CARD,
 )
-# Files of text, which may hold a secret.
+# Files of text, which are searched for secrets before they are sent.
 _READ = (
     _CARD,
     "config.json",
@@ -61,7 +62,7 @@ _READ = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-_LARGEST_READ = 16 * MIB
+_LARGEST_READ = 16 * MIB  # bytes of such a file; a larger one is an error
 
 PARSER = Parser(
     "upload",
@@ -83,7 +84,11 @@ PARSER = Parser(
 
 
 def run(words: list[str]) -> int:
-    """List the files, send them in one commit and print its address."""
+    """List the files, send them in one commit and print its address.
+
+    Raises ConfigError for a name that is no repository's, and what `find_folder`, `choose_files`
+    and `upload_files` raise.
+    """
     arguments = PARSER.parse(words)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", arguments.repo):
         raise ConfigError(
@@ -110,14 +115,14 @@ def run(words: list[str]) -> int:
 def find_folder(name: str) -> Path:
     """Return the folder of a model or an adapter that is named, or the newer of a run's.
 
-    Raises CheckpointError.
+    Raises CheckpointError if there is none, or it has no weights.
     """
-    named = Path(name).expanduser()
-    if not named.is_dir():
+    path = Path(name).expanduser()
+    if not path.is_dir():
         raise CheckpointError(
             f"{show(name)}: no such folder; expected a run's output_dir, a model or an adapter"
         )
-    folder = find_exported_folder(named)
+    folder = find_exported_folder(path)
     for file, kind in ((ADAPTER_CONFIG, "adapter"), ("config.json", "model")):
         if (folder / file).is_file():
             if not any(folder.glob("*.safetensors")):
@@ -131,14 +136,17 @@ def find_folder(name: str) -> Path:
 
 
 def choose_files(folder: Path) -> list[str]:
-    """Return the names of the files to send. Raises ConfigError for a text that holds a secret."""
+    """Return the names of the files to send.
+
+    Raises ConfigError for a text that holds a secret, and CheckpointError if one cannot be read.
+    """
     files = [path for path in folder.iterdir() if path.is_file()]
     names = sorted(path.name for path in files if any(path.match(pattern) for pattern in _SENT))
     for name in names:
         path = folder / name
         if name in _READ:
             text = _read(read_bytes, path).decode(errors="replace")
-            # What a log would redact must not be published.
+            # `redact` replaces what looks like a secret, as in logs.
             if redact(text) != text:
                 raise ConfigError(
                     f"{path}: holds what looks like a token or a password; take it out, nothing was"
@@ -157,7 +165,7 @@ def _read(reader: Callable[[Path, int], Any], path: Path) -> Any:
 
 
 def _list_notes(folder: Path, names: list[str]) -> Iterator[str]:
-    """Yield what is not sent, and what others who load it will miss."""
+    """Yield lines on files that are not sent, and on what others will miss who load the rest."""
     unsent = sorted(
         path.name + ("/" if path.is_dir() else "")
         for path in folder.iterdir()
@@ -182,7 +190,8 @@ def _list_notes(folder: Path, names: list[str]) -> Iterator[str]:
 def upload_files(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
     """Make the repository and one commit; return the commit's address.
 
-    Raises ConfigError and SetupError.
+    Raises SetupError without a token, or if the hub refuses it or cannot be reached. Raises
+    ConfigError if --private names a repository that is public.
     """
     from huggingface_hub import HfApi, get_token
 
@@ -207,6 +216,7 @@ def upload_files(folder: Path, names: list[str], arguments: argparse.Namespace) 
         commit = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
+            # A name with [ or * in it must match itself alone.
             allow_patterns=[glob.escape(name) for name in names],
             revision=revision,
             commit_message=(

@@ -1,6 +1,7 @@
-"""`tune validate CONFIG`: report every fault of a config, and what a run of it would miss.
+"""Report every fault of a config, and what a run of it would miss: `tune validate CONFIG`.
 
-Runs nothing; imports torch only where ranks share a model (`check_shape`).
+main.py calls `run(words)`. Runs nothing, and imports torch only for a config whose ranks share a
+model (`check_shape`). A schema is the class that has the config's keys and their types.
 """
 
 from recipe_lib.cli.arguments import ConfigParser
@@ -40,6 +41,7 @@ def run(words: list[str]) -> int:
     notes = check_start(loaded.cfg)
     check_shape(loaded.cfg)
     print_wrapped(f"{', '.join(configs)}: a valid config of {recipe.name}")
+    # Keys without effect; optimizer states that lose their updates to rounding; missing files.
     for note in (*loaded.idle, *describe_stalled_means(loaded.cfg), *notes):
         print_wrapped(f"note: {note}")
     return DONE

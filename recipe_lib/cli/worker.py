@@ -1,18 +1,20 @@
-"""One rank of `tune run` with torchrun flags: `worker.py RECIPE_FILE [arguments of the recipe]`.
+"""Run a recipe as one rank of `tune run`: `worker.py RECIPE_FILE [arguments of the recipe]`.
 
-torchrun starts this file by its path. Besides running the recipe it lets the launcher find the rank
-to hand signals on, ends with the launcher, and keeps torchrun from killing ranks that still save.
+torchrun, inside the launcher, starts this file by its path. The file also lets the launcher find
+the rank to forward signals, ends with the launcher, and waits for other ranks that still save, as
+torchrun would kill them.
 """
 
 import os
 import sys
 
+# The folder to import recipe_lib from.
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def _fix_import_path() -> None:
-    # Python puts the script's own folder first; its modules (`run`, `cat`, ...) must not shadow
-    # anyone's.
+    # Python puts the script's own folder first. Its modules (`run`, `cat`, ...) must not be
+    # imported in place of others of the same name.
     script_folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != script_folder]
     # A checkout need not be installed.
@@ -21,14 +23,14 @@ def _fix_import_path() -> None:
 
 
 def main(recipe: str, argv: list[str]) -> int:
-    """Run the recipe; return this rank's exit code."""
+    """Run the recipe; return this rank's exit code. recipe: its file. argv: its arguments."""
     from pathlib import Path
 
     from recipe_lib.cli.launch import Rank
     from recipe_lib.cli.recipes import run_recipe
 
     with Rank() as rank:
-        # A signal that came before this rank had left its process id reached nobody here.
+        # A signal that came before this rank had left its process id was not forwarded to it.
         if rank.stop_requested():
             return rank.stopped_early
         try:

@@ -1,9 +1,8 @@
-"""An evaluation of held-out samples: the model on all ranks, its scores, and the results as files.
+"""Evaluate held-out samples: load the model on all ranks, score it, and write the results.
 
-`load_evaluated_model(cfg, source, ...)` returns the trained model; inside its
-`use_base_weights()` it is the model that training began from. `score_sequences` measures one model,
-`Evaluation` has what was measured of all of them and writes examples.jsonl, summary.json and
-report.html.
+cli/eval_ranks.py calls `load_evaluated_model` (inside its `use_base_weights()` it is the base, the
+model that training began from), `score_sequences` for one model, and `Evaluation` for the files. A
+sequence is one sample as it is trained; a label token is one that the loss counts.
 """
 
 import json
@@ -45,18 +44,20 @@ class EvaluatedModel:
     """A trained model in the memory of all ranks."""
 
     model: Decoder  # frozen, this rank's part
-    parallel: Parallel  # how it is divided
-    source: GenerationSource
-    base: str | None  # the name of what it was trained from, None where that is not known
-    rounding: FakeQuantization | None  # of the trained weights, as `qat` had it
+    parallel: Parallel  # how it is divided among ranks
+    source: GenerationSource  # its folder and spec, and its adapter's
+    base: str | None  # folder or preset that it was trained from; None: not known
+    rounding: FakeQuantization | None  # of quantization-aware training (`qat`); None: without
+    # Overwrites the weights with the base's; None with adapters, or if the base is not known.
     _load_base: Callable[[], None] | None = None
 
     @contextmanager
     def use_base_weights(self) -> Iterator[nn.Module]:
         """Give the model before training, with its own weights.
 
-        Without adapters they replace the trained ones, for good.
+        Without adapters they replace the trained ones, for good: measure the trained model first.
         """
+        # The base was trained without quantization.
         if self.rounding is not None:
             self.rounding.is_on = False
         if self._load_base is not None:
@@ -71,15 +72,16 @@ def load_evaluated_model(
     """Read the weights, each rank its part as `cfg.parallel` divides them.
 
     storage: how an adapter's base is kept, as `lora.quantize_base`. base: of a model without
-    adapters, the folder that its training began from; None with cfg.model.preset: random weights of
-    cfg.seed.
+    adapters, the folder that its training began from. None: random weights of cfg.seed if
+    cfg.model.preset is set, else not known.
     """
     dtype = DTYPES[cfg.dtype]
-    spec = source.base_spec or source.spec
+    spec = source.base_spec or source.spec  # `base_spec` is set for an adapter
     model = build_meta(spec, dtype)
     if source.adapter is not None:
         adapter = read_adapter(source.adapter)
         check_fits(adapter, spec)
+        # None: the base's dtype. Beside any other base the matrices of adapters are fp32.
         adapter_dtype = None if cfg.dtype == "fp64" else "fp32"
         lora = replace(
             make_adapter_settings(adapter, spec), quantize_base=storage, dtype=adapter_dtype
@@ -88,7 +90,7 @@ def load_evaluated_model(
         cfg = replace(cfg, lora=lora)
         add_adapters(model, lora, dtype)
     model.requires_grad_(False)
-    # From the first step on: what is evaluated is what the export rounds.
+    # start=0: round from the first forward on, as the export will round the weights.
     rounding = fake_quantize_linears(model, cfg.qat, cfg.qat_group_size, start=0)
     if rounding is not None:
         get_logger().info("%s", rounding.describe())
@@ -96,6 +98,7 @@ def load_evaluated_model(
     materialize(model, cfg.memory, world.device)
     load_weights(model, spec, source.folder)
     if source.adapter is not None:
+        # An adapter may be of some layers only: the others keep B = 0, which changes nothing.
         init_adapters(model, 0)
         load_adapter(model, spec, source.adapter, some=True)
         return EvaluatedModel(
@@ -121,12 +124,13 @@ def load_evaluated_model(
     )
 
 
-EXAMPLES_FILE = "examples.jsonl"
-SUMMARY_FILE = "summary.json"
+EXAMPLES_FILE = "examples.jsonl"  # a line for each sequence
+SUMMARY_FILE = "summary.json"  # means and settings
 PAGE_FILE = "report.html"
+# The names of the two models in results, tables and files.
 BASE = "base"
 TUNED = "tuned"
-_EXAMPLES_ON_PAGE = 50
+_EXAMPLES_ON_PAGE = 50  # sequences at most
 
 
 @dataclass(frozen=True)
@@ -142,12 +146,15 @@ class SequenceScore:
 class ModelResults:
     """The measurements of one model, by number of the sequence."""
 
-    scores: dict[int, SequenceScore] = field(default_factory=dict)
-    answers: dict[int, Generated] = field(default_factory=dict)
-    metrics: dict[str, dict[int, float]] = field(default_factory=dict)  # by name first
+    scores: dict[int, SequenceScore] = field(default_factory=dict)  # of every sequence
+    answers: dict[int, Generated] = field(default_factory=dict)  # generated ids; empty: not asked
+    metrics: dict[str, dict[int, float]] = field(default_factory=dict)  # name -> value by sequence
 
     def compute_means(self) -> dict[str, float]:
-        """Return loss (mean over label tokens), perplexity, token_accuracy, and metrics' means."""
+        """Return the means by name: loss, perplexity, token_accuracy, and each metric's.
+
+        The first three are means over label tokens, loss in nats.
+        """
         scores = self.scores.values()
         tokens = max(1, sum(score.tokens for score in scores))
         loss = -math.fsum(score.log_likelihood for score in scores) / tokens
@@ -171,7 +178,10 @@ def score_sequences(
     world: World,
     pad_id: int | None,
 ) -> dict[int, SequenceScore]:
-    """Return the scores of all sequences, on every rank. Collective."""
+    """Return the scores of all sequences by number, on every rank. Collective.
+
+    pad_id: id of padding; None: the tokenizer has none.
+    """
     steps = make_validation_steps(
         dataset,
         data_rank=world.data_rank,
@@ -180,16 +190,20 @@ def score_sequences(
         pad_id=pad_id,
         multiple=compute_padded_multiple(cfg),
     )
+    # Number of the sequence, log-likelihood, label tokens, right ones: plain numbers, for JSON.
     own_scores: list[tuple[int, float, int, int]] = []
     for batches in steps:
         micro_batch = batches.to(world.device).micro_batches[0]
+        # [b, s, 2]: log-likelihood of the label, and of the likeliest token.
         (scores,) = evaluate_micro_batches(parallel, make_scorer(model), [micro_batch])
         if scores is None:  # another stage of the pipeline has them
             continue
         sums = sum_over_sequences(scores, micro_batch).tolist()
-        for row, (likelihood, tokens, right) in zip(micro_batch.sequences, sums, strict=True):
-            # A row that only fills up a batch has no sequence.
-            own_scores += [(number, likelihood, int(tokens), int(right)) for number in row]
+        for row_numbers, (likelihood, tokens, right) in zip(
+            micro_batch.sequences, sums, strict=True
+        ):
+            # Without packing a row is one sequence, and one that only fills up a batch has none.
+            own_scores += [(number, likelihood, int(tokens), int(right)) for number in row_numbers]
     gathered = sorted(row for rows in world.gather_json(own_scores) for row in rows)
     return {number: SequenceScore(*values) for number, *values in gathered}
 
@@ -198,15 +212,15 @@ def score_sequences(
 class Evaluation:
     """The results of one or two models on the same samples."""
 
-    models: Mapping[str, ModelResults]  # by `base` and `tuned`
-    names: Mapping[str, str]  # of the models, by the same
-    dataset: Dataset
-    questions: Mapping[int, Question]  # those that were answered, by number of the sequence
+    models: Mapping[str, ModelResults]  # by `BASE` and `TUNED`, in this order; one may be missing
+    names: Mapping[str, str]  # folder, preset or hub id of each, by the same
+    dataset: Dataset  # the held-out samples
+    questions: Mapping[int, Question]  # prompts that were answered, by number of the sequence
     tokenizer: Tokenizer
-    settings: Mapping[str, Any]  # of the evaluation, as text
+    settings: Mapping[str, Any]  # config key or option of the evaluation -> value
 
     def build_summary(self) -> dict[str, Any]:
-        """Return the numbers, as JSON has them."""
+        """Return the content of summary.json: names, counts, the means of each model, settings."""
         scores = next(iter(self.models.values())).scores
         return {
             "models": dict(self.names),
@@ -231,7 +245,7 @@ class Evaluation:
         return Table("Evaluation", header, rows, left=("metric",))
 
     def build_example(self, number: int) -> dict[str, Any]:
-        """Return what is known of one sequence, as a line of examples.jsonl has it."""
+        """Return a sequence's line of examples.jsonl: place, question, each model's results."""
         question = self.questions.get(number)
         example: dict[str, Any] = {"sequence": number, "place": self.dataset.place(number)}
         if question is not None:
@@ -255,10 +269,10 @@ class Evaluation:
     def write(self, folder: Path) -> None:
         """Write examples.jsonl, summary.json and report.html, each in full or not at all.
 
-        Raises StorageError.
+        Secrets in the texts are redacted. Raises StorageError if the disk is full or refuses it.
         """
-        numbers = sorted(next(iter(self.models.values())).scores)
-        examples = [self.build_example(number) for number in numbers]
+        sequence_numbers = sorted(next(iter(self.models.values())).scores)
+        examples = [self.build_example(number) for number in sequence_numbers]
         lines = "".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
         summary = json.dumps(self.build_summary(), indent=1) + "\n"
         with files.report_storage_faults():
@@ -269,7 +283,7 @@ class Evaluation:
             files.replace_text(folder / PAGE_FILE, redact(page))
 
     def build_page(self, examples: list[dict[str, Any]]) -> str:
-        """Return the page: numbers, the first examples, settings."""
+        """Return the page as HTML. examples: of `build_example`, those to show."""
         name = self.names.get(TUNED) or next(iter(self.names.values()))
         summary = self.build_summary()
         header = ["prompt", "reference", *self.models]

@@ -1,13 +1,8 @@
-"""Next tokens from logits, and the loops that append them: for a prompt, a batch, a conversation.
+"""Generate text with a model: after one prompt, for a batch of prompts, in a conversation.
 
-`generate` yields the ids after one prompt, `generate_batch` answers many, `Chat` keeps a history.
-Keys and values are kept, so each token is computed once. Held-out samples are asked as questions:
-`build_questions` takes them from a dataset, `generate_answers` asks the model, on all ranks, and
-`compute_metric` compares an answer with the sample's by a registered metric.
-
-Prompts of different lengths are padded on the left, so that their next tokens stand in one column.
-Padding is a document of its own (`AttentionInfo.documents`), which no token of the prompt sees, and
-positions count from the prompt's first token.
+`tune generate` uses `generate`, `generate_batch` and `Chat`. `tune eval` asks held-out samples:
+`build_questions` takes a question (prompt and reference answer) from each sequence of a dataset,
+`generate_answers` asks them on all ranks, `compute_metric` compares by a registered metric.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -29,9 +24,11 @@ from recipe_lib.parallel import World, derive_seed
 from recipe_lib.report.phases import phase
 from recipe_lib.tokenizers import StreamDecoder, Tokenizer
 
-# Tokens `[b, s]` that follow those before, to the logits `[b, v]` after the last of them
+# A function of the tokens `[b, s]` that follow those of the calls before, to the logits `[b, v]`
+# after the last of them. It keeps what was read, so each token is computed once.
 Reader = Callable[[Tensor], Tensor]
 
+# Why an answer ended: at a stop token, or at a limit of its length.
 STOP = "stop"
 LENGTH = "length"
 
@@ -41,9 +38,9 @@ def compute_next_probabilities(
 ) -> Tensor:
     """Return the probabilities `[b, v]` (fp32) that next tokens are drawn from, of logits `[b, v]`.
 
-    temperature (> 0) divides the logits. top_k then keeps the k likeliest tokens; top_p keeps, of
-    those and by their renormalized probabilities, the fewest likeliest whose sum reaches p (arXiv
-    1904.09751), at least one.
+    temperature divides the logits. top_k then keeps the k likeliest tokens; top_p keeps, of those
+    and by their renormalized probabilities, the fewest likeliest whose sum reaches p (arXiv
+    1904.09751), at least one. Raises ValueError for a temperature of 0 or less.
     """
     if temperature <= 0:
         raise ValueError(f"temperature {temperature}: probabilities need one above 0")
@@ -52,7 +49,7 @@ def compute_next_probabilities(
         ordered[..., top_k:] = -torch.inf
     probabilities = ordered.softmax(dim=-1)
     if top_p is not None:
-        # Of each token, the sum over those before it.
+        # The sum of the probabilities of all likelier tokens.
         sum_before = probabilities.cumsum(dim=-1) - probabilities
         is_beyond = sum_before >= top_p
         is_beyond[..., 0] = False  # the likeliest is kept even for a top_p of 0
@@ -70,8 +67,8 @@ def sample_next(
 ) -> Tensor:
     """Return ids `[b]` of the next tokens, given logits `[b, v]`: the likeliest, or drawn.
 
-    temperature: 0 for the likeliest. generator: the source of randomness, on the logits' device;
-    None: torch's own.
+    temperature: 0 for the likeliest. top_k, top_p: see `compute_next_probabilities`. generator: the
+    source of randomness, on the logits' device; None: torch's own.
     """
     if temperature == 0:
         return logits.argmax(dim=-1)
@@ -97,7 +94,8 @@ def generate(
     """Yield the ids that follow `tokens` (at least one), as they are chosen.
 
     It ends before the first id in `stop_ids`, after `max_new_tokens`, or when prompt and completion
-    are as long as the model was made for (`spec.max_positions`).
+    are as long as the model was made for (`spec.max_positions`). temperature, top_k, top_p,
+    generator: see `sample_next`. Raises ValueError without tokens.
     """
     if not tokens:
         raise ValueError("generate needs at least one token to begin from")
@@ -125,44 +123,49 @@ def make_prompt_reader(
     room: int,
     device: torch.device | None = None,
 ) -> Reader:
-    """Return a function of tokens `[b, s]`, those that follow each time, to logits `[b, v]`.
+    """Return a `Reader` for a batch of prompts, whose first call takes the prompts.
 
-    The logits are those after the last token. lengths: tokens of each prompt; the first call's are
-    padded on the left to the longest of them. room: tokens of a row in all, padding included.
-    device: that computes; None: where the model's weights are.
+    Prompts are padded on the left to the longest, so that their next tokens stand in one column.
+
+    lengths: tokens of each prompt. room: tokens of a row in all, padding included. device: that
+    computes; None: where the model's weights are.
     """
     longest = max(lengths)
     weight = next(model.parameters())
     device = device or weight.device
     padding = torch.tensor([longest - length for length in lengths], device=device)
     has_padding = min(lengths) < longest
-    if not isinstance(spec, DecoderSpec):
+    if not isinstance(spec, DecoderSpec):  # a model of another library has a cache of its own
         return cast(Any, model).token_reader(padding if has_padding else None)
     cache = KVCache(spec, batch=len(lengths), max_len=room, dtype=weight.dtype, device=device)
-    # The first document of a row is its padding.
+    # The padding is a document of its own, as in a packed row: no token of the prompt sees it.
     documents = [[longest - length, length] if length < longest else [length] for length in lengths]
     prompt_info = make_attention_info(documents, longest).to(device) if has_padding else None
 
     def read(unread: Tensor) -> Tensor:
         past = cache.length
         positions = None
-        info = None
+        attention_info = None
         if prompt_info is not None:
             end = past + unread.shape[1]
+            # Positions count from the prompt's first token.
             positions = (torch.arange(past, end, device=device) - padding[:, None]).clamp(min=0)
-            info = prompt_info if past == 0 else _extend_documents(prompt_info, end)
-        return model(unread, positions, info, cache=cache, logits_to_keep=1)[:, -1]
+            attention_info = prompt_info if past == 0 else _extend_documents(prompt_info, end)
+        return model(unread, positions, attention_info, cache=cache, logits_to_keep=1)[:, -1]
 
     return read
 
 
 def _extend_documents(info: AttentionInfo, length: int) -> AttentionInfo:
-    """Return rows whose last document has grown to so many tokens."""
+    """Return the info of the rows after their last document has grown.
+
+    length: tokens of a row, at least as many as in `info`.
+    """
     assert info.documents is not None
-    rows, known = info.documents.shape
-    added = info.documents[:, -1:].expand(rows, length - known)
+    rows, known_length = info.documents.shape
+    added = info.documents[:, -1:].expand(rows, length - known_length)
     documents = torch.cat([info.documents, added], dim=1)
-    # What was found for the shorter rows is no longer true.
+    # These two describe the shorter rows.
     return replace(info, documents=documents, boundaries=None, real=None)
 
 
@@ -171,7 +174,7 @@ class Generated:
     """An answer to a prompt."""
 
     tokens: list[int] = field(default_factory=list)  # ids, without the stop token
-    ended: str = LENGTH  # `stop` at a stop token, `length` at a limit
+    ended: str = LENGTH  # `STOP` at a stop token, `LENGTH` at a limit
 
 
 @torch.no_grad()
@@ -191,15 +194,22 @@ def generate_batch(
 ) -> list[Generated]:
     """Return an answer to each prompt (ids, at least one each), as `generate` gives it alone.
 
-    An answer ends before a stop id, after `max_new_tokens`, or at `spec.max_positions` with its
-    prompt. temperature, top_k, top_p: see `sample_next`. seeds: of each prompt's random numbers
-    (needed above temperature 0), so that an answer does not depend on its batch. device: that
-    computes; None: that of the weights.
+    With longrope an answer may differ, as its rotations depend on the longest row of the batch. An
+    answer ends before a stop id, after `max_new_tokens`, or at `spec.max_positions` with its
+    prompt. Raises ValueError for an empty prompt, and above temperature 0 without a seed for each.
 
-    any_over_ranks: returns True if its argument is True on any rank; given where the weights are
-    sharded over ranks. They then all read until the last one is done, a rank without prompts too.
+    Args:
+        model: may be sharded over ranks.
+        spec: of the model.
+        prompts: ids of each.
+        max_new_tokens: the most tokens of an answer.
+        stop_ids: ids that end an answer.
+        temperature, top_k, top_p: see `sample_next`.
+        seeds: of each prompt's random numbers, so that an answer does not depend on its batch.
+        device: that computes; None: that of the weights.
+        any_over_ranks: returns True if its argument is True on any rank; given where the weights
+            are sharded. All ranks then read until the last one is done, one without prompts too.
     """
-    # But for longrope, whose rotations depend on the longest row.
     if temperature > 0 and (seeds is None or len(seeds) != len(prompts)):
         raise ValueError(
             f"{len(prompts)} prompts at temperature {temperature}: a seed for each is needed"
@@ -207,23 +217,25 @@ def generate_batch(
     if not all(prompts):
         raise ValueError("generate_batch needs at least one token in each prompt to begin from")
     device = device or next(model.parameters()).device
-    batches = [list(range(len(prompts)))]
+    batches = [list(range(len(prompts)))]  # numbers of prompts
     reads_padding = isinstance(spec, DecoderSpec) or cast(Any, model).reads_padding
-    # Ranks must read alike, so with sharded weights even such a model gets batches.
+    # A model that cannot leave padding out gets one prompt at a time. With sharded weights all
+    # ranks must take the same steps, so there even such a model gets batches.
     if not reads_padding and any_over_ranks is None:
         batches = [[number] for number in batches[0]]
     answers = [Generated() for _ in prompts]
-    for numbers in batches:
-        # A rank without prompts reads some token along.
-        rows = [list(prompts[number]) for number in numbers] or [[0]]
+    for prompt_numbers in batches:
+        # A rank without prompts reads a token, to take part in the collectives.
+        rows = [list(prompts[number]) for number in prompt_numbers] or [[0]]
         longest = max(map(len, rows))
         read = make_prompt_reader(
             model, spec, [len(row) for row in rows], room=longest + max_new_tokens, device=device
         )
         generators = [
-            torch.Generator(device).manual_seed(seeds[number]) for number in numbers if seeds
+            torch.Generator(device).manual_seed(seeds[number]) for number in prompt_numbers if seeds
         ]
 
+        # The defaults bind this batch's reader and generators.
         def choose_next(
             unread: Tensor, read: Reader = read, generators: Sequence[torch.Generator] = generators
         ) -> Tensor:
@@ -238,9 +250,9 @@ def generate_batch(
             ]
             return torch.cat(chosen)
 
-        # What stands in the padding is read by nothing.
+        # The padding repeats a row's first token: any id would do, as nothing sees it.
         _extend_answers(
-            [answers[number] for number in numbers],
+            [answers[number] for number in prompt_numbers],
             room=[min(max_new_tokens, spec.max_positions - len(row)) for row in rows],
             stop_ids=frozenset(stop_ids),
             choose_next=choose_next,
@@ -265,7 +277,9 @@ def _extend_answers(
 ) -> None:
     """Add tokens to the answers of a batch until each has come to its end.
 
-    room: tokens that each may have.
+    answers: fewer than rows where a rank has no prompts. room: tokens that each row may get.
+    choose_next: maps tokens `[b, s]` that follow those before to the next ids `[b]`. unread: the
+    padded prompts `[b, s]`.
     """
     open_rows = [row for row in range(len(answers)) if room[row] > 0]
     for _ in range(max_new_tokens):
@@ -293,7 +307,8 @@ NO_ANSWER = "the model ended its answer before the first word"
 def check_prompt(tokens: list[int], spec: ModelSpec, what: str) -> None:
     """Raise ConfigError for a prompt that leaves no position for an answer.
 
-    Raises CheckpointError for ids that the model does not know. what: the prompt, in the error.
+    Raises CheckpointError for ids that the model does not know. what: names the prompt in the
+    error, such as `--prompt`.
     """
     if len(tokens) >= spec.max_positions:
         raise ConfigError(
@@ -310,7 +325,7 @@ def check_prompt(tokens: list[int], spec: ModelSpec, what: str) -> None:
 def show_prompt_phase(tokens: Iterator[int], count: int) -> Iterator[int]:
     """Yield the same tokens; a terminal shows that a prompt of `count` tokens is being read.
 
-    What it shows is gone before the first token is given, so that text can be printed.
+    The line is gone before the first token is given, so that text can be printed.
     """
     with phase(f"reading the prompt of {count:,} tokens", leaves_line=False):
         first = next(tokens, None)
@@ -320,11 +335,7 @@ def show_prompt_phase(tokens: Iterator[int], count: int) -> Iterator[int]:
 
 
 class Chat:
-    """A conversation with a model.
-
-    `messages` is what was said so far, the system's message included. `why_ended` says, in words,
-    why the last answer was ended by something else than the model, or is empty.
-    """
+    """A conversation with a model: `for piece in chat.answer(question): print(piece)`."""
 
     def __init__(
         self,
@@ -334,24 +345,31 @@ class Chat:
         system: str | None,
         options: dict[str, Any],
     ) -> None:
-        """system: what stands before the first question. options: those of `generate`."""
+        """Begin a conversation.
+
+        system: the system's message, before the first question; None: none. options: keyword
+        arguments of `generate`.
+        """
         self._model = model
         self._spec = spec
         self._tokenizer = tokenizer
         self._options = options
         self._system = [] if system is None else [{"role": "system", "content": system}]
+        # In words, the limit that ended the last answer; empty if the model ended it.
         self.why_ended = ""
         self.reset()
 
     def reset(self) -> None:
         """Forget everything but the system's message."""
+        # The messages so far, dicts of `role` and `content`; with the system's.
         self.messages = list(self._system)
 
     def answer(self, question: str) -> Generator[str]:
         """Yield the answer, piece by piece; question and answer then are part of the history.
 
-        So is an answer that is broken off, as far as it has come. Raises DataError and ConfigError
-        before the first piece; then nothing was said.
+        So is an answer that is broken off, as far as it has come. Raises DataError if the chat
+        template refuses the messages, and ConfigError if they leave no position for an answer. Both
+        come before the first piece, and leave the history as it was.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         prompt = render_prompt(self._tokenizer, messages)
@@ -370,7 +388,7 @@ class Chat:
             pieces.append(decoder.finish())
             yield pieces[-1]
             is_finished = True
-        finally:  # also where whoever reads it stops
+        finally:  # also if the caller closes the generator
             text = "".join(pieces)
             if is_finished or text.strip():
                 self.messages = [*messages, {"role": "assistant", "content": text}]
@@ -379,7 +397,7 @@ class Chat:
             self.why_ended = NO_ANSWER
 
     def _describe_limit(self, prompt_length: int, count: int) -> str:
-        """Return which limit an answer of so many tokens has come to; empty: none."""
+        """Return in words the limit that an answer of `count` tokens has come to; empty: none."""
         if prompt_length + count >= self._spec.max_positions:
             return f"all {self._spec.max_positions} positions of the model are taken"
         limit = self._options["max_new_tokens"]
@@ -388,7 +406,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Question:
-    """The last answer of a sample, and what comes before it."""
+    """The last answer of a sample, to compare with the model's, and the prompt before it."""
 
     prompt: list[int]  # ids that come before the answer
     reference: list[int]  # ids of the answer, without its stop token
@@ -397,23 +415,23 @@ class Question:
 def build_questions(dataset: Dataset, stop_ids: Collection[int]) -> dict[int, Question]:
     """Return the question of each sequence that has one, by the sequence's number.
 
-    Answers are as the label tokens have them. A sequence is left out where nothing comes before the
-    label tokens (plain text), or where `max_seq_len` has cut the answer, so that no stop token ends
-    it.
+    The answer is the last run of label tokens, those that the loss counts. A sequence is left out
+    where nothing comes before its label tokens (plain text), or where no stop token ends them, as
+    `max_seq_len` has cut the answer.
     """
     questions = dict[int, Question]()
     for number in range(len(dataset)):
         sequence = dataset[number]
-        labeled = np.flatnonzero(sequence.labels != IGNORED)
-        if not len(labeled):
+        label_positions = np.flatnonzero(sequence.labels != IGNORED)
+        if not len(label_positions):
             continue
-        last = int(labeled[-1])
-        before = np.flatnonzero(sequence.labels[:last] == IGNORED)
-        if len(before) and int(sequence.labels[last]) in stop_ids:
+        last = int(label_positions[-1])
+        unlabeled_before = np.flatnonzero(sequence.labels[:last] == IGNORED)
+        if len(unlabeled_before) and int(sequence.labels[last]) in stop_ids:
             # In a conversation of several turns the last answer begins after the last question.
-            start = int(before[-1]) + 1
+            start = int(unlabeled_before[-1]) + 1
             answer = sequence.labels[start:last].tolist()
-            # A label is the token that follows, so the prompt has one token more.
+            # The label at a position is the next token, so the prompt includes position `start`.
             prompt = sequence.tokens[: start + 1].tolist()
             questions[number] = Question(prompt=prompt, reference=answer)
     return questions
@@ -429,17 +447,19 @@ def generate_answers(
     seed: int,
     **options: Any,
 ) -> dict[int, Generated]:
-    """Return the answers to all questions, by number, on every rank.
+    """Return the answers to all questions, by the sequence's number, on every rank. Collective.
 
-    Collective: the ranks share the questions, and read in step, as each may have a part of the
-    weights. seed: root of each question's own. options: as for `generate_batch`.
+    The ranks share out the questions. They read in step, as each may have a part of the weights.
+
+    batch_size: questions of a rank at a time. seed: root of the seeds of the questions. options:
+    keyword arguments of `generate_batch`.
     """
-    numbers = sorted(questions)
-    own_answers: list[tuple[int, list[int], str]] = []
+    question_numbers = sorted(questions)
+    own_answers: list[tuple[int, list[int], str]] = []  # number, ids, STOP or LENGTH
     # Every rank goes through all batches, perhaps with an empty one.
-    for start in range(0, len(numbers), batch_size * world.size):
+    for start in range(0, len(question_numbers), batch_size * world.size):
         first = start + world.rank * batch_size
-        own_numbers = numbers[first : first + batch_size]
+        own_numbers = question_numbers[first : first + batch_size]
         answers = generate_batch(
             model,
             spec,
@@ -462,9 +482,10 @@ def compute_metric(
     questions: Mapping[int, Question],
     tokenizer: Tokenizer,
 ) -> dict[int, float]:
-    """Return a registered metric of each answer, by number.
+    """Return a registered metric of each answer, by the sequence's number.
 
-    Raises ConfigError for a metric that raises, or gives no number.
+    name: as of `register("metric", name)`. Raises ConfigError for a metric that raises, or gives no
+    number.
     """
     metric = get_registered("metric", name)
     values: dict[int, float] = {}

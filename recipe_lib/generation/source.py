@@ -1,7 +1,7 @@
-"""Find and load what a name on the command line stands for.
+"""Find and load the model that a name on the command line stands for.
 
-That is a model, an adapter with its base, or the run that wrote one of them. `find_source` checks
-headers alone; `load_source` reads the weights.
+The name is of a model, an adapter with its base, or a run that wrote one of them. `tune generate`,
+`eval` and `export` call `find_source`, which checks headers alone; `load_source` reads the weights.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ from recipe_lib.models import (
     read_trained_spec,
 )
 
-# torch's names, as config.json has them -> those of the config key `dtype`
+# torch's name of a dtype, as config.json has it -> that of the config key `dtype`
 DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
@@ -49,20 +49,20 @@ class GenerationSource:
 
     folder: Path  # of the model, or of the base of an adapter
     config: dict[str, Any]  # its config.json
-    spec: ModelSpec  # of the model with the adapter
+    spec: ModelSpec  # of the model with the adapter, which may have added tokens
     tokenizer: Path  # the folder with the tokenizer
-    adapter: Path | None = None  # the adapter's folder
-    # How the base was kept while the adapter was trained; empty and `none` if its file does not say
-    dtype: str = ""
-    storage: str = "none"
-    base_spec: ModelSpec | None = None  # of an adapter's base, as it is in the folder
+    adapter: Path | None = None  # the adapter's folder; None: a model
+    # How the base was kept while the adapter was trained, if the adapter's file says it.
+    dtype: str = ""  # torch's name; empty: not known
+    storage: str = "none"  # as `lora.quantize_base`
+    base_spec: ModelSpec | None = None  # of an adapter's base, as it is in the folder; else None
 
 
 def find_source(name: str, base: str | None = None) -> GenerationSource:
-    """Return the model that a folder or a hub id names.
+    """Return the model that a folder or a hub id names; of a run, its newer model or adapter.
 
-    base: that of an adapter, in place of the one it names. Raises CheckpointError for what is none,
-    or is damaged, by its headers.
+    base: folder or hub id of an adapter's base, in place of the one it names. Raises
+    CheckpointError if there is no model, its headers are damaged, or an adapter is of another base.
     """
     folder = find_exported_folder(find_checkpoint(name))
     if (folder / ADAPTER_CONFIG).is_file():
@@ -121,9 +121,10 @@ def _find_adapter_source(folder: Path, base: str | None) -> GenerationSource:
 def load_source(
     source: GenerationSource, dtype: torch.dtype, device: torch.device, storage: str
 ) -> Decoder:
-    """Return the model with its weights, ready to generate.
+    """Return the model with its weights on the device, in eval mode.
 
-    storage: how the frozen weights beside an adapter are kept: `none`, `nf4` or `int8`.
+    storage: how the frozen weights beside an adapter are kept: `none` (in `dtype`), `nf4` or
+    `int8`. Raises CheckpointError if the weights cannot be read.
     """
     if source.adapter is not None:
         model, _ = load_model_with_adapter(
@@ -142,7 +143,10 @@ def load_source(
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that `--device` means on this machine."""
+    """Return the device that `--device` means here; `auto`: cuda if there is one.
+
+    Raises SetupError for cuda without a CUDA device.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise SetupError(
             "--device: found cuda, but torch sees no CUDA device here; use --device cpu"
