@@ -1,8 +1,9 @@
 """Label the memory in a trace with the parameters of a recipe's models, and list their modules.
 
-`trace_rank` calls `label_models` after each step and `label_sums` between micro-batches, as FSDP's
-and the optimizer's tensors come and go. `list_module_rows` returns the rows of a report on modules.
-Models are passed as a dict: prefix of their parameters' names -> module.
+A trace lists the allocations of a simulated run. `trace_rank` calls `label_models` after each step
+and `label_sums` between micro-batches, as FSDP's and the optimizer's tensors come and go.
+`list_module_rows` returns the rows of a plan's table of modules. Models are passed as a dict:
+prefix of their parameters' names -> module.
 """
 
 import itertools
@@ -62,7 +63,10 @@ def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
 
 
 def _list_fsdp_parameters(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, FSDP's private entry) of each parameter of FSDP's units."""
+    """Yield (name, FSDP's private `FSDPParam`) of each parameter of FSDP's units.
+
+    A unit is a module that FSDP gathers and frees as one.
+    """
     for prefix, model in models.items():
         for module in model.modules():
             for entry in list_param_entries(module) if isinstance(module, FSDPModule) else ():
@@ -73,7 +77,8 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
     """Label the gradients that are summed over a step's micro-batches, and streamed layers.
 
     The sums are unsharded gradients that FSDP reduces once a step, and sums in fp32. Streamed
-    layers keep their parameters in host memory, with copies on the device while they run.
+    layers keep their parameters in host memory, with copies on the device while they run. Both
+    are found at the `Parallel` objects (how a model is divided) among the recipe's attributes.
     """
     for parallel in vars(recipe).values():
         if not isinstance(parallel, Parallel):
@@ -85,7 +90,7 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
             for name, device_parameter in parallel.levers.layers.get_device_parameters().items():
                 tracer.label(device_parameter, "gathered", name)
     for label, fsdp_parameter in _list_fsdp_parameters(models):
-        unsharded = getattr(fsdp_parameter, "_unsharded_param", None)
+        unsharded = getattr(fsdp_parameter, "_unsharded_param", None)  # FSDP sets it at a gather
         for gradient in (
             getattr(unsharded, "grad", None),
             getattr(fsdp_parameter, "unsharded_accumulated_grad", None),
@@ -97,7 +102,8 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
 def list_module_rows(prefix: str, model: nn.Module) -> list[LayerRow]:
     """Return a row for each module that has parameters and contains no ModuleList, in order.
 
-    prefix: of the model's names. Tied parameters count only in the first module that has them.
+    A row counts the parameters of submodules too. prefix: of the model's names. Tied parameters
+    count only in the first module that has them, and in those around it.
     """
     rows: list[LayerRow] = []
     stored = find_stored_weights(model)  # name of a quantized weight -> its module
@@ -106,6 +112,7 @@ def list_module_rows(prefix: str, model: nn.Module) -> list[LayerRow]:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), name)
     for name, module in model.named_modules():
+        # The whole model, and parts with many layers.
         if any(isinstance(inner, nn.ModuleList) for inner in module.modules()):
             continue
         parameters = [
@@ -121,7 +128,7 @@ def list_module_rows(prefix: str, model: nn.Module) -> list[LayerRow]:
         rows.append(
             LayerRow(
                 module=prefix + name,
-                type=type(module).__name__.removeprefix("FSDP"),
+                type=type(module).__name__.removeprefix("FSDP"),  # fully_shard renames classes
                 parameters=sum(value.numel() for value in parameters) + unpacked,
                 trained=sum(value.numel() for value in parameters if value.requires_grad),
                 bytes=sum(value.numel() * value.element_size() for value in parameters),

@@ -241,8 +241,8 @@ class Trace:
 #
 # A tensor belongs to the module that was running when it was made. But a fused function, or a
 # parent that multiplies by its children's weights itself, calls no child: all that is kept would be
-# the parent's. So `give_to_children` gives a tensor to the child whose output it is, or else to the one
-# whose input it is. A child lies inside the parent, so that sums over the parent do not change.
+# the parent's. So `give_to_children` gives a tensor to the child whose output it is, or else to the
+# one whose input it is. A child lies inside the parent, so that sums over the parent do not change.
 
 
 def classify_activations(trace: Trace) -> None:

@@ -1,9 +1,9 @@
 """Simulate a deep model with few of its layers.
 
-`build_plan` calls `simulate_deep`, which simulates two shallow models. The longer one has one period
-more (layers after which a model repeats itself; 1 if all are alike). What it does beyond the shorter
-one is repeated for the layers left out, with their names: allocations, operators and waits, the
-events of a trace. Where the two do not show this beyond doubt, the whole model is simulated.
+`build_plan` calls `simulate_deep`, which simulates two shallow models. The longer one has one
+period more (layers after which a model repeats itself; 1 if all are alike). What it does beyond the
+shorter one is repeated for the layers left out, with their names: allocations, operators and waits,
+the events of a trace. Where the two do not show this beyond doubt, the whole model is simulated.
 """
 
 import itertools
@@ -414,8 +414,8 @@ def _copy_storage(like: Storage, numbers: tuple[int, ...]) -> Storage:
 def _copy_op(like: Op, numbers: tuple[int, ...]) -> Op:
     """Return an operator like another, with new numbers.
 
-    numbers: (bytes, flops, repeats, bytes and shapes of a collective, numbers in the module's name),
-    as `_describe_op` lists them.
+    numbers: (bytes, flops, repeats, bytes and shapes of a collective, numbers in the name of the
+    module), as `_describe_op` lists them.
     """
     num_bytes, flops, repeats, *later_numbers = numbers
     pattern, module_numbers = _split_name(like.module)
