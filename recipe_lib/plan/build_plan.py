@@ -265,6 +265,7 @@ def plan_ranks(
     simulated = {}
     plans: list[RankPlan] = []
     for rank in settings.traced_ranks or list_first_ranks(cfg.parallel, settings.ranks):
+        # Shows the text on the terminal while it runs, and removes it then.
         with phase(f"simulating rank {rank} of {settings.ranks}", leaves_line=False):
             simulated[rank] = simulate_rank(
                 recipe_class, cfg, settings=settings, rank=rank, steps=steps
@@ -331,7 +332,7 @@ def simulate_rank(
             phases=settings.phases,
             steps=steps,
             like_cpu=hardware.architecture == "cpu",
-            capability=hardware.capability or (8, 0),
+            capability=hardware.capability or (8, 0),  # not read for a CPU's kernels
             # A new one for each run: it remembers the workspaces that are taken already.
             kernel_memory=make_kernel_memory(hardware.architecture),
             traced=traced,
@@ -363,12 +364,12 @@ def list_assumptions(cfg: Any, settings: PlanSettings, simulated: Simulated) -> 
     sequence = settings.sequence
     multiple = cfg.data.pad_to_multiple_of
     padding = -sequence.tokens % multiple
-    padded = f", padded to {sequence.tokens + padding}" if multiple > 1 else ""
+    padding_text = f", padded to {sequence.tokens + padding}" if multiple > 1 else ""
     # Without the reason after the colon, which stands in other lines of the report.
     source = sequence.source.partition(":")[0]
     lines = [
         (
-            f"sequences of {sequence.tokens} tokens{padded} ({source}), batch_size"
+            f"sequences of {sequence.tokens} tokens{padding_text} ({source}), batch_size"
             f" {cfg.batch_size}, gradient_accumulation_steps {cfg.gradient_accumulation_steps}"
         ),
         f"kernels: {_describe_kernels(cfg, settings.hardware)}; torch {torch.__version__}",
@@ -379,9 +380,11 @@ def list_assumptions(cfg: Any, settings: PlanSettings, simulated: Simulated) -> 
     ]
     traced = settings.traced_ranks or list_first_ranks(cfg.parallel, settings.ranks)
     if settings.ranks > 1:
-        named = f"ranks {', '.join(map(str, traced))}" if len(traced) > 1 else f"rank {traced[0]}"
+        ranks_text = (
+            f"ranks {', '.join(map(str, traced))}" if len(traced) > 1 else f"rank {traced[0]}"
+        )
         lines.append(
-            f"of {settings.ranks} ranks, {named} simulated; first ranks hold the larger part"
+            f"of {settings.ranks} ranks, {ranks_text} simulated; first ranks hold the larger part"
             " of uneven shards"
         )
     if cfg.parallel.pipeline > 1:
@@ -462,12 +465,12 @@ def note_large_tensors(trace: Trace, itemsize: int) -> list[str]:
     """
     storages = (trace.storages[number] for kind, number in trace.events if kind == ALLOC)
     # A storage with a label belongs to a parameter, and does not grow with the tokens.
-    of_tokens = [
+    token_storages = [
         storage
         for storage in storages
         if storage.device and storage.kind in _TOKEN_KINDS and not storage.label
     ]
-    largest = max(of_tokens, key=lambda storage: storage.bytes, default=None)
+    largest = max(token_storages, key=lambda storage: storage.bytes, default=None)
     if largest is None or largest.bytes < LIMIT * itemsize:
         return []
     return [

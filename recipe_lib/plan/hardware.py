@@ -95,10 +95,10 @@ class Hardware:
         # forums.developer.nvidia.com 352186). Hopper (sm90) and Blackwell have PCIe 5, twice as
         # fast.
         has_pcie5 = self.architecture != "cpu" and int(self.architecture.removeprefix("sm")) >= 90
-        lanes = 50e9 if has_pcie5 else 25e9
+        pcie_bandwidth = 50e9 if has_pcie5 else 25e9
         # Two A100s, which alone have this link, share a PCIe switch. All ranks share host memory.
         ranks_on_switch = min(self.ranks_here, 2) if self.link == NVLINK3 else 1
-        return min(lanes / ranks_on_switch, HOST_MEMORY / self.ranks_here)
+        return min(pcie_bandwidth / ranks_on_switch, HOST_MEMORY / self.ranks_here)
 
     @property
     def host_memory_bandwidth(self) -> float:
@@ -425,7 +425,7 @@ _CARDS = (
     ),
 )
 
-HARDWARE = {card.name: card for card in _CARDS}
+HARDWARE = {card.name: card for card in _CARDS}  # by name, without aliases
 
 # Maker -> regular expression for the beginning of its devices' names, as `_normalize` returns them.
 _OTHER_MAKERS = {
@@ -463,13 +463,21 @@ def find_hardware(name: str) -> Hardware:
     """
     if hardware := _find(name):
         return hardware
-    plain = _normalize(name)
-    close = find_nearest(plain, [_normalize(spelling) for spelling in HARDWARE])
-    likely = [card for card in HARDWARE if plain and _normalize(card).startswith(plain)]
-    likely = likely or [card for card in HARDWARE if _normalize(card) == close]
-    meant = f"; did you mean {' or '.join(likely)}?" if likely else ""
-    maker = next((maker for maker, names in _OTHER_MAKERS.items() if re.match(names, plain)), None)
-    if maker and not likely:
+    normalized_name = _normalize(name)
+    nearest_name = find_nearest(normalized_name, [_normalize(spelling) for spelling in HARDWARE])
+    suggestions = [
+        card
+        for card in HARDWARE
+        if normalized_name and _normalize(card).startswith(normalized_name)
+    ]
+    # Names that begin as the given one come first: `a100` has four.
+    suggestions = suggestions or [card for card in HARDWARE if _normalize(card) == nearest_name]
+    hint = f"; did you mean {' or '.join(suggestions)}?" if suggestions else ""
+    maker = next(
+        (maker for maker, pattern in _OTHER_MAKERS.items() if re.match(pattern, normalized_name)),
+        None,
+    )
+    if maker and not suggestions:
         raise ConfigError(
             f"device: {quote(name)} is {maker}'s, whose kernels and rates are not known here: runs"
             " and plans are for NVIDIA's GPUs and for CPUs; give a size as 24GB for a plan as if"
@@ -477,7 +485,7 @@ def find_hardware(name: str) -> Hardware:
         )
     raise ConfigError(
         f"device: {quote(name)} is not known; expected one of {', '.join(HARDWARE)}, cpu, or a size"
-        f" as 24GB{meant}"
+        f" as 24GB{hint}"
     )
 
 
@@ -488,8 +496,8 @@ def _find(name: str) -> Hardware | None:
     """
     if size := _SIZE.fullmatch(name.strip()):
         return _make_sized_card(name.strip(), float(size[1]), exact=size[2].lower() == "gib")
-    plain = _normalize(name)
-    if plain == "cpu":
+    normalized_name = _normalize(name)
+    if normalized_name == "cpu":
         return Hardware(
             name="cpu",
             architecture="cpu",
@@ -501,7 +509,8 @@ def _find(name: str) -> Hardware | None:
             inter_node_bandwidth=ETHERNET_10,
         )
     return next(
-        (card for card in _CARDS if plain in map(_normalize, (card.name, *card.aliases))), None
+        (card for card in _CARDS if normalized_name in map(_normalize, (card.name, *card.aliases))),
+        None,
     )
 
 

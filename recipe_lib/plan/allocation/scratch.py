@@ -69,6 +69,8 @@ def _compute_varlen_scratch(args: Sequence[Any]) -> list[int]:
 
 
 # Operator -> a function of its arguments that returns the bytes of each of its scratch tensors.
+# dequantize_nf4 takes codes with a row for each block, which has a scale, and as fourth argument a
+# tensor of the result's type.
 _SIZES: dict[str, Callable[[Sequence[Any]], list[int]]] = {
     **dict.fromkeys(_ATTENTION, _compute_attention_scratch),
     **dict.fromkeys(_VARLEN, _compute_varlen_scratch),
@@ -81,8 +83,7 @@ _SIZES: dict[str, Callable[[Sequence[Any]], list[int]]] = {
     "aten::_softmax_backward_data": lambda args: compute_softmax_backward_scratch(
         numbers=args[0].numel(), element_bytes=args[0].element_size()
     ),
-    # Arguments: codes with a row for each block, 8-bit scales of the blocks, factors, levels in the
-    # type of the result. A first kernel makes the scales in that type.
+    # A first kernel makes NF4's scales in the type of the result, from 8 bits.
     "tune_recipes::dequantize_nf4": lambda args: [len(args[0]) * args[3].element_size()],
 }
 

@@ -196,7 +196,7 @@ def _generate_code(graph: GraphModule, inputs: Sequence[Any], options: dict[str,
 
     def keep_code(lowering: Any) -> Any:
         code = lowering.codegen()[0]
-        codes.append(getattr(code, "value", code))
+        codes.append(getattr(code, "value", code))  # its text; a `ValueWithLineMap` has it as value
         # Never called, but torch 2.11's inductor asserts that it is not None.
         return SimpleNamespace(call=lambda args: None, runner=None)
 

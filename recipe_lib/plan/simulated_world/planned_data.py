@@ -140,7 +140,7 @@ def _measure_dataset(cfg: Any, dataset: Dataset, choice: str, ranks: int) -> Pla
     order = _order_dataset(cfg, dataset, slots_per_step=1)
     num_slots = order.total_steps(1)
     steps = _check_steps(cfg, dataset, ranks)
-    fullest_pack = order.pack_length(0)  # tokens; None without packing
+    fullest_pack = order.pack_length(0)  # tokens, in the first epoch; None without packing
     dataset_text = f"{len(dataset):,} sequences"
     if dataset.report.split_sequences:
         dataset_text += f" from {dataset.report.samples_read:,} samples"
@@ -189,11 +189,11 @@ def _load_few_samples(cfg: Any, wait: float | None) -> Dataset | None:
     With a number of seconds nothing is tokenized, and none are waited for.
     """
     try:
-        stored = _load_stored(cfg, _load_tokenizer(cfg), 0.0)
+        stored_dataset = _load_stored(cfg, _load_tokenizer(cfg), 0.0)
     except UserError:  # the tokenizer or the data are not on this machine
-        stored = None
-    if stored is not None or wait is not None:
-        return stored
+        stored_dataset = None
+    if stored_dataset is not None or wait is not None:
+        return stored_dataset
     try:
         if sum(map(_count_bytes, resolve_sources(cfg.data))) > FEW_BYTES:
             return None
@@ -211,17 +211,20 @@ def _load_dataset(cfg: Any, wait: float | None) -> tuple[Dataset | None, str]:
     try:
         tokenizer = _load_tokenizer(cfg)
         if wait is not None:
-            stored = _load_stored(cfg, tokenizer, wait)
-            return stored, "" if stored is not None else "they are not tokenized yet"
+            stored_dataset = _load_stored(cfg, tokenizer, wait)
+            return (
+                stored_dataset,
+                "" if stored_dataset is not None else "they are not tokenized yet",
+            )
     except UserError as error:
         return None, error.faults[0].partition(";")[0]  # without the remedy after the semicolon
     _check_validation(cfg, tokenizer)
     # Suppressed, as the call below raises again. There, files that are not on this machine are a
     # reason for having no dataset, and no error.
     with suppress(UserError):
-        stored = _load_stored(cfg, tokenizer, 0.0)
-        if stored is not None:
-            return stored, ""
+        stored_dataset = _load_stored(cfg, tokenizer, 0.0)
+        if stored_dataset is not None:
+            return stored_dataset, ""
     try:
         num_bytes = sum(map(_count_bytes, resolve_sources(cfg.data)))
     except UserError as error:
@@ -413,8 +416,8 @@ def _build_dataset(cfg: FullFinetuneConfig, sequence: PlannedSequence) -> Datase
     """Build a dataset with one item, or with packing those of one pack. All token ids are 0."""
     group = 2 if cfg.trains_on_pairs else 1
     # No document is shorter than two tokens.
-    documents = max(1, min(sequence.documents, sequence.tokens // 2)) if cfg.data.packing else 1
-    bounds = np.linspace(0, sequence.tokens, documents + 1).astype(np.int64)
+    num_documents = max(1, min(sequence.documents, sequence.tokens // 2)) if cfg.data.packing else 1
+    bounds = np.linspace(0, sequence.tokens, num_documents + 1).astype(np.int64)
     # About equal, and together sequence.tokens; both sequences of a pair are as long.
     lengths = np.repeat(np.diff(bounds), group)
     # A dataset keeps one id more than a sequence has tokens, its last target; a scored sequence has
@@ -435,8 +438,11 @@ def _build_dataset(cfg: FullFinetuneConfig, sequence: PlannedSequence) -> Datase
 def list_batch_tensors(batches: StepBatches) -> list[torch.Tensor]:
     """Return the tensors of a step's micro-batches, with those in their `attention`."""
     all_batches = [*batches.micro_batches, *batches.mismatched]
-    holders = [vars(batch) for batch in all_batches]
-    holders += [vars(batch.attention) for batch in all_batches if batch.attention is not None]
+    field_dicts = [vars(batch) for batch in all_batches]
+    field_dicts += [vars(batch.attention) for batch in all_batches if batch.attention is not None]
     return [
-        value for holder in holders for value in holder.values() if isinstance(value, torch.Tensor)
+        value
+        for fields in field_dicts
+        for value in fields.values()
+        if isinstance(value, torch.Tensor)
     ]

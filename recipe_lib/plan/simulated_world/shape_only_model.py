@@ -42,7 +42,7 @@ def make_plannable(cfg: Any) -> tuple[Any, list[str]]:
     CheckpointError if config.json cannot be read or describes no model that recipes know.
     """
     cfg = copy.deepcopy(cfg)
-    assumed: list[str] = []
+    assumptions: list[str] = []
     # other_models: the keys of further models, such as a teacher's.
     for path_key, preset_key in {"model.path": "model.preset", **cfg.other_models}.items():
         section_name, path_name = path_key.split(".")
@@ -52,7 +52,7 @@ def make_plannable(cfg: Any) -> tuple[Any, list[str]]:
             shape, assumption = find_shape(path, path_key, preset_key)
             setattr(section, preset_key.partition(".")[2], shape)
             setattr(section, path_name, None)
-            assumed += [assumption] if assumption else []
+            assumptions += [assumption] if assumption else []
     cfg.output_dir = str(Path(_make_folder()) / "output")
     cfg.resume = None
     cfg.overwrite_output_dir = False
@@ -63,12 +63,12 @@ def make_plannable(cfg: Any) -> tuple[Any, list[str]]:
         and adapters.adapter_path is not None
         and not Path(adapters.adapter_path).is_dir()
     ):
-        assumed.append(
+        assumptions.append(
             f"lora.adapter_path={adapters.adapter_path} is not here: new adapters of the config's"
             " shape are planned"
         )
         adapters.adapter_path = None
-    return cfg, assumed
+    return cfg, assumptions
 
 
 def find_shape(name: str, key: str = "model.path", preset: str = "model.preset") -> tuple[str, str]:
@@ -92,14 +92,18 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
         )
     # The error suggests a checkpoint of the same shape: `...-8B-Instruct` has that of `...-8B`, and
     # a misspelled name is near one of the same size.
-    prefixes = [known for known in shipped if name.lower().startswith(known.lower())]
-    same_size = [
-        known for known in shipped if _SIZE.findall(known.lower()) == _SIZE.findall(name.lower())
+    prefixes = [
+        shipped_name for shipped_name in shipped if name.lower().startswith(shipped_name.lower())
     ]
-    like = max(prefixes, key=len, default=find_nearest(name, same_size, cutoff=0.7))
+    same_size = [
+        shipped_name
+        for shipped_name in shipped
+        if _SIZE.findall(shipped_name.lower()) == _SIZE.findall(name.lower())
+    ]
+    similar_name = max(prefixes, key=len, default=find_nearest(name, same_size, cutoff=0.7))
     hint = (
-        f"or plan with {key}={like} if it has the same shape"
-        if like
+        f"or plan with {key}={similar_name} if it has the same shape"
+        if similar_name
         else f"or set {preset} to its shape"
     )
     raise ConfigError(

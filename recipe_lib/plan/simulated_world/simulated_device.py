@@ -351,5 +351,5 @@ def _run_composite(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _pad(tensor: Tensor, multiple: int) -> Tensor:
     # Returns the tensor with zeros at the end of its last dimension, up to a multiple.
-    missing = -tensor.shape[-1] % multiple
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+    num_missing = -tensor.shape[-1] % multiple
+    return torch.nn.functional.pad(tensor, (0, num_missing)) if num_missing else tensor

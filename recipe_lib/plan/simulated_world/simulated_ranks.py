@@ -244,10 +244,10 @@ def unwrap_shards(
     shards = [tensor for tensor in list_tensors(args) if isinstance(tensor, DTensor)]
     if len({(shard.device_mesh, shard.placements) for shard in shards}) != 1:
         return None
-    local: tuple[Any, Any] = tree_map_only(
+    local_arguments: tuple[Any, Any] = tree_map_only(
         DTensor, lambda shard: shard._local_tensor, (tuple(args), dict(kwargs))
     )
-    return local
+    return local_arguments
 
 
 def patch_document_search(cfg: FullFinetuneConfig, documents: int) -> list[Patch]:

@@ -62,10 +62,10 @@ def compute_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     name = schema.name
     returns = schema.returns
     # A result that shares an argument's memory and does not write it.
-    aliases = any(
+    is_alias = any(
         value.alias_info is not None and not value.alias_info.is_write for value in returns
     )
-    is_view = aliases or name in _VIEWS or name.startswith("profiler::")
+    is_view = is_alias or name in _VIEWS or name.startswith("profiler::")
     # Views by their schema, but they copy where strides allow no view.
     may_copy = name in ("aten::reshape", "aten::contiguous", "aten::_reshape_copy")
     makes_memory = may_copy or (not is_view and any(value.alias_info is None for value in returns))
@@ -252,8 +252,8 @@ def read_matmul_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
         return ()
     dims = 3 if name in _BATCHED else 2
     # The first argument of `addmm` is the tensor that the product is added to.
-    first = 1 if name.startswith(("aten::addmm", "aten::baddbmm")) else 0
-    left, right = args[first : first + 2]
+    first_operand = 1 if name.startswith(("aten::addmm", "aten::baddbmm")) else 0
+    left, right = args[first_operand : first_operand + 2]
     if left.dim() != dims or right.dim() != dims:
         return ()
     return (
@@ -300,12 +300,12 @@ def read_attention_shape(
     It is (rows times heads, queries, keys, keys that a query sees on average, head width). Rows are
     sequences of the batch; packed documents count as rows of equal length.
     """
-    values = {
+    arguments = {
         argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
     }
-    values.update(kwargs)
-    query = values.get("query")
-    key = values.get("key")
+    arguments.update(kwargs)
+    query = arguments.get("query")
+    key = arguments.get("key")
     if not isinstance(query, Tensor) or not isinstance(key, Tensor):
         return ()
     window = None
@@ -315,21 +315,21 @@ def read_attention_shape(
     else:  # packed documents [s, h, d]
         tokens, heads, width = query.shape
         # cu_seqlens, under the names of `_varlen_attn` and of aten's flash attention.
-        bounds = values.get("cu_seq_q", values.get("cum_seq_q"))
+        bounds = arguments.get("cu_seq_q", arguments.get("cum_seq_q"))
         rows = len(bounds) - 1 if isinstance(bounds, Tensor) and bounds.dtype == torch.int32 else 1
         queries = keys = max(1, tokens // max(1, rows))
-        window = values.get("window_size") or [
-            values.get("window_size_left"),
-            values.get("window_size_right"),
+        window = arguments.get("window_size") or [
+            arguments.get("window_size_left"),
+            arguments.get("window_size_right"),
         ]
     # Keys that a query sees before and after itself; None or -1: all. None after itself is causal.
-    left, right = window or (None, None)
-    causal = bool(values.get("is_causal")) or right == 0
+    keys_before, keys_after = window or (None, None)
+    causal = bool(arguments.get("is_causal")) or keys_after == 0
     return (
         rows * heads,
         queries,
         keys,
-        _count_seen_keys(keys, causal=causal, window=-1 if left is None else left),
+        _count_seen_keys(keys, causal=causal, window=-1 if keys_before is None else keys_before),
         width,
     )
 
@@ -364,8 +364,8 @@ def list_plain_tensors(tensor: Tensor) -> list[Tensor]:
     if has_memory(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = list_tensors([getattr(tensor, name) for name in names])
-    return list(itertools.chain.from_iterable(map(list_plain_tensors, inner)))
+    inner_tensors = list_tensors([getattr(tensor, name) for name in names])
+    return list(itertools.chain.from_iterable(map(list_plain_tensors, inner_tensors)))
 
 
 # Sums of gradients by autograd's engine, which are made in place in a run without a dispatch mode.
@@ -448,8 +448,8 @@ def read_collective(func: Any, args: Sequence[Any], groups: Mapping[str, str]) -
     # Functional operators have the group's name as the last argument, those of c10d the group.
     if func.namespace != "c10d":
         group = torch._C._distributed_c10d._resolve_process_group(args[-1])
-    elif objects := [value for value in args if isinstance(value, torch.ScriptObject)]:
-        group = dist.ProcessGroup.unbox(objects[0])
+    elif group_objects := [value for value in args if isinstance(value, torch.ScriptObject)]:
+        group = dist.ProcessGroup.unbox(group_objects[0])
     ranks = dist.get_process_group_ranks(group)
     if operation in ("send", "recv"):
         # The first number among the arguments is the peer's index in the group.

@@ -33,9 +33,9 @@ def list_models(recipe: Any) -> dict[str, nn.Module]:
     modules = {name: value for name, value in vars(recipe).items() if isinstance(value, nn.Module)}
     if not modules:
         return {}
-    main = modules.pop("model" if "model" in modules else next(reversed(modules)))
-    models = {f"{name}.": module for name, module in modules.items() if module is not main}
-    return models | {"": main}
+    main_model = modules.pop("model" if "model" in modules else next(reversed(modules)))
+    models = {f"{name}.": module for name, module in modules.items() if module is not main_model}
+    return models | {"": main_model}
 
 
 def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
@@ -90,9 +90,11 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
             for name, device_parameter in parallel.levers.layers.get_device_parameters().items():
                 tracer.label(device_parameter, "gathered", name)
     for label, fsdp_parameter in _list_fsdp_parameters(models):
-        unsharded = getattr(fsdp_parameter, "_unsharded_param", None)  # FSDP sets it at a gather
+        unsharded_parameter = getattr(
+            fsdp_parameter, "_unsharded_param", None
+        )  # FSDP sets it at a gather
         for gradient in (
-            getattr(unsharded, "grad", None),
+            getattr(unsharded_parameter, "grad", None),
             getattr(fsdp_parameter, "unsharded_accumulated_grad", None),
         ):
             if gradient is not None:
@@ -106,7 +108,7 @@ def list_module_rows(prefix: str, model: nn.Module) -> list[LayerRow]:
     count only in the first module that has them, and in those around it.
     """
     rows: list[LayerRow] = []
-    stored = find_stored_weights(model)  # name of a quantized weight -> its module
+    quantized_weights = find_stored_weights(model)  # name of a quantized weight -> its module
     owners: dict[int, str] = {}  # id of a parameter -> name of the first module that has it
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -122,14 +124,16 @@ def list_module_rows(prefix: str, model: nn.Module) -> list[LayerRow]:
         ]
         if not parameters:
             continue
-        quantized = {key: linear for key, linear in stored.items() if key.startswith(f"{name}.")}
-        unpacked = _count_unpacked(model, quantized)
+        quantized = {
+            key: linear for key, linear in quantized_weights.items() if key.startswith(f"{name}.")
+        }
+        num_unpacked = _count_unpacked(model, quantized)
         local_parts = itertools.chain.from_iterable(map(list_plain_tensors, parameters))
         rows.append(
             LayerRow(
                 module=prefix + name,
                 type=type(module).__name__.removeprefix("FSDP"),  # fully_shard renames classes
-                parameters=sum(value.numel() for value in parameters) + unpacked,
+                parameters=sum(value.numel() for value in parameters) + num_unpacked,
                 trained=sum(value.numel() for value in parameters if value.requires_grad),
                 bytes=sum(value.numel() * value.element_size() for value in parameters),
                 local_bytes=sum(part.nbytes for part in local_parts),

@@ -73,14 +73,14 @@ def simulate_deep(
     if depths is not None:
         lead, period = find_layer_pattern(cfg)  # lead: layers at the begin that are never repeated
         # torch.compile would trace into the patched methods.
-        watched = [] if cfg.compile else _watch_layers(faults)
+        watch_patches = [] if cfg.compile else _watch_layers(faults)
         # An error of a shallow model is not reported: the whole model is run then, and raises its
         # own.
-        with apply_patches(watched), suppress(UserError, IndexError):
+        with apply_patches(watch_patches), suppress(UserError, IndexError):
             short, long = (run(limit_layers(cfg, depth)) for depth in depths)
             # The first and the last layers of the model may differ from the others.
-            middle = range(max(1, lead), depths[1] - period)
-            faults += _find_different_layers(long.trace, middle, period)
+            middle_layers = range(max(1, lead), depths[1] - period)
+            faults += _find_different_layers(long.trace, middle_layers, period)
             num_periods = (count_layers(cfg) - depths[1]) // period
             simulated = _extend_simulation(short, long=long, more=num_periods, period=period)
     if simulated is None or faults:

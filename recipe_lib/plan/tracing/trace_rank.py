@@ -323,6 +323,7 @@ def _name_groups(world: World) -> dict[str, str]:
 def _find_stages(recipe: Any) -> dict[int, range]:
     """Return the layers of each pipeline stage on this rank; {} without a pipeline."""
     parallels = [value for value in vars(recipe).values() if isinstance(value, Parallel)]
+    # Recipes set up a reference model or a teacher first: the last one is the trained model's.
     pipelines = [parallel.pipeline for parallel in parallels if parallel.pipeline]
     return pipelines[-1].layers if pipelines else {}
 
@@ -343,7 +344,7 @@ def _run_other_phases(
         for model in models.values():
             model.train()
     if "save" in phases and cfg.checkpoint.save_model:
-        last_models = list(models.values())[-1:]
+        last_models = list(models.values())[-1:]  # the trained model, as `list_models` orders them
         _try_phase(
             "save", run=lambda: list(map(_gather_trained, last_models)), tracer=tracer, notes=notes
         )

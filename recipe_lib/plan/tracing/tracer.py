@@ -162,6 +162,7 @@ _FSDP_KINDS = {
     "fsdp::split_with_sizes_copy": "gathered",
     "fsdp::chunk_cat": "communication",
 }
+# Operators that the mode does not run as others, see `__torch_dispatch__`.
 _DEVICE = torch.ops.prim.device.default
 _NUMBER = torch.ops.aten._local_scalar_dense.default  # what `.item()` calls
 _PIN = torch.ops.aten._pin_memory.default
@@ -311,8 +312,8 @@ class Tracer(TorchDispatchMode):
         if self.is_compiling is not None and (function := find_opaque_function(func)) is not None:
             with self:
                 return function(*args, **kwargs)
-        # They come here whole only from inside of another operator, where autograd does not run,
-        # which takes them apart elsewhere.
+        # Autograd takes them apart. They come here whole from inside of an operator, where it does
+        # not run.
         if id(func) in _MATMULS:
             with self:
                 return func.decompose(*args, **kwargs)
@@ -329,6 +330,7 @@ class Tracer(TorchDispatchMode):
             and args[0].constant is None
         ):
             return self._invent_number(args)
+        # Autograd's engine adds gradients in place where no dispatch mode is there.
         if is_summed_in_place(func, args, kwargs):
             func = ADD_IN_PLACE
         if self.muted:
@@ -441,7 +443,7 @@ class Tracer(TorchDispatchMode):
                 op=op,
                 list_storage_indices=self.list_storage_indices,
             )
-        # Only there, as they serve to find the modules of activations, and take time.
+        # They take time, and serve only to find the modules of activations.
         if part in ("forward", "recompute"):
             op.reads = self.list_storage_indices((args, tuple(kwargs.values())))
             op.makes = self.list_storage_indices(result)
