@@ -43,7 +43,8 @@ class LoopItems:
         self.targets.append(target)
 
 
-# A loop in the longer run: (index of its first item, items of an iteration, iterations).
+# A loop in the longer run: (index of its first item, items of an iteration, iterations). Runs with
+# the keys 0 1 2 1 2 3 and 0 1 2 1 2 1 2 3 have the loop (1, 2, 3).
 _Loop = tuple[int, int, int]
 
 

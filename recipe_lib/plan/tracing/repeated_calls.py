@@ -100,8 +100,8 @@ def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None
             notes.append((FREE, order[index]))
         elif kind == OP:
             notes.append((OP, trace.ops[index]))
-        # It waits for a stream, or frees memory of before the call.
         else:
+            # It waits for a stream, or frees memory of before the call.
             return None
     indices = [tracer.find_storage_index(result) for result in list_tensors(returned)]
     num_left = len(order) - sum(kind == FREE for kind, _ in notes)

@@ -99,7 +99,7 @@ def count_micro_batches_to_simulate(recipe_class: type, cfg: Any) -> int:
     """
     if is_declared_uniform(recipe_class):
         return count_micro_batches_to_trace(cfg)
-    return compute_micro_batches(cfg)[1]
+    return compute_micro_batches(cfg)[1]  # of (sequences of one, micro-batches of a step)
 
 
 def compare_micro_batches(
@@ -121,17 +121,17 @@ def compare_micro_batches(
     average_events = len(trace.events) // max(1, traced)
     if is_pipeline:  # its schedule says which of them are alike (`find_stand_ins`)
         return MicroBatchComparison(alike=True, events=average_events)
-    complete = marks.list_complete(traced)
+    complete_passes = marks.list_complete(traced)
     # A generator that is never asked for its end, such as a reference model's forwards, lacks the
     # last mark only.
-    if len(complete) < steps or any(len(positions) < traced for positions in marks.passes):
+    if len(complete_passes) < steps or any(len(positions) < traced for positions in marks.passes):
         return MicroBatchComparison(alike=False, events=average_events)
     alike = is_one_by_one = has_backward(trace, marks, traced)
     growth = 0
-    for positions in complete:
+    for positions in complete_passes:
         compared = positions[: len(positions) - num_different]
         bytes_left = [alive_bytes for _, alive_bytes in compared[1:]]
-        # The first one is left out: it makes the gradients, the others add to them.
+        # The first micro-batch is left out: it makes the gradients, the others add to them.
         work = [
             _list_work(trace, begin, end)
             for (begin, _), (end, _) in itertools.pairwise(compared[1:])
@@ -195,7 +195,7 @@ def repeat_last_micro_batch(
         end = positions[-1 - num_different][0]
         repeated |= {index for kind, index in trace.events[begin:end] if kind == OP}
     for index in repeated:
-        trace.ops[index].repeats *= count - traced + 1
+        trace.ops[index].repeats *= count - traced + 1  # for itself, and for those left out
 
 
 def repeat_last_by_parts(trace: Trace, *, count: int, traced: int, num_different: int = 0) -> None:
@@ -211,8 +211,8 @@ def repeat_last_by_parts(trace: Trace, *, count: int, traced: int, num_different
         ]
         begins = [
             index
-            for (_, before), (index, part) in itertools.pairwise(parts)
-            if (before, part) == ("backward", "forward")
+            for (_, previous_part), (index, part) in itertools.pairwise(parts)
+            if (previous_part, part) == ("backward", "forward")
         ]
         begins.append(max((index + 1 for index, part in parts if part == "backward"), default=0))
         if len(begins) > 1 + num_different:

@@ -157,8 +157,9 @@ def simulate(
             connect_streams(tracer)
             patches = follow_actions(tracer) + follow_works(tracer)
             patches += patch_document_search(cfg, sequence.documents)
+            # Without `make_tables_anew`, NF4's cached tables would be tensors of an earlier
+            # simulation's fake mode.
             with (
-                # Cached tables would be tensors of another simulation's fake mode.
                 nf4.make_tables_anew(has_values=False),
                 pause_collector(),
                 tracer.activate(),
@@ -209,7 +210,7 @@ def trace_real_run(
 ) -> Simulated:
     """Trace set-up and two steps that run for real on a CPU, to compare a simulation with.
 
-    world: the ranks of a process group that has been set up.
+    world: rank, device and mesh of this process, which is in a process group.
     """
     tracer = Tracer(world.device.type)
     with nf4.make_tables_anew(), pause_collector(), tracer.activate():
