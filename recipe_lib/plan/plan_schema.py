@@ -31,10 +31,10 @@ HOST_ALLOWS = "memory.host_memory_limit_gib allows"
 
 @dataclass
 class Volume:
-    """Sums over collectives and messages of one or more ranks; messages are sends and receives."""
+    """Sums over collectives and messages (a send and a receive each) of one or more ranks."""
 
-    # Calls, each counted on every rank that takes part; a message counts as a send and a receive. A
-    # float where `divide` leaves a fraction.
+    # Calls, each counted on every rank that takes part: a message counts twice. A float where
+    # `divide` leaves a fraction.
     operations: float = 0
     # Bytes of the full tensor of each call: the one gathered, the one that is to be scattered, the
     # one reduced, or the message.

@@ -2,8 +2,8 @@
 
 `replay.replay` gives a `CachingAllocator` the allocations of a planned run, and reads its peaks. It
 follows pytorch's c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h, as torch 2.11 to
-2.13 have them; names in parentheses are those of the C++ functions. A segment is memory taken from
-the device at once; an expandable one takes and gives back memory in pages.
+2.13 have them; docstrings name the C++ function that a method models, as in (`alloc_block`). A
+segment is memory taken from the device at once; an expandable one takes it in pages.
 """
 
 from bisect import bisect_left, insort

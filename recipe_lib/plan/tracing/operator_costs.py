@@ -46,7 +46,7 @@ class Cost:
 
     name: str  # with its namespace, such as `aten::mm`
     flops: int  # of a matmul or attention, a multiply and an add counted as two; else 0
-    bytes: int  # read and written, of the tensors as they are, not of what caches save
+    bytes: int  # read and written
     dtype: str  # type that the device's rate is looked up for, such as `bf16`; "": no such type
     is_view: bool  # True: it does no work and moves no bytes
     makes_memory: bool  # True: its outputs may be new storages
@@ -322,7 +322,7 @@ def read_attention_shape(
             arguments.get("window_size_left"),
             arguments.get("window_size_right"),
         ]
-    # Keys that a query sees before and after itself; None or -1: all. None after itself is causal.
+    # Keys that a query sees before and after itself; None or -1: all. 0 after itself is causal.
     keys_before, keys_after = window or (None, None)
     causal = bool(arguments.get("is_causal")) or keys_after == 0
     return (

@@ -90,9 +90,8 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
             for name, device_parameter in parallel.levers.layers.get_device_parameters().items():
                 tracer.label(device_parameter, "gathered", name)
     for label, fsdp_parameter in _list_fsdp_parameters(models):
-        unsharded_parameter = getattr(
-            fsdp_parameter, "_unsharded_param", None
-        )  # FSDP sets it at a gather
+        # An attribute that FSDP sets at the first gather.
+        unsharded_parameter = getattr(fsdp_parameter, "_unsharded_param", None)
         for gradient in (
             getattr(unsharded_parameter, "grad", None),
             getattr(fsdp_parameter, "unsharded_accumulated_grad", None),

@@ -140,7 +140,7 @@ class ActionMark:
 class Trace:
     """Everything one rank did, phase by phase.
 
-    An entry of a list is referred to by its index. Phases of one name may be in it more than once.
+    An entry of a list is referred to by its index.
     """
 
     storages: list[Storage] = field(default_factory=list)  # all allocations, in order
