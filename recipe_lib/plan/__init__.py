@@ -1,4 +1,4 @@
-"""Memory, communication and time of a run before it runs.
+"""Plan a run before it runs: its memory, communication and time.
 
 In comes a recipe class, its config and `PlanSettings`: the device (`hardware.py`), the number of
 ranks, the length of sequences. Out comes a `Plan` (`plan_schema.py`): dataclasses and JSON. The

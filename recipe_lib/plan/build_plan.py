@@ -1,8 +1,8 @@
 """Build a plan of a run's memory and time from a recipe class and its config.
 
-`make_plan` simulates ranks (`simulate_rank`, `plan_ranks`), replays their memory through the
-allocator, puts their operators on a time line, and sums it all up in a `Plan`
-(`plan_schema.py`), which `views` print and `search` compares.
+`tune plan` calls `make_plan`, and `plan/search` calls `plan_ranks` for changed configs. Ranks are
+simulated on tensors without bytes. A trace is what a simulated rank did: allocations, operators and
+waits. A model of torch's allocator replays it, and its operators are put on a time line.
 """
 
 import sys
@@ -66,10 +66,12 @@ from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, Simulated, simulat
 from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes
 
+# Phases of a run that can be simulated besides set-up and steps.
 PHASES = ("load", "validation", "save")
+# Attributes of PlannedSequence that a plan has under `sequence`.
 _SEQUENCE_FACTS = ("tokens", "source", "histogram", "documents", "group")
-# Elements of a tensor from which on kernels that count in 32 bits fail: FlashAttention 2, which
-# torch's attention runs, and Liger's kernels (Liger-Kernel issue 803). torch's own pointwise
+# Number of elements of a tensor from which on kernels fail that count in 32 bits: FlashAttention 2,
+# which torch's attention runs, and Liger's kernels (Liger-Kernel issue 803). torch's own pointwise
 # kernels and those that its compiler makes count such tensors in 64 bits.
 LIMIT = 2**31
 # Kinds of memory that are computed from tokens, and grow with them.
@@ -82,27 +84,27 @@ class PlanSettings:
 
     # The device of every rank.
     hardware: Hardware
-    # Lengths of the sequences of a simulated batch, and where they are from.
+    # Length of the sequences of a simulated batch, and where it is from.
     sequence: PlannedSequence
     # Number of ranks of the run.
     ranks: int = 1
-    # Ranks that are simulated; empty: the first of each place in a pipeline, or rank 0.
+    # Ranks that are simulated; empty: the first of each place (position in a pipeline), or rank 0.
     traced_ranks: tuple[int, ...] = ()
-    # Recipe, config and overrides as typed, for the report.
+    # Recipe, config and overrides (`key=value`) as typed, for the report.
     recipe: str = ""
     config: str = ""
     overrides: tuple[str, ...] = ()
-    # Optimizer steps of the run; None: as many as the data gives.
+    # Optimizer steps of the run; None: `sequence.steps`, which the data give.
     steps: int | None = None
-    # Measured rates; None: those of the data sheet.
+    # Measured rates of the device; None: those of the data sheet.
     calibration: Calibration | None = None
-    # Memory outside of torch; None: by `estimate_outside_torch`.
+    # Device memory that torch's allocator does not hand out; None: by `estimate_outside_torch`.
     outside: OutsideTorch | None = None
     # Phases that are traced besides set-up and steps.
     phases: tuple[str, ...] = PHASES
-    # Assumptions made before planning, for the report.
+    # Assumptions made before planning, sentences for the report.
     assumptions: tuple[str, ...] = ()
-    # Whether times are planned too.
+    # True: times are planned too.
     timed: bool = True
 
     def __post_init__(self) -> None:
@@ -121,20 +123,21 @@ class PlannedRanks:
 
     # Rank -> its simulation.
     simulated: dict[int, Simulated]
-    # Memory of each simulated rank.
+    # Memory of each simulated rank, in the order of `simulated`.
     plans: list[RankPlan]
-    # Memory of the rank that reserves the most.
+    # Memory of the simulated rank that reserves the most.
     heaviest: RankPlan
-    # Times of a steady step.
+    # Times of a step after the first one, and in a pipeline its schedule.
     step: SimulatedStep
 
 
 def make_plan(
     recipe_class: type, cfg: Any, settings: PlanSettings, steps: tuple[str, ...] = (FIRST, STEADY)
 ) -> tuple[Plan, Trace]:
-    """Return the plan, and the trace of the heaviest rank.
+    """Return the plan, and the trace of the rank that reserves the most.
 
-    steps: which steps are simulated, as for `simulate`. Raises UserErrors of recipe and config.
+    steps: which steps are simulated, in order: the first, in which the optimizer makes its states,
+    a later one, or both. Raises UserErrors of recipe and config.
     """
     hardware = settings.hardware
     planned = plan_ranks(recipe_class, cfg, settings=settings, steps=steps)
@@ -146,6 +149,8 @@ def make_plan(
     outside = settings.outside or _find_largest_outside(hardware, simulated)
     usable = hardware.memory - outside.total
     steps_of_run = settings.steps or settings.sequence.steps
+    # Bytes that micro-batches and steps that were not simulated may add, and why: the most of any
+    # rank.
     extra_bytes, estimate = max(
         estimate_not_simulated(simulation, steps_of_run) for simulation in simulated.values()
     )
@@ -203,6 +208,7 @@ def make_plan(
     add_router_choices(
         plan, cfg, simulated=simulated, hardware=hardware, calibration=settings.calibration
     )
+    # Sentences on optimizer states that lose their updates to rounding.
     stalled_means = describe_stalled_means(cfg)
     plan.notes += stalled_means
     plan.assumptions += stalled_means
@@ -210,7 +216,10 @@ def make_plan(
 
 
 def _describe_device(hardware: Hardware, dtype: str, usable: int) -> DeviceFacts:
-    """Return the facts on a plan's device. usable: bytes that the allocator may take."""
+    """Return the facts on a plan's device.
+
+    dtype: of the run, such as `bf16`. usable: bytes that the allocator may take.
+    """
     return DeviceFacts(
         name=hardware.name,
         memory=hardware.memory,
@@ -250,12 +259,13 @@ def plan_ranks(
 ) -> PlannedRanks:
     """Simulate the ranks of a plan.
 
-    steps: which steps are simulated, as for `simulate`. limit: bytes; ranks are simulated up to the
-    first with a higher active peak; None: all. Raises UserErrors of recipe and config.
+    steps: as in `make_plan`. limit: bytes; ranks are simulated up to the first with a higher peak
+    of active memory. None: all are. Raises UserErrors of recipe and config.
     """
     simulated = {}
     plans: list[RankPlan] = []
     for rank in settings.traced_ranks or list_first_ranks(cfg.parallel, settings.ranks):
+        # Shows the text on the terminal while it runs, and removes it then.
         with phase(f"simulating rank {rank} of {settings.ranks}", leaves_line=False):
             simulated[rank] = simulate_rank(
                 recipe_class, cfg, settings=settings, rank=rank, steps=steps
@@ -266,6 +276,7 @@ def plan_ranks(
     heaviest = max(plans, key=lambda plan: plan.reserved)
     timings = None
     if settings.timed:
+        # A pipeline's step needs the times of all its places, any other those of one rank.
         timings = {
             rank: schedule(
                 simulation.trace,
@@ -297,8 +308,9 @@ def simulate_rank(
 ) -> Simulated:
     """Simulate one rank, with the kernels and the scratch of the planned device.
 
-    steps, traced, checker: as for `simulate`. Raises ConfigError for a dtype or feature that the
-    device does not support.
+    steps: as in `make_plan`. traced: so many micro-batches of a step run and count only for
+    themselves; None: as many as can count for all. checker: finds races between streams. Raises
+    ConfigError for a dtype or feature that the device does not support.
     """
     hardware = settings.hardware
     if hardware.capability is None and getattr(cfg, "matmul_dtype", None) == "fp8":
@@ -320,8 +332,8 @@ def simulate_rank(
             phases=settings.phases,
             steps=steps,
             like_cpu=hardware.architecture == "cpu",
-            capability=hardware.capability or (8, 0),
-            # Each run has its own: it knows what is there already.
+            capability=hardware.capability or (8, 0),  # not read for a CPU's kernels
+            # A new one for each run: it remembers the workspaces that are taken already.
             kernel_memory=make_kernel_memory(hardware.architecture),
             traced=traced,
             checker=checker,
@@ -331,6 +343,7 @@ def simulate_rank(
     if checker is not None:
         return run(cfg)
     try:
+        # With few of a deep model's layers, where these show what all of them do.
         return simulate_deep(recipe_class, cfg, run)
     except NotCompiled as fault:
         simulated = simulate_deep(recipe_class, replace(cfg, compile=False), run)
@@ -344,16 +357,19 @@ def simulate_rank(
 
 
 def list_assumptions(cfg: Any, settings: PlanSettings, simulated: Simulated) -> list[str]:
-    """Return the assumptions of a plan, and the notes of the rank that was simulated."""
+    """Return the assumptions of a plan, and the notes of the heaviest rank's simulation.
+
+    Each is a sentence.
+    """
     sequence = settings.sequence
     multiple = cfg.data.pad_to_multiple_of
     padding = -sequence.tokens % multiple
-    padded = f", padded to {sequence.tokens + padding}" if multiple > 1 else ""
-    # Why the length is that one, the run's own lines say.
+    padding_text = f", padded to {sequence.tokens + padding}" if multiple > 1 else ""
+    # Without the reason after the colon, which stands in other lines of the report.
     source = sequence.source.partition(":")[0]
     lines = [
         (
-            f"sequences of {sequence.tokens} tokens{padded} ({source}), batch_size"
+            f"sequences of {sequence.tokens} tokens{padding_text} ({source}), batch_size"
             f" {cfg.batch_size}, gradient_accumulation_steps {cfg.gradient_accumulation_steps}"
         ),
         f"kernels: {_describe_kernels(cfg, settings.hardware)}; torch {torch.__version__}",
@@ -364,9 +380,11 @@ def list_assumptions(cfg: Any, settings: PlanSettings, simulated: Simulated) -> 
     ]
     traced = settings.traced_ranks or list_first_ranks(cfg.parallel, settings.ranks)
     if settings.ranks > 1:
-        named = f"ranks {', '.join(map(str, traced))}" if len(traced) > 1 else f"rank {traced[0]}"
+        ranks_text = (
+            f"ranks {', '.join(map(str, traced))}" if len(traced) > 1 else f"rank {traced[0]}"
+        )
         lines.append(
-            f"of {settings.ranks} ranks, {named} simulated; first ranks hold the larger part"
+            f"of {settings.ranks} ranks, {ranks_text} simulated; first ranks hold the larger part"
             " of uneven shards"
         )
     if cfg.parallel.pipeline > 1:
@@ -399,7 +417,7 @@ def _describe_kernels(cfg: Any, hardware: Hardware) -> str:
 
 
 def _list_pipeline_assumptions(cfg: Any, simulated_ranks: int) -> list[str]:
-    """Return what the figures of a pipeline rest on."""
+    """Return what the figures of a pipeline rest on. simulated_ranks: their number."""
     count = compute_micro_batches(cfg)[1]
     traced = max(count_micro_batches_to_trace(cfg, place) for place in range(cfg.parallel.pipeline))
     lines = [
@@ -421,7 +439,10 @@ def _list_pipeline_assumptions(cfg: Any, simulated_ranks: int) -> list[str]:
 
 
 def list_not_modeled(cfg: Any, ranks: int, trace: Trace) -> list[str]:
-    """Return what a plan leaves out. trace: of the heaviest of so many ranks."""
+    """Return what a plan leaves out, in words.
+
+    ranks: number of ranks of the run. trace: of the heaviest one.
+    """
     lines = ["CUDA graphs", "other processes on the device"]
     if ranks > 1:
         lines.append("NCCL's buffers are a published figure of another machine, not a model")
@@ -438,18 +459,18 @@ def list_not_modeled(cfg: Any, ranks: int, trace: Trace) -> list[str]:
 
 
 def note_large_tensors(trace: Trace, itemsize: int) -> list[str]:
-    """Return a warning where a tensor computed from tokens may have LIMIT elements or more.
+    """Return a warning if a tensor computed from tokens may have LIMIT elements or more, else [].
 
-    itemsize: bytes of an element.
+    itemsize: bytes of an element in the run's dtype, as a trace has only the bytes of a tensor.
     """
     storages = (trace.storages[number] for kind, number in trace.events if kind == ALLOC)
-    # A storage with a label is a parameter's.
-    of_tokens = [
+    # A storage with a label belongs to a parameter, and does not grow with the tokens.
+    token_storages = [
         storage
         for storage in storages
         if storage.device and storage.kind in _TOKEN_KINDS and not storage.label
     ]
-    largest = max(of_tokens, key=lambda storage: storage.bytes, default=None)
+    largest = max(token_storages, key=lambda storage: storage.bytes, default=None)
     if largest is None or largest.bytes < LIMIT * itemsize:
         return []
     return [

@@ -1,15 +1,7 @@
 """Describe the devices that a run can be planned for: memory, rates and links, with sources.
 
-`find_hardware(name)` returns a device for `--device` in any spelling, `parse_fit` one for `--fit`;
-`_CARDS` is the table of known GPUs. Imports no torch.
-
-Memory is what CUDA reports as the total (`torch.cuda.mem_get_info()[1]`, the "total capacity" of
-torch's out-of-memory message), which is less than what nvidia-smi shows, because the driver keeps
-some, and 1/16 goes to error correction on cards that have it switched on. It differs by driver
-version: the table holds the smallest that we have seen reported.
-
-Rates are dense ones, without structured sparsity, with sums in fp32 as torch computes: GeForce
-cards do that at half the rate that their specification gives for sums in fp16.
+`find_hardware(name)` returns a device for `tune plan --device` in any spelling, `parse_fit` one for
+`--fit`; `_CARDS` is the table of known GPUs. Imports no torch.
 """
 
 import os
@@ -34,7 +26,7 @@ class Link:
     kind: str
     # Bus bandwidth of a large collective as nccl-tests counts it, bytes per second.
     bandwidth: float
-    # Seconds for each step of a ring.
+    # Seconds that each step of a ring collective takes besides its bytes.
     latency: float
 
 
@@ -49,7 +41,7 @@ PCIE5 = Link("pcie_p2p", 40e9, 5.7e-6)  # twice PCIe 4, as its specification say
 NO_P2P = Link("pcie_no_p2p", 10e9, 5.7e-6)  # torch/_inductor/comm_analysis.py has the same for PCIe
 HOST = Link("host", 2e9, 20e-6)  # gloo over loopback; a guess
 
-# Network, bytes/second for one rank of a machine.
+# Network between machines, bytes/second for one rank of a machine.
 NDR = 45e9  # InfiniBand of 400 Gb/s, one card for each GPU, at the bus bandwidth commonly seen
 HDR = 22e9  # the same of 200 Gb/s
 ETHERNET_100 = 1.5e9  # 100 Gb/s shared by eight GPUs
@@ -58,8 +50,8 @@ ETHERNET_10 = 0.15e9  # 10 Gb/s likewise
 # The host's memory, bytes/second, of one rank's optimizer: DeepSpeed's CPU Adam takes 8.2 s for
 # 11.6e9 parameters at 28 bytes each (microsoft/DeepSpeed pull request 735).
 HOST_MEMORY_OF_ONE = 40e9
-# Of the machine: eight channels of DDR4-3200, of whose 205 GB/s four fifths are taken to come
-# through; a desktop's two channels give a quarter of that.
+# The same of all ranks of a machine: eight channels of DDR4-3200, of whose 205 GB/s four fifths are
+# taken to come through. A desktop's two channels give a quarter of that.
 HOST_MEMORY = 160e9
 
 
@@ -67,13 +59,13 @@ HOST_MEMORY = 160e9
 class Hardware:
     """A device and what it is linked with."""
 
-    # Name of the table, or a size as typed.
+    # Name in the table `_CARDS`, or a size as typed.
     name: str
     # `sm80` ... `sm120`, or `cpu`.
     architecture: str
     # Total bytes of memory, as CUDA reports them.
     memory: int
-    # Dtype -> dense operations per second.
+    # Dtype, such as `bf16` -> dense operations per second; `rate` reads it.
     flops: Mapping[str, float]
     # Bandwidth of its memory, bytes per second.
     bandwidth: float
@@ -87,9 +79,10 @@ class Hardware:
     ranks_per_node: int = 8
     # Name of the device whose rates are taken, if only a size of memory is known; else empty.
     rates_of: str = ""
-    # Ranks of the run on one machine.
+    # Ranks of the planned run on one machine, which share the host's memory.
     ranks_here: int = 1
-    # Seconds of a step over the network: NCCL's src/graph/tuning.cc, ring, Simple.
+    # Seconds of a step of a ring over the network, as `Link.latency`: NCCL's src/graph/tuning.cc,
+    # ring, Simple.
     inter_node_latency: float = 14e-6
 
     @property
@@ -99,12 +92,13 @@ class Hardware:
         All ranks of the machine are taken to copy at the same time.
         """
         # What 16 lanes of PCIe 4 commonly give (24.8 GB/s by nvbandwidth on an A100,
-        # forums.developer.nvidia.com 352186); Hopper and Blackwell have PCIe 5, twice as fast.
+        # forums.developer.nvidia.com 352186). Hopper (sm90) and Blackwell have PCIe 5, twice as
+        # fast.
         has_pcie5 = self.architecture != "cpu" and int(self.architecture.removeprefix("sm")) >= 90
-        lanes = 50e9 if has_pcie5 else 25e9
-        # Two A100s share a switch, and all ranks the host's memory.
+        pcie_bandwidth = 50e9 if has_pcie5 else 25e9
+        # Two A100s, which alone have this link, share a PCIe switch. All ranks share host memory.
         ranks_on_switch = min(self.ranks_here, 2) if self.link == NVLINK3 else 1
-        return min(lanes / ranks_on_switch, HOST_MEMORY / self.ranks_here)
+        return min(pcie_bandwidth / ranks_on_switch, HOST_MEMORY / self.ranks_here)
 
     @property
     def host_memory_bandwidth(self) -> float:
@@ -113,8 +107,8 @@ class Hardware:
 
     def rate(self, dtype: str) -> float:
         """Return dense operations per second in `dtype`; in fp32 for a dtype that is not listed."""
-        # Eight bits are twice bf16 where they are not listed, as specifications from Ampere (Ada)
-        # on have it; int8 of GeForce cards is faster still by theirs.
+        # Eight bits are twice bf16 where they are not listed, as the specifications have it: int8
+        # from Ampere on, fp8 from Ada on. int8 of GeForce cards is faster still by theirs.
         if dtype in EIGHT_BITS and self.architecture != "cpu":
             return self.flops.get(dtype, 2 * self.flops["bf16"])
         return self.flops.get(dtype, self.flops["fp32"])
@@ -138,7 +132,11 @@ def _make_card(
     network: float,
     aliases: tuple[str, ...] = (),
 ) -> Hardware:
-    """Return a row of the table: rates in TFLOP/s (bf16, tf32, fp32), bandwidth in GB/s."""
+    """Return an entry of the table `_CARDS`.
+
+    rates: TFLOP/s in (bf16, tf32, fp32). bandwidth: of its memory, GB/s. network: bytes per second
+    for each rank. aliases: as `_normalize` returns them.
+    """
     bf16, tf32, fp32 = (rate * TERA for rate in rates)
     return Hardware(
         name=name,
@@ -152,8 +150,14 @@ def _make_card(
     )
 
 
-# "OOM" names the total in out-of-memory messages of torch found in public issues and logs, the
-# smallest of them.
+# Memory is what CUDA reports as the total (`torch.cuda.mem_get_info()[1]`, the "total capacity" of
+# torch's out-of-memory message). nvidia-smi shows more: the driver keeps some, and 1/16 goes to
+# error correction where it is on. It differs by driver version: "OOM" names the smallest total, in
+# GiB, in out-of-memory messages of public issues and logs.
+#
+# Rates are dense ones, without structured sparsity, with sums in fp32 as torch computes. GeForce
+# cards do that at half the rate that their specification gives for sums in fp16. Figures in
+# parentheses are TFLOP/s in bf16 / tf32 / fp32, and GB/s or TB/s of memory.
 _CARDS = (
     # NVIDIA Turing whitepaper (T4: 65 in fp16, no bf16 or tf32 / 8.1, 320 GB/s). With error
     # correction: OOM 14.56.
@@ -421,9 +425,9 @@ _CARDS = (
     ),
 )
 
-HARDWARE = {card.name: card for card in _CARDS}
+HARDWARE = {card.name: card for card in _CARDS}  # by name, without aliases
 
-# Maker -> how the names of its devices begin, in letters and digits.
+# Maker -> regular expression for the beginning of its devices' names, as `_normalize` returns them.
 _OTHER_MAKERS = {
     "AMD": r"amd|radeon|rx\d|\d{4}(xt|gre)|gfx\d|instinct|mi\d|w[67]\d00",
     "Intel": r"intel|arc|gaudi",
@@ -446,8 +450,8 @@ _TYPICAL = (
     (float("inf"), "b200"),
 )
 
-_SIZE = re.compile(r"(\d{1,5}(?:\.\d+)?) ?(gb|gib|g)", re.IGNORECASE)
-_FIT = re.compile(r"(\d{1,6}) ?[x*] ?(.+)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,5}(?:\.\d+)?) ?(gb|gib|g)", re.IGNORECASE)  # such as `24GB`
+_FIT = re.compile(r"(\d{1,6}) ?[x*] ?(.+)", re.IGNORECASE)  # ranks and a device, such as `4x24GB`
 
 
 def find_hardware(name: str) -> Hardware:
@@ -459,13 +463,21 @@ def find_hardware(name: str) -> Hardware:
     """
     if hardware := _find(name):
         return hardware
-    plain = _normalize(name)
-    close = find_nearest(plain, [_normalize(spelling) for spelling in HARDWARE])
-    likely = [card for card in HARDWARE if plain and _normalize(card).startswith(plain)]
-    likely = likely or [card for card in HARDWARE if _normalize(card) == close]
-    meant = f"; did you mean {' or '.join(likely)}?" if likely else ""
-    maker = next((maker for maker, names in _OTHER_MAKERS.items() if re.match(names, plain)), None)
-    if maker and not likely:
+    normalized_name = _normalize(name)
+    nearest_name = find_nearest(normalized_name, [_normalize(spelling) for spelling in HARDWARE])
+    suggestions = [
+        card
+        for card in HARDWARE
+        if normalized_name and _normalize(card).startswith(normalized_name)
+    ]
+    # Names that begin as the given one come first: `a100` has four.
+    suggestions = suggestions or [card for card in HARDWARE if _normalize(card) == nearest_name]
+    hint = f"; did you mean {' or '.join(suggestions)}?" if suggestions else ""
+    maker = next(
+        (maker for maker, pattern in _OTHER_MAKERS.items() if re.match(pattern, normalized_name)),
+        None,
+    )
+    if maker and not suggestions:
         raise ConfigError(
             f"device: {quote(name)} is {maker}'s, whose kernels and rates are not known here: runs"
             " and plans are for NVIDIA's GPUs and for CPUs; give a size as 24GB for a plan as if"
@@ -473,16 +485,19 @@ def find_hardware(name: str) -> Hardware:
         )
     raise ConfigError(
         f"device: {quote(name)} is not known; expected one of {', '.join(HARDWARE)}, cpu, or a size"
-        f" as 24GB{meant}"
+        f" as 24GB{hint}"
     )
 
 
 def _find(name: str) -> Hardware | None:
-    """Return the device of a name or size, None where there is none."""
+    """Return the device of a name or size; None for an unknown name.
+
+    Raises ConfigError for a size that no device has.
+    """
     if size := _SIZE.fullmatch(name.strip()):
         return _make_sized_card(name.strip(), float(size[1]), exact=size[2].lower() == "gib")
-    plain = _normalize(name)
-    if plain == "cpu":
+    normalized_name = _normalize(name)
+    if normalized_name == "cpu":
         return Hardware(
             name="cpu",
             architecture="cpu",
@@ -494,7 +509,8 @@ def _find(name: str) -> Hardware | None:
             inter_node_bandwidth=ETHERNET_10,
         )
     return next(
-        (card for card in _CARDS if plain in map(_normalize, (card.name, *card.aliases))), None
+        (card for card in _CARDS if normalized_name in map(_normalize, (card.name, *card.aliases))),
+        None,
     )
 
 
@@ -510,6 +526,7 @@ def parse_fit(text: str) -> tuple[int, Hardware]:
     Raises ConfigError for an unknown device or no ranks.
     """
     match = _FIT.fullmatch(text.strip())
+    # A text that is a device's name as a whole names no number of ranks.
     if not match or _find(text):
         return 1, find_hardware(text)
     ranks = int(match[1])

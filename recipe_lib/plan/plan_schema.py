@@ -1,9 +1,9 @@
 """Define the dataclasses of a plan (the memory, time and communication of a run), and its JSON.
 
-`build_plan.make_plan` makes a `Plan`; `plan/views` formats it and `plan/search` compares plans.
-`Plan.to_json` and `read_plan` write and read a file; docs/plan_json.md describes its keys. Every
-field is a key of the JSON. Bytes are of one rank's device and times are seconds, unless said
-otherwise. Imports no torch, so that a saved plan is read fast.
+`build_plan.make_plan` makes a `Plan`; `plan/views` formats it, `plan/search` compares plans.
+`Plan.to_json` makes JSON and `read_plan` reads a file; each field is a key (docs/plan_json.md).
+Bytes are of one rank's device, times are seconds. A place is a rank's position in a pipeline. A
+steady step is any after the first, which makes optimizer states. No torch: plans are read fast.
 """
 
 import itertools
@@ -22,17 +22,19 @@ SCHEMA_VERSION = 5
 
 # Verdicts on whether a run fits into its device's memory.
 FITS = "fits"
-RISKY = "risky"
+RISKY = "risky"  # it fits only with expandable segments or retries, or with little to spare
 DOES_NOT_FIT = "does not fit"
-# How the assumption begins that says whether the host has enough memory.
+# Beginning of the sentence in `Plan.assumptions` on whether the host's memory is enough; views find
+# the sentence by it.
 HOST_ALLOWS = "memory.host_memory_limit_gib allows"
 
 
 @dataclass
 class Volume:
-    """Sums over collectives and messages of one or more ranks."""
+    """Sums over collectives and messages (a send and a receive each) of one or more ranks."""
 
-    # Calls, each counted on every rank that takes part; a message is a send and a receive.
+    # Calls, each counted on every rank that takes part: a message counts twice. A float where
+    # `divide` leaves a fraction.
     operations: float = 0
     # Bytes of the full tensor of each call: the one gathered, the one that is to be scattered, the
     # one reduced, or the message.
@@ -52,7 +54,10 @@ class Volume:
         return Volume(self.operations * factor, self.bytes * factor, self.wire_bytes * factor)
 
     def divide(self, count: int) -> "Volume":
-        """Return one of `count` equal parts; sums that `count` divides stay integers."""
+        """Return one of `count` equal parts.
+
+        Sums that `count` divides stay integers, so that the JSON has no `.0`.
+        """
         return Volume(
             *(size // count if size % count == 0 else size / count for size in astuple(self))
         )
@@ -62,9 +67,9 @@ class Volume:
 class DimensionPlan:
     """Communication along a dimension of the device mesh that has more than one rank."""
 
-    # Name of the dimension; `world`: several dimensions that communicate as one group.
+    # Name of the mesh dimension; `world`: several dimensions that communicate as one group.
     dim: str
-    # The mesh dimensions along which the ranks of a group differ.
+    # The mesh dimensions along which the ranks of a group differ; several for `world`.
     along: list[str]
     # The ranks of every group, ordered by first rank; together they are all ranks.
     groups: list[list[int]]
@@ -84,7 +89,8 @@ class DimensionPlan:
 def list_rank_groups(mesh: Mapping[str, int], along: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each group: those that differ in the dimensions `along` alone.
 
-    mesh: name to size, outermost first; a rank is its place in the order of all coordinates.
+    mesh: dimension -> size, outermost first. Ranks count the coordinates with the last dimension
+    fastest.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, coordinates in enumerate(itertools.product(*map(range, mesh.values()))):
@@ -125,13 +131,13 @@ class PhasePeak:
 
 @dataclass
 class Alive:
-    """Storages of one kind and module that are live when the most bytes are requested."""
+    """Storages of one kind, module and label that are live when the most bytes are requested."""
 
-    # Kind of memory, such as `parameters`.
+    # Kind of memory, such as `parameters` (one of `trace.STORAGE_KINDS`).
     kind: str
     # Dotted path of the module that allocated them; empty: outside of modules.
     module: str
-    # Name of the parameter, where one is known.
+    # Name of the parameter that they belong to; empty: none is known.
     label: str
     # Requested bytes of all these storages.
     bytes: int
@@ -166,7 +172,8 @@ class RankPlan:
     coordinates: dict[str, int]
     # One for each phase that was simulated, in order.
     peaks: list[PhasePeak]
-    # Live storages at the largest peak of active bytes, most bytes first.
+    # Live storages in the phase with the largest peak of active bytes, when the most bytes are
+    # requested in it; largest first.
     alive: list[Alive]
     # Number of allocations and frees that were replayed.
     events: int = 0
@@ -225,7 +232,7 @@ class CommunicationRow:
 
     # Such as `all_gather`.
     operation: str
-    # Mesh dimension of the group.
+    # Mesh dimension of the group; `world`: it is of several.
     dim: str
     # Global ranks of the group.
     ranks: list[int]
@@ -274,7 +281,7 @@ class TimePlan:
     steps: int | None
     # Seconds of the run; None where its steps are not known.
     total: float | None
-    # Whether the rates were measured; else they are those of data sheets.
+    # True: the rates of the device were measured; False: they are those of data sheets.
     calibrated: bool
     # A text: how far off the times may be.
     error: str
@@ -290,7 +297,7 @@ class TimePlan:
     attention: float = 0.0
     # All other kernels, each alone.
     memory_bound: float = 0.0
-    # While nothing runs on the device, which waits for the host or for other ranks.
+    # Time while nothing runs on the device, which waits for the host or for other ranks.
     idle: float = 0.0
     # Number of operators that the host issues.
     operators: int = 0
@@ -312,9 +319,9 @@ class ActionSpan:
     kind: str
     # Index of the micro-batch in the step.
     micro_batch: int
-    # Seconds from the begin of the step's first action to that of this one.
+    # From the begin of the step's first action to that of this one.
     start: float
-    # Seconds from the begin of the step's first action to the end of this one.
+    # From the begin of the step's first action to the end of this one.
     end: float
 
 
@@ -326,7 +333,7 @@ class StagePlan:
     place: int
     # The rank that was planned for this place.
     rank: int
-    # Indexes of its stages.
+    # Indices of its stages in the pipeline.
     stages: list[int]
     # [first layer, last layer] of each stage.
     layers: list[list[int]]
@@ -336,7 +343,8 @@ class StagePlan:
     trained: int
     # The most micro-batches between forward and backward at a time, summed over its stages.
     in_flight: int
-    # The most micro-batches whose weight gradients are deferred at a time.
+    # The most micro-batches at a time whose weight gradients wait to be computed after the backward
+    # of their inputs (zero bubble).
     deferred: int
     # Seconds of a step in which it computes.
     compute: float
@@ -376,7 +384,7 @@ class PipelinePlan:
 
 @dataclass
 class Advice:
-    """A lever (a config key that changes how much memory a run takes) and its effect alone."""
+    """A lever (a config key that trades memory for time or precision), changed alone."""
 
     # `key=value`, as typed after `tune run`.
     override: str
@@ -384,9 +392,9 @@ class Advice:
     bytes: int
     # Change of a step's time; None: not planned.
     seconds: float | None
-    # Whether the run fits with it.
+    # True: the run fits with it.
     fits: bool
-    # Other effects, as a text.
+    # Other effects, as a text; empty: there are none.
     note: str = ""
 
 
@@ -428,7 +436,9 @@ class Plan:
     mesh: dict[str, int]
     # The device of every rank.
     device: DeviceFacts
-    # `tokens`: sequence length planned, `source`: where it is from, `histogram`, ...
+    # `tokens`: sequence length planned; `source`: where it is from, in words; `histogram`: number
+    # and percentiles of the dataset's lengths, or None; `documents`: documents in a packed
+    # sequence; `group`: sequences of one item, 2 for pairs.
     sequence: dict[str, Any]
     # FITS, RISKY or DOES_NOT_FIT.
     verdict: str
@@ -458,7 +468,7 @@ class Plan:
     estimate: str = ""
     # Those of the assumptions that concern this machine and the start of a run.
     notes: list[str] = field(default_factory=list)
-    # What to change next, in words.
+    # What to change to fit, or to use what is left, in words; empty: nothing is known to help.
     next_lever: str = ""
     # Number of ranks on one machine, which has consecutive ranks; 0: not known.
     ranks_per_node: int = 0
@@ -475,11 +485,11 @@ class Plan:
     # The fewest ranks that fit on this device; None: not looked for (without `--advice`), or no
     # number that was tried fits.
     fewest_ranks: int | None = None
-    # One line on the run most like this one that was planned and measured on this machine; empty:
-    # there is none of this device and recipe.
+    # One line on a receipt (planned and measured peaks of an earlier run on this machine), that of
+    # the run most like this one; empty: there is none of this device and recipe.
     receipt: str = ""
-    # Time from the import of the planner to the finished plan. Not in the JSON: the same run gives
-    # the same bytes every time.
+    # Time from the import of the planner to the finished plan. Neither in the JSON nor compared:
+    # the same run gives the same plan every time.
     seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -498,7 +508,7 @@ class Plan:
         """Return the plan that `to_json` wrote; keys that this version lacks are ignored.
 
         place: the file, for errors. Raises ConfigError if the schema is of another version, a key
-        is missing, or a value has another type.
+        is missing, a value has another type, or there is no rank or no phase.
         """
         if not isinstance(data, Mapping) or "schema" not in data:
             raise ConfigError(
@@ -518,7 +528,7 @@ class Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Return the plan in a JSON file. Raises ConfigError if the file holds none."""
+    """Return the plan in a JSON file. Raises ConfigError if it cannot be read or holds no plan."""
     try:
         data = read_json(path)
     except (OSError, ValueError) as error:
@@ -539,7 +549,8 @@ def read_typed(declared: Any, value: Any, place: str) -> Any:
     """Return a JSON value as the type `declared`: a dataclass, a list, a dict, a union or a scalar.
 
     place: where the value stands, for errors. Keys that a dataclass does not have are ignored.
-    Raises ConfigError for a value of another type and for a missing key without a default.
+    A union is a type or None. Raises ConfigError for a value of another type, a number of 2^63 or
+    more, and a missing key without a default.
     """
     origin = get_origin(declared)
     arguments = get_args(declared)
@@ -576,7 +587,10 @@ def read_typed(declared: Any, value: Any, place: str) -> Any:
 
 
 def _read_fields(schema: Any, value: Mapping[str, Any], place: str) -> Any:
-    """Return the dataclass `schema` with its fields from a JSON object."""
+    """Return the dataclass `schema` with its fields from a JSON object.
+
+    place: as in `read_typed`.
+    """
     types_by_name = get_type_hints(schema)
     arguments = {}
     for entry in fields(schema):

@@ -1,1 +1,1 @@
-"""A trace replayed through a model of CUDA's caching allocator."""
+"""Replay a trace through a model of CUDA's caching allocator, with scratch that no tensor shows."""

@@ -1,11 +1,9 @@
-"""A model of CUDA's caching allocator (torch's native backend): what it reserves for a run.
+"""Model torch's caching allocator for CUDA (its native backend), to tell what a run reserves.
 
-`replay.replay` gives a `CachingAllocator` the allocations of a planned step, and reads its peaks.
-`CachingAllocator.malloc` and `free` follow pytorch's c10/cuda/CUDACachingAllocator.cpp and
-c10/core/AllocatorConfig.h, as torch 2.11 to 2.13 have them. Not modeled: CUDA graphs' private
-pools, several threads, address space that runs out in expandable mode, and the settings
-`max_split_size`, `roundup_power2_divisions` and `garbage_collection_threshold`. Names in backquotes
-and parentheses in docstrings are those of the C++ functions.
+`replay.replay` gives a `CachingAllocator` the allocations of a planned run, and reads its peaks. It
+follows pytorch's c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h, as torch 2.11 to
+2.13 have them; docstrings name the C++ function that a method models, as in (`alloc_block`). A
+segment is memory taken from the device at once; an expandable one takes it in pages.
 """
 
 from bisect import bisect_left, insort
@@ -15,6 +13,10 @@ from dataclasses import dataclass
 
 from recipe_lib.units import MIB, format_bytes
 
+# Not modeled: CUDA graphs' private pools, several threads, address space that runs out in
+# expandable mode, and the settings `max_split_size`, `roundup_power2_divisions` and
+# `garbage_collection_threshold`.
+
 # Bytes, each with the name of torch's constant:
 ROUNDING = 512  # kMinBlockSize: every block is a multiple of it
 SMALL_SIZE = MIB  # kSmallSize: the largest block of the small pool
@@ -23,9 +25,8 @@ SMALL_SEGMENT = 2 * MIB  # kSmallBuffer: segments and pages of the small pool
 LARGE_SEGMENT = 20 * MIB
 LARGE_REQUEST = 10 * MIB  # kMinLargeAlloc: requests from here on take a segment of their own size
 SEGMENT_ROUNDING = 2 * MIB  # kRoundLarge: segments of such requests are rounded up to a multiple
-# Kernels that a host can issue on a stream before the next launch waits for the first to be done:
-# about 1000, as measured in forums.developer.nvidia.com/t/68937. No document of NVIDIA's has the
-# number.
+# Kernels that the host can issue on a stream before its next launch waits for the first of them to
+# end: about 1000, as measured in forums.developer.nvidia.com/t/68937. NVIDIA documents no number.
 LAUNCH_QUEUE = 1024
 # Above 2**32 like a device's addresses, so that programs that show snapshots of memory (those of
 # `write_snapshot` in replay.py) read every address as one type of number.
@@ -49,14 +50,14 @@ class Block:
 
     address: int  # of its first byte
     size: int  # bytes
-    pool: "Pool"  # goes back there when freed
+    pool: "Pool"  # where it goes back to when it is freed
     mapped: bool = True  # has memory; False: a part of an expandable segment with addresses only
-    requested: int = 0  # bytes that `malloc` was asked for
+    requested: int = 0  # bytes that `malloc` was asked for, before rounding
     allocated: bool = False  # handed out by `malloc`, and not yet given to `free`
     previous: "Block | None" = None  # the block before it in the segment; None: it is the first
     next: "Block | None" = None  # the block after it in the segment; None: it is the last
     streams: set[int] | None = None  # streams besides the pool's that use it (`record_stream`)
-    num_pending_streams: int = 0  # of these streams, those that may use it still, once it is freed
+    num_pending_streams: int = 0  # once it is freed: how many of these may still use it
 
     @property
     def idle(self) -> bool:
@@ -111,7 +112,10 @@ def compute_growable_size(block: Block) -> int:
 
 
 def split_block(block: Block, size: int) -> Block:
-    """Leave a block its first `size` bytes, and return the rest as the block that follows it."""
+    """Leave a block its first `size` bytes, and return the rest as the block that follows it.
+
+    Neither is put into the pool.
+    """
     rest = Block(
         address=block.address + size,
         size=block.size - size,
@@ -174,7 +178,7 @@ class MemoryPeaks:
 class OutOfMemory(Exception):  # noqa: N818 - what it is called everywhere
     """The error of a request that the cap has no room for, with all unused segments given back.
 
-    Arguments are in bytes.
+    requested: bytes before rounding. reserved, allocated: of the allocator then. cap: its limit.
     """
 
     def __init__(self, requested: int, reserved: int, allocated: int, cap: int):
@@ -204,7 +208,8 @@ class CachingAllocator:
         self.peaks = MemoryPeaks()
         self.num_alloc_retries = 0  # times that unused segments were given back for a request
         # Entries (action, address, bytes, stream), with the actions of
-        # `torch.cuda.memory._snapshot()["device_traces"]`. The deque keeps none; set a list for it.
+        # `torch.cuda.memory._snapshot()["device_traces"]`. The deque drops them: set a list to keep
+        # them.
         self.log: MutableSequence[tuple[str, int, int, int]] = deque(maxlen=0)
         self._pools: dict[tuple[bool, int], Pool] = {}  # by (is small, stream)
         self._active: set[Block] = set()  # handed out, or freed and still used by a stream
@@ -224,8 +229,8 @@ class CachingAllocator:
         key = (size <= SMALL_SIZE, stream)
         pool = self._pools.get(key) or self._pools.setdefault(key, Pool(*key))
         block = self._reuse(pool, size) or self._reserve_block(pool, size, num_bytes)
-        # What is left over becomes a block of its own, as in `should_split`: so a large block of a
-        # segment that cannot grow keeps up to 1 MiB of it.
+        # What is left over becomes a block of its own if it is large enough, as in `should_split`.
+        # A large block of a segment that cannot grow keeps up to 1 MiB too much.
         least_split = ROUNDING if pool.small or self.settings.expandable else SMALL_SIZE + 1
         if block.size - size >= least_split:
             pool.insert(split_block(block, size))
@@ -261,7 +266,7 @@ class CachingAllocator:
         block.streams = None
 
     def record_stream(self, block: Block, stream: int) -> None:
-        """Note that a block is used on `stream` too.
+        """Note that a block is used on `stream` too; nothing is noted for the pool's own stream.
 
         Once freed, it is not reused before `issue` or `finish` says that the stream is done.
         """
@@ -269,9 +274,10 @@ class CachingAllocator:
             block.streams = (block.streams or set()) | {stream}
 
     def issue(self, stream: int, kernels: int = 1) -> None:
-        """Count kernels issued on `stream`, and take those from `LAUNCH_QUEUE` before as done.
+        """Count kernels issued on `stream`, and take all but the last `LAUNCH_QUEUE` as done.
 
-        The host could not have issued these if those were not. Blocks freed by then are released.
+        The host could not have issued these before. Blocks that were freed before a kernel that is
+        done are no longer in use by this stream.
         """
         self._num_issued[stream] += kernels
         freed_blocks = self._freed_in_use.get(stream)
@@ -296,7 +302,7 @@ class CachingAllocator:
             self.finish(stream)
         # Large pools first, as in `release_cached_blocks`; the streams in any fixed order.
         for pool in sorted(self._pools.values(), key=lambda pool: (pool.small, pool.stream)):
-            # A list of its own, since both calls change `pool.free`.
+            # A copy, since both calls below change `pool.free`.
             for block in [pool.blocks[address] for _, address in pool.free]:
                 if self.settings.expandable:
                     self._unmap(block)
@@ -322,7 +328,7 @@ class CachingAllocator:
     def _reuse(self, pool: Pool, size: int) -> Block | None:
         """Take the smallest free block of at least `size` bytes from a pool (`get_free_block`).
 
-        None if there is none.
+        Return None if there is none.
         """
         index = bisect_left(pool.free, (size, 0))
         if index == len(pool.free):
@@ -343,9 +349,8 @@ class CachingAllocator:
     def _reserve_block(self, pool: Pool, size: int, requested: int) -> Block:
         """Return a block of at least `size` bytes of memory newly taken from the device.
 
-        It is what `malloc` does where no free block was found. If the cap has no room, unused
-        segments are given back first. requested: bytes before rounding, for the error. Raises
-        OutOfMemory.
+        If the cap has no room, unused segments are given back first. requested: bytes before
+        rounding, for the error. Raises OutOfMemory if there is no room then either.
         """
         block = self._make_segment(pool, size)
         if not block:
@@ -365,7 +370,7 @@ class CachingAllocator:
     def _make_segment(self, pool: Pool, size: int) -> Block | None:
         """Return a block of at least `size` bytes from the device (`alloc_block`).
 
-        None if the cap does not allow it.
+        Return None if the cap does not allow it.
         """
         settings = self.settings
         segment_size = compute_segment_size(size)
@@ -413,8 +418,8 @@ class CachingAllocator:
     def _expand(self, pool: Pool, size: int) -> Block | None:
         """Return a block of an expandable segment (`try_allocate_expandable_block`).
 
-        It is at the lowest addresses of the pool's segments that are free or without memory for
-        `size` bytes, and is given memory where it has none. None if the device has no more.
+        Its addresses are the pool's lowest with `size` bytes that are free or have no memory; these
+        are given memory. Return None if the cap leaves none.
         """
         block = self._find_room(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
@@ -429,9 +434,10 @@ class CachingAllocator:
         return block
 
     def _find_room(self, pool: Pool, size: int) -> Block:
-        """Return the first of neighboring idle blocks of `size` bytes (`find_expandable_block`).
+        """Return the first of neighboring idle blocks of together `size` bytes or more.
 
-        At least one of them has no memory. If there are none, it is a new segment without memory.
+        It follows `find_expandable_block`. At least one of the blocks has no memory: a free block
+        that is large enough alone was found before. If there are none, return a new segment.
         """
         for address in pool.unmapped:
             start = pool.blocks[address]
@@ -452,7 +458,7 @@ class CachingAllocator:
     def _map(self, block: Block, size: int) -> bool:
         """Give the first `size` bytes of an unmapped block memory, in whole pages (`map_block`).
 
-        Return False if the device has no more.
+        The block is joined with free neighbors then. Return False if the cap has no room.
         """
         pool = block.pool
         size = -(-size // pool.page) * pool.page

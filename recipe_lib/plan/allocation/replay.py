@@ -1,8 +1,8 @@
-"""Replay a trace through a model of the caching allocator.
+"""Replay a trace (the allocations of a simulated run) through a model of the caching allocator.
 
-`replay` returns the memory that each phase of a trace reserves; with `cap` in the settings,
-`Replay.survived` tells whether that much memory is enough. `write_snapshot` writes the replay as a
-memory snapshot of torch: https://pytorch.org/memory_viz shows the file, and
+`replay` returns the memory that each phase of a run (set-up, a step, ...) reserves; a plan is made
+from it. `write_snapshot`, for `tune plan`, writes the replay as a memory snapshot of torch:
+https://pytorch.org/memory_viz shows the file, and
 `python -m torch.cuda._memory_viz trace_plot|segments|stats path` reads it.
 """
 
@@ -28,9 +28,9 @@ class Replay:
 
     # Name of a phase -> its peaks, in order. Segments that earlier phases reserved count too.
     phases: dict[str, MemoryPeaks] = field(default_factory=dict)
-    retries: int = 0  # times that all unused segments were given back to make room
+    retries: int = 0  # times that unused segments were given back to the device to make room
     events: int = 0  # allocations and releases that were replayed
-    # False: memory ran out; later phases are missing.
+    # False: memory ran out under the settings' cap; later phases are missing.
     survived: bool = True
 
     @property
@@ -70,6 +70,7 @@ def replay(
                 result.survived = False
                 break
         elif kind == FREE:
+            # None: a storage of the host, or without bytes.
             if block := blocks.pop(index, None):
                 result.events += 1
                 allocator.free(block)
@@ -84,6 +85,7 @@ def replay(
         elif kind == OP:
             # An operator counts as one kernel, which is the fewest that it can be.
             op = trace.ops[index]
+            # Only these streams hold blocks that are freed.
             if op.stream in streams and not op.on_host:
                 allocator.issue(op.stream, op.repeats)
         elif kind == PHASE:
@@ -124,9 +126,9 @@ def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None 
     # For each entry of the log: (time, frames). A trace has no times: an event's index stands for
     # its microseconds.
     sources: list[tuple[int, Frames]] = []
-    annotations: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []  # a START and an END for each phase
     blocks: dict[int, Block] = {}  # index of a storage -> its block
-    block_frames: dict[Block, Frames] = {}
+    block_frames: dict[Block, Frames] = {}  # frames of the allocation that took the block
     for time, (kind, index) in enumerate(trace.events):
         if kind == PHASE:
             annotations += [
@@ -188,7 +190,8 @@ def _make_annotation(name: str, stage: str, time: int) -> dict[str, Any]:
 def _make_entry(
     event: tuple[str, int, int, int], time: int, frames: Frames, *, cap: int
 ) -> dict[str, Any]:
-    # event: of the allocator's log. cap: bytes; 0: no limit.
+    # Returns an entry of a snapshot's `device_traces`. event: (action, address, bytes, stream) of
+    # the allocator's log. cap: bytes; 0: no limit.
     action, address, size, stream = event
     # In place of an address, an entry `oom` has the bytes that the device had free.
     location = {"device_free": cap} if action == "oom" else {"addr": address}
@@ -205,7 +208,10 @@ def _make_entry(
 def _list_segments(
     allocator: CachingAllocator, block_frames: dict[Block, Frames]
 ) -> list[dict[str, Any]]:
-    """Return a snapshot's segments at the end: runs of neighboring blocks that have memory."""
+    """Return a snapshot's segments at the end: runs of neighboring blocks that have memory.
+
+    block_frames: frames of the blocks that are handed out.
+    """
     segments: list[dict[str, Any]] = []
     for block in allocator.list_blocks():
         if not block.previous or not block.previous.mapped:

@@ -1,8 +1,8 @@
 """Compute the scratch memory of kernels, which no tensor of a trace shows.
 
-A plan passes the result of `make_kernel_memory` to a `Tracer`, which calls it for each operator.
-This module reads the shapes from an operator's arguments; `untraced_memory` has the formulas and
-their sources.
+A plan passes the result of `make_kernel_memory` to a `Tracer` (it records what a simulated run
+allocates), which calls it for each operator. This module reads the shapes from an operator's
+arguments; `untraced_memory` has the formulas and their sources.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +35,7 @@ _VARLEN = frozenset({"torch_attn::_varlen_attn_backward", "aten::_flash_attentio
 
 
 def _compute_attention_scratch(args: Sequence[Any]) -> list[int]:
+    # Returns the bytes of each scratch tensor. args: of an operator of _ATTENTION.
     _, query, key = args[:3]  # the gradient is the first
     rows, heads, queries, width = query.shape
     return compute_attention_backward_scratch(
@@ -49,6 +50,7 @@ def _compute_attention_scratch(args: Sequence[Any]) -> list[int]:
 
 
 def _compute_varlen_scratch(args: Sequence[Any]) -> list[int]:
+    # The same for an operator of _VARLEN.
     _, query, key = args[:3]
     tokens, heads, width = query.shape[-3:]
     bounds = [  # cu_seqlens of queries and keys
@@ -67,6 +69,8 @@ def _compute_varlen_scratch(args: Sequence[Any]) -> list[int]:
 
 
 # Operator -> a function of its arguments that returns the bytes of each of its scratch tensors.
+# dequantize_nf4 takes codes with a row for each block, which has a scale, and as fourth argument a
+# tensor of the result's type.
 _SIZES: dict[str, Callable[[Sequence[Any]], list[int]]] = {
     **dict.fromkeys(_ATTENTION, _compute_attention_scratch),
     **dict.fromkeys(_VARLEN, _compute_varlen_scratch),
@@ -87,13 +91,15 @@ _SIZES: dict[str, Callable[[Sequence[Any]], list[int]]] = {
 def make_kernel_memory(architecture: str) -> KernelMemory:
     """Return the function that a tracer calls for the scratch of kernels.
 
-    architecture: of the GPU, such as `sm90`, or `cpu`. The function remembers the workspaces that
-    are taken, so each simulation needs a function of its own.
+    It takes (operator's name, its arguments, number of the stream), and returns [(bytes, True if
+    they stay taken)]. It remembers the workspaces that are taken, so each simulation needs a
+    function of its own. architecture: of the GPU, such as `sm90`, or `cpu`.
     """
     taken: set[tuple[int, bool]] = set()  # (stream, True in backward) that has a workspace
     workspace = get_workspace_bytes(architecture)
     if not workspace:  # a CPU
         return lambda name, args, stream: []
+    # Without a kernel for grouped matmuls, torch runs one matmul of cuBLAS for each expert.
     matmuls = _MATMULS if has_grouped_kernel(architecture) else _MATMULS | {"aten::_grouped_mm"}
 
     def list_scratch(name: str, args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:

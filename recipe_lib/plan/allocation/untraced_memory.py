@@ -1,9 +1,9 @@
-"""Device memory that a simulated run cannot see.
+"""Compute the device memory that a simulated run cannot see, in bytes.
 
-A simulated operator gives only its outputs; the real kernel also takes scratch from torch's
-allocator while it runs. And a process holds memory that no allocator of torch hands out
-(`estimate_outside_torch`). Sources are files of PyTorch's repository, release 2.13, unless they say
-otherwise; nothing here was fitted. No torch.
+A simulated operator has only its outputs. The real kernel also takes scratch from torch's allocator
+while it runs (`scratch` calls those functions). And a process holds memory that no allocator of
+torch hands out (`estimate_outside_torch`, for a plan). Sources are files of PyTorch's repository,
+release 2.13, unless they say otherwise; nothing here was fitted. No torch.
 """
 
 import math
@@ -13,21 +13,24 @@ from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.plan_schema import OutsideTorch
 from recipe_lib.units import MIB
 
-# cuBLAS's default configuration :4096:2:16:8, in KiB, up to sm89;
+# cuBLAS's default workspace up to sm89, :4096:2:16:8: two buffers of 4096 KiB and eight of 16 KiB.
 # aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize; pytorch issue 95668.
 MATMUL_WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
-MATMUL_WORKSPACE_SM90 = 4096 * 8 * 1024  # the same, from sm90 on
+MATMUL_WORKSPACE_SM90 = 4096 * 8 * 1024  # :4096:8, from sm90 on
 
-# Outside of torch. Of a context: processes of torch on A100 and H200 that hold little else, 612 to
-# 614 MiB in public logs; 300 to 600 MiB is the range commonly given.
+# Outside of torch.
+# The driver's context with the loaded kernels: processes of torch on A100 and H200 that hold little
+# else have 612 to 614 MiB in public logs; 300 to 600 MiB is the range commonly given.
 CONTEXT = 600 * MIB
-# Of communicators on 4 x A100: github.com/NVIDIA/nccl/issues/964. Fewer channels (PCIe) take less,
-# an all-to-all takes more (nccl issue 1685: 1.06 GB to 4.34 GB on 8 x H100).
+# An NCCL communicator of two ranks and of more, on 4 x A100: github.com/NVIDIA/nccl/issues/964.
+# Fewer channels (PCIe) take less, an all-to-all takes more (nccl issue 1685: 1.06 GB to 4.34 GB on
+# 8 x H100).
 COMMUNICATOR_OF_TWO = 544 * MIB
 COMMUNICATOR = 688 * MIB
 RESERVE = 400 * MIB  # our choice: kernels loaded late, a display, other programs
 
-# aten/src/ATen/native/cuda/Embedding.cu: so few tokens are added up without scratch.
+# Up to so many tokens, an embedding's backward takes no scratch:
+# aten/src/ATen/native/cuda/Embedding.cu.
 _MOST_UNSORTED = 3072
 
 
@@ -66,11 +69,12 @@ def compute_attention_backward_scratch(
 ) -> list[int]:
     """Return the bytes of each scratch tensor that flash attention's backward holds while it runs.
 
-    Of q `[b, h, s, e]`. aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd
-    and mha_varlen_bwd; for cuDNN's kernel the same sums, an estimate.
+    rows: sequences of the batch. queries, keys: tokens of a sequence. element_bytes: of q, k and v.
+    Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd. For cuDNN's
+    kernel it is an estimate.
     """
     return _compute_flash_scratch(
-        padded_queries=rows * _round_up(queries, 128),
+        padded_queries=rows * _round_up(queries, 128),  # the kernel takes queries in blocks of 128
         keys=rows * keys,
         heads=heads,
         kv_heads=kv_heads,
@@ -88,9 +92,12 @@ def compute_varlen_backward_scratch(
     head_width: int,
     element_bytes: int = 2,
 ) -> list[int]:
-    """Return the same for documents of together `tokens` tokens in one flat list."""
+    """Return the same for packed documents, which have `tokens` tokens together.
+
+    The kernel is varlen flash attention: mha_varlen_bwd in the same file.
+    """
     return _compute_flash_scratch(
-        padded_queries=tokens + 128 * documents,  # so much more for each document
+        padded_queries=tokens + 128 * documents,  # room for a block of 128 more in each document
         keys=tokens,
         heads=heads,
         kv_heads=kv_heads,
@@ -104,6 +111,7 @@ def compute_embedding_backward_scratch(
 ) -> list[int]:
     """Return the bytes of each scratch tensor that an embedding's backward holds while it runs.
 
+    width: of a row of the embedding. index_bytes: of a token's id. Source:
     aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu.
     """
     if tokens <= _MOST_UNSORTED:
@@ -116,7 +124,7 @@ def compute_softmax_backward_scratch(*, numbers: int, element_bytes: int) -> lis
     """Return the bytes of each scratch tensor of a softmax's backward; a log-softmax has none.
 
     It makes the product of gradient and output first: aten/src/ATen/native/cuda/SoftMax.cu,
-    softmax_backward_cuda_out.
+    softmax_backward_cuda_out. numbers: elements of the gradient.
     """
     return [numbers * element_bytes]
 
@@ -124,8 +132,8 @@ def compute_softmax_backward_scratch(*, numbers: int, element_bytes: int) -> lis
 def count_grouped_arguments(*, groups: int) -> int:
     """Return the bytes of what the kernel of a grouped matmul reads about its groups.
 
-    aten/src/ATen/native/cuda/GroupMM.cu, input_args_size; CUTLASS's workspace, some tens of KiB, is
-    left out.
+    A group is an expert's rows and its weight. Source: aten/src/ATen/native/cuda/GroupMM.cu,
+    input_args_size; CUTLASS's workspace, some tens of KiB, is left out.
     """
     # Three pointers, an even number of each; three strides of 8 bytes, and three sizes of 4.
     return 3 * 8 * _round_up(groups, 2) + 3 * 8 * groups + 3 * 4 * groups
@@ -164,7 +172,7 @@ def _compute_flash_scratch(
     """
     width = _round_up(head_width, 8)
     kernel_width = _round_up(width, 32 if width <= 128 else 64)  # that the kernels are built for
-    # Both fp32: row sums of gradient times output `[b, h, s]`, and the sum of dq `[b, s, h, e]`.
+    # Both fp32: row sums of gradient times output `[b, h, s]`, and the sum of dq `[b, s, h, d]`.
     row_sums = 4 * heads * padded_queries
     scratch = [row_sums, row_sums * kernel_width]
     # Where query heads share keys, dk and dv have a copy for every query head, before those are

@@ -1,9 +1,9 @@
-"""Cache FakeTensorMode's answers: an operator is run once for each kind of arguments.
+"""Cache FakeTensorMode's results: an operator is run once for each kind of arguments.
 
-The tracer calls `CachedFakeMode.call` for each operator. A second call with the same shapes, types
-and devices is answered from the first one. torch's own cache takes about 100 us an operator; a step
-of a 70B model has fifty thousand. This one takes a fifth of that. A call whose result may depend on
-more (`NotCacheable`) goes to FakeTensorMode.
+A plan's tracer calls `CachedFakeMode.call` for each operator of a simulated run. A call with the
+shapes, types and devices of an earlier one is answered from that one; a call whose result may
+depend on more goes to FakeTensorMode. torch's own cache takes about 100 us an operator, and a step
+of a 70B model has fifty thousand; this one takes a fifth of that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ _NEVER = (
 )
 # Namespaces whose operators are cached: they alias and change only what their schemas say.
 _KNOWN = ("aten::", "prims::", "torch_attn::", "tune_recipes::", "fsdp::", "_c10d_functional::")
-# Types of arguments that are a part of the key by value.
+# Types of arguments whose values are a part of a call's key.
 _PLAIN_TYPES = frozenset(
     (
         int,
@@ -48,7 +48,7 @@ _PLAIN_TYPES = frozenset(
 
 
 class NotCacheable(Exception):  # noqa: N818 - not an error: the call is made without the cache
-    """Raised for a call whose result is not determined by its key."""
+    """Raised for a call whose result may depend on more than its key (see `make_key`)."""
 
 
 @dataclass(slots=True)
@@ -62,15 +62,16 @@ class _Output:
     stride: tuple[int, ...] = ()  # in elements
     offset: int = 0  # elements before its first one in its storage
     dtype: torch.dtype | None = None  # None: it is no tensor
-    device: torch.device | None = None
-    elements: int = 0  # size of its storage; 0: as shape and stride need
+    device: torch.device | None = None  # the fake device; None: it is no tensor
+    elements: int = 0  # size of a new storage in elements; 0: as shape and stride need
 
     def make(self, tensors: list[FakeTensor], mode: FakeTensorMode) -> Any:
-        # tensors: the tensors among the arguments, in order.
+        # Returns the output. tensors: the tensors among the arguments of the call, in order.
         if self.same >= 0:
             return tensors[self.same]
         if self.dtype is None:
             return self.constant
+        # Without dispatch modes: the tracer is not to see these operators.
         with torch._C._DisableTorchDispatch():
             if self.elements:
                 memory = torch.empty(self.elements, dtype=self.dtype, device="meta")
@@ -105,7 +106,7 @@ class CachedCall:
 
 
 class CachedFakeMode:
-    """Calls operators under one FakeTensorMode, which the caller has entered."""
+    """Calls operators under one FakeTensorMode, which the caller has entered, with a cache."""
 
     def __init__(
         self, mode: FakeTensorMode, calls: dict[Any, CachedCall | None] | None = None
@@ -123,7 +124,8 @@ class CachedFakeMode:
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, CachedCall | None]:
         """Return (the operator's result, the entry of the cache or None for a call without one)."""
-        if func.namespace == "c10d":  # fake groups do nothing, and return their arguments
+        # Collectives of the simulation's fake process group do nothing and return their arguments.
+        if func.namespace == "c10d":
             with in_kernel_invocation_manager(self.mode):
                 return func(*args, **kwargs), None
         tensors: list[FakeTensor] = []
@@ -133,7 +135,7 @@ class CachedFakeMode:
             # as torch, so that no other object has such an id.
             key = (id(func), make_key(args, tensors), options, torch.get_default_dtype())
             call = self.calls.get(key)
-        except (NotCacheable, TypeError):
+        except (NotCacheable, TypeError):  # TypeError: the key cannot be hashed
             return func(*args, **kwargs), None
         if call is not None:
             return call.make(tensors, self.mode), call
@@ -145,8 +147,11 @@ class CachedFakeMode:
 
 
 def wrap(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
-    """Return a FakeTensor over a meta tensor, as its constructor would make it."""
-    # Faster than the constructor: attributes are copied from a tensor that was made by it once.
+    """Return a FakeTensor over a meta tensor, as its constructor would make it.
+
+    device: that the fake tensor says it is on.
+    """
+    # Faster than the constructor: attributes are copied from a tensor that it has made once.
     fake = Tensor._make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
@@ -157,7 +162,7 @@ def wrap(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor
 
 @cache
 def _read_attributes(mode: FakeTensorMode, device: torch.device) -> dict[str, Any]:
-    # These attributes are set by FakeTensor's constructor.
+    # Returns the attributes that FakeTensor's constructor sets, from an empty tensor.
     with torch._C._DisableTorchDispatch():
         element = torch.empty(0, device="meta")
     return dict(FakeTensor(mode, element, device).__dict__)
@@ -179,10 +184,10 @@ def _is_never_cached(func: Any) -> bool:
 
 
 def make_key(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
-    """Return all of the arguments that the shapes and devices of a result depend on.
+    """Return what the shapes and devices of a result depend on: a key for calls that are alike.
 
-    tensors: the tensors among the values are appended to it, in order. Raises NotCacheable for a
-    value of an unknown type, or a tensor that has a value.
+    values: the arguments. tensors: the tensors among them are appended to it, in order. Raises
+    NotCacheable for a value of an unknown type, or a tensor that has a value.
     """
     parts: list[Any] = []
     for value in values:
@@ -191,7 +196,7 @@ def make_key(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...
             # 1, 1.0 and True are equal, but lead to results of different types.
             parts.append(value if kind is not float else (kind, value))
             if kind is bool:
-                parts.append("?")
+                parts.append("?")  # tells True from 1
         elif kind is list or kind is tuple or kind is torch.Size:
             parts.append((kind, make_key(value, tensors)))
         elif isinstance(value, FakeTensor):
@@ -209,16 +214,16 @@ def make_key(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...
                 )
             )
         elif isinstance(value, torch.Generator):
-            parts.append("generator")
+            parts.append("generator")  # its state decides values, not shapes
         else:
             raise NotCacheable
     return tuple(parts)
 
 
 def remember(result: Any, tensors: list[FakeTensor]) -> CachedCall | None:
-    """Return an entry that answers the same call again; None if that is not certain.
+    """Return an entry that answers the same call again; None if it might answer wrongly.
 
-    tensors: the tensors among the call's arguments, as from `make_key`.
+    result: of the call. tensors: the tensors among its arguments, as `make_key` appends them.
     """
     if result is None:
         return CachedCall(None, None)
@@ -248,8 +253,8 @@ def _describe(
 ) -> _Output:
     """Return the description of an output. Raises NotCacheable if there is none.
 
-    arguments, storages: id, and address of the storage, of a tensor argument -> its index.
-    new_storages: addresses of the new storages of outputs; this one's is added.
+    arguments: id of a tensor argument -> its index. storages: address of its storage -> its index.
+    new_storages: addresses of the new storages of earlier outputs; this one's is added.
     """
     if value is None or isinstance(value, (int, float, bool)):
         return _Output(constant=value)
@@ -278,6 +283,7 @@ def _describe(
     if storage._cdata in new_storages or remainder:
         raise NotCacheable  # outputs share new memory, or it is no whole number of elements
     new_storages.add(storage._cdata)
+    # Most outputs fill their storage: `make` is faster for 0.
     if not value.storage_offset() and elements == compute_required_storage_length(
         value.shape, value.stride(), 0
     ):

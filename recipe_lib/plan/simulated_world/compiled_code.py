@@ -1,13 +1,9 @@
 """Run torch.compile on the simulated device: inductor's own code, with kernels that do nothing.
 
 `trace_rank.simulate` enters `trace_compiled_code` for a config with `compile: true`. Dynamo,
-AOTAutograd's partitioner and inductor's scheduler run as in a real run, so they decide what is kept
-for backward, what is fused and which buffers there are. Inductor writes a Python module that takes
-buffers, calls kernels, and frees or reuses buffers. It is run without a compiler for C++ or Triton:
-its buffers are the simulated device's, and its kernels only note their calls in the trace.
-
-The code is that for a CPU, with the attention kernel of the planned device. For a GPU inductor
-fuses by the same rules but for reductions, which it can split otherwise.
+AOTAutograd's partitioner and inductor's scheduler run as in a real run. Inductor writes a Python
+module that takes buffers, calls kernels and frees buffers. It is run without a compiler for C++ or
+Triton: its buffers have no bytes, and its kernels only note their calls in the trace.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,14 +34,18 @@ from recipe_lib.units import pluralize
 if TYPE_CHECKING:
     from recipe_lib.plan.tracing.tracer import Tracer
 
-# Matmuls that inductor's code calls, by their names in it.
+# The code is that for a CPU, with the attention kernel of the planned device. For a GPU inductor
+# fuses by the same rules but for reductions, which it can split otherwise.
+
+# Matmuls that inductor's code calls, by their names in it -> the operator.
 _MATMULS = {
     "mm": torch.ops.aten.mm.out,
     "addmm": torch.ops.aten.addmm.out,
     "bmm": torch.ops.aten.bmm.out,
     "baddbmm": torch.ops.aten.baddbmm.out,
 }
-# Operators of recipe_lib that the compiler does not look into; their backwards neither.
+# Operators of recipe_lib that the compiler does not look into. The same holds for those with the
+# suffix `_backward`.
 _OPAQUE = (
     "tune_recipes::quantized_linear",
     "tune_recipes::quantized_experts",
@@ -66,7 +66,8 @@ class CompiledCode:
     """A record of what was compiled in a simulation."""
 
     graphs: int = 0  # number of graphs that dynamo found
-    faults: list[str] = field(default_factory=list)  # one for each graph without code: its error
+    # The errors of graphs that inductor has no code for; an error may be listed more than once.
+    faults: list[str] = field(default_factory=list)
 
     def describe(self) -> str:
         """Return a line for a report."""
@@ -97,10 +98,12 @@ def trace_compiled_code(tracer: "Tracer") -> Iterator[CompiledCode]:
     original = compile_fx.compile_fx
     lazy_init = joint_graph.lazy_init
 
+    # In place of inductor's `compile_fx`, which dynamo calls with each graph.
     def compile_graph(
         graph: GraphModule, inputs: Sequence[Any], *_: Any, **__: Any
     ) -> Callable[..., Any]:
         compiled.graphs += 1
+        # Without the modes of the simulation, whose trace is to show nothing of this.
         with _disable_current_modes(), note_faults():
             fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
             with fake_mode:
@@ -112,6 +115,7 @@ def trace_compiled_code(tracer: "Tracer") -> Iterator[CompiledCode]:
             with tracing(TracingContext(fake_mode)):
                 return original(graph, cpu_inputs, inner_compile=compile_inner)
 
+    # In place of inductor's `compile_fx_inner`, for each graph of a forward or a backward.
     def compile_inner(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         with _disable_current_modes(), note_faults():
             return _load_code(_generate_code(graph, inputs, options), tracer)
@@ -125,7 +129,7 @@ def trace_compiled_code(tracer: "Tracer") -> Iterator[CompiledCode]:
             compiled.faults.append(f"{type(error).__name__}: {first_line}")
             raise
 
-    torch._dynamo.reset()
+    torch._dynamo.reset()  # it keeps code, which would call an earlier simulation's tracer
     tracer.is_compiling = lambda: TracingContext.try_get() is not None
     try:
         with (
@@ -192,7 +196,7 @@ def _generate_code(graph: GraphModule, inputs: Sequence[Any], options: dict[str,
 
     def keep_code(lowering: Any) -> Any:
         code = lowering.codegen()[0]
-        codes.append(getattr(code, "value", code))
+        codes.append(getattr(code, "value", code))  # its text; a `ValueWithLineMap` has it as value
         # Never called, but torch 2.11's inductor asserts that it is not None.
         return SimpleNamespace(call=lambda args: None, runner=None)
 
@@ -253,7 +257,7 @@ def _take_buffer(
 def _make_kernel(tracer: "Tracer", types: Sequence[str], name: str) -> Callable[..., None]:
     """Return a kernel that notes its calls in the trace and does nothing else.
 
-    types: the C++ types of its arguments.
+    types: the C++ types of its arguments. name: of the kernel, for the trace.
     """
     # The kernel does not write an argument that C++ takes as const.
     is_const = [kind.startswith("const") for kind in types]
@@ -282,7 +286,7 @@ def _make_kernel(tracer: "Tracer", types: Sequence[str], name: str) -> Callable[
 
 
 def _note_matmul(tracer: "Tracer", operator: Any, *args: Any, out: Tensor, **options: Any) -> None:
-    # It is noted in the trace and not run. out: the buffer of its result.
+    # Notes the matmul in the trace and does not run it. out: the buffer of its result.
     kwargs = {**options, "out": out}
     cost = compute_cost(operator, args=args, kwargs=kwargs, result=out)
     tracer.note_operator(operator, args=args, kwargs=kwargs, result=out, cost=cost)
@@ -291,9 +295,10 @@ def _note_matmul(tracer: "Tracer", operator: Any, *args: Any, out: Tensor, **opt
 def run_higher_order_operator(
     tracer: "Tracer", func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run an operator with random numbers, inside the wrapper that compiled code recomputes it by.
+    """Run an operator with random numbers, inside the wrapper by which compiled code recomputes it.
 
-    Raises RuntimeError for any other higher-order operator.
+    args: (operator, its arguments) in forward, (state of the generator, operator, its arguments) in
+    backward. Raises RuntimeError for any other higher-order operator.
     """
     if func.name() == "run_and_save_rng_state":
         state = torch.get_device_module(tracer.device_type).get_rng_state()
@@ -308,7 +313,10 @@ def run_higher_order_operator(
 def _reinterpret_tensor(
     tensor: Any, shape: Sequence[int], stride: Sequence[int], offset: int = 0
 ) -> Tensor:
-    """Return a tensor of another shape on the same memory; no view, as compiled code has none."""
+    """Return a tensor of another shape on the same memory; no view, as compiled code has none.
+
+    stride: in elements. offset: elements from the tensor's first one.
+    """
     first_element = tensor.storage_offset() + offset
     with torch._C._DisableTorchDispatch():
         meta = torch.empty(0, dtype=tensor.dtype, device="meta").set_(

@@ -1,12 +1,9 @@
 """Choose the sequence lengths that a plan is made for, and make batches of them without data.
 
-`choose_sequence` takes the lengths from the data where they are on this machine, else max_seq_len.
-The widest micro-batch of a run decides on memory: the longest sequence, or with packing the fullest
-pack, which all packs of an epoch are padded to.
-
-`trace_rank.simulate` sets a `PlannedData` as the recipe's `data`. Its sequences have the planned
-length, and every token is trained. A step has all of its micro-batches, but a loop over them yields
-only as many as are simulated.
+`tune plan` calls `choose_sequence`: lengths are those of the data if they are on this machine, else
+max_seq_len. The widest micro-batch of a run decides on memory: the longest sequence, or with
+packing the fullest pack, which all packs of an epoch are padded to. `trace_rank.simulate` sets a
+`PlannedData` as the `data` of the recipe that it runs on tensors without values.
 """
 
 import time
@@ -48,10 +45,10 @@ from recipe_lib.plan.tracing.simulated_micro_batches import MicroBatchMarks
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.units import MIB, format_bytes
 
-# Bytes of sources up to which they are tokenized for a plan: a minute at most.
+# Bytes of sources (files of samples) up to which they are tokenized for a plan: a minute at most.
 MAX_BYTES_READ = 64 * MIB
 # Bytes of sources up to which it is checked that they have samples for a step: a second's work.
-# Larger sources have enough of them for a step of any batch.
+# Larger ones are taken to have enough of them for a step of any batch.
 FEW_BYTES = 4 * MIB
 POLL_SECONDS = 0.5  # between two looks for a dataset that another process tokenizes
 
@@ -60,12 +57,13 @@ POLL_SECONDS = 0.5  # between two looks for a dataset that another process token
 class PlannedSequence:
     """The sequences that a plan is made for."""
 
-    # Tokens of a sequence, before padding to data.pad_to_multiple_of. Of packed pairs, half a pack.
+    # Tokens of a sequence, before padding to data.pad_to_multiple_of; with packing, of a pack. Of
+    # packed pairs, half a pack.
     tokens: int
-    # Where `tokens` is from, a phrase for the report.
+    # Where `tokens` is from, a phrase for the report. A reason may stand after a colon.
     source: str
-    # Number of documents as `sequences`; lengths in tokens as `p50`, `p90`, `p99` (percentiles) and
-    # `max`. None where they are not known.
+    # Number of the dataset's sequences as `sequences`; lengths in tokens as `p50`, `p90`, `p99`
+    # (percentiles) and `max`. None where they are not known.
     histogram: dict[str, int] | None = None
     # Optimizer steps of the run; None where not known.
     steps: int | None = None
@@ -125,7 +123,11 @@ def choose_sequence(
 
 
 def _measure_dataset(cfg: Any, dataset: Dataset, choice: str, ranks: int) -> PlannedSequence:
-    """Return the planned sequences from the lengths in a tokenized dataset."""
+    """Return the planned sequences from the lengths in a tokenized dataset.
+
+    choice, ranks: as in `choose_sequence`; `auto` is `max` here. Raises DataError if an epoch has
+    less than one step.
+    """
     lengths = dataset.lengths
     percentiles = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
     histogram = {
@@ -133,11 +135,12 @@ def _measure_dataset(cfg: Any, dataset: Dataset, choice: str, ranks: int) -> Pla
         **dict(zip(PERCENTILES, percentiles, strict=True)),
         "max": int(lengths.max()),
     }
-    # A slot is a pack, or without packing an item. With one a step, an epoch's steps are its slots.
+    # A slot is a pack, or without packing an item (a sequence, or a pair of two). With one slot a
+    # step, an epoch has as many steps as slots.
     order = _order_dataset(cfg, dataset, slots_per_step=1)
     num_slots = order.total_steps(1)
     steps = _check_steps(cfg, dataset, ranks)
-    fullest_pack = order.pack_length(0)  # tokens; None without packing
+    fullest_pack = order.pack_length(0)  # tokens, in the first epoch; None without packing
     dataset_text = f"{len(dataset):,} sequences"
     if dataset.report.split_sequences:
         dataset_text += f" from {dataset.report.samples_read:,} samples"
@@ -156,7 +159,8 @@ def _measure_dataset(cfg: Any, dataset: Dataset, choice: str, ranks: int) -> Pla
 
 
 def _order_dataset(cfg: Any, dataset: Dataset, slots_per_step: int) -> DataPlan:
-    # slots_per_step: packs, or without packing items, of all ranks.
+    # Returns the order of a run's batches. slots_per_step: packs, or without packing items, of all
+    # ranks.
     return DataPlan(
         dataset,
         seed=cfg.seed,
@@ -182,13 +186,14 @@ def _load_few_samples(cfg: Any, wait: float | None) -> Dataset | None:
     """Return the dataset if an earlier run has tokenized it, else None.
 
     wait: None: also tokenize a dataset that is so small that it may lack the samples of one step.
+    With a number of seconds nothing is tokenized, and none are waited for.
     """
     try:
-        stored = _load_stored(cfg, _load_tokenizer(cfg), 0.0)
-    except UserError:
-        stored = None
-    if stored is not None or wait is not None:
-        return stored
+        stored_dataset = _load_stored(cfg, _load_tokenizer(cfg), 0.0)
+    except UserError:  # the tokenizer or the data are not on this machine
+        stored_dataset = None
+    if stored_dataset is not None or wait is not None:
+        return stored_dataset
     try:
         if sum(map(_count_bytes, resolve_sources(cfg.data))) > FEW_BYTES:
             return None
@@ -206,17 +211,20 @@ def _load_dataset(cfg: Any, wait: float | None) -> tuple[Dataset | None, str]:
     try:
         tokenizer = _load_tokenizer(cfg)
         if wait is not None:
-            stored = _load_stored(cfg, tokenizer, wait)
-            return stored, "" if stored is not None else "they are not tokenized yet"
+            stored_dataset = _load_stored(cfg, tokenizer, wait)
+            return (
+                stored_dataset,
+                "" if stored_dataset is not None else "they are not tokenized yet",
+            )
     except UserError as error:
-        return None, error.faults[0].partition(";")[0]
+        return None, error.faults[0].partition(";")[0]  # without the remedy after the semicolon
     _check_validation(cfg, tokenizer)
     # Suppressed, as the call below raises again. There, files that are not on this machine are a
     # reason for having no dataset, and no error.
     with suppress(UserError):
-        stored = _load_stored(cfg, tokenizer, 0.0)
-        if stored is not None:
-            return stored, ""
+        stored_dataset = _load_stored(cfg, tokenizer, 0.0)
+        if stored_dataset is not None:
+            return stored_dataset, ""
     try:
         num_bytes = sum(map(_count_bytes, resolve_sources(cfg.data)))
     except UserError as error:
@@ -263,7 +271,10 @@ def _load_stored(cfg: Any, tokenizer: Tokenizer, wait: float) -> Dataset | None:
 
 
 def _count_bytes(source: Any) -> int:
-    """Return the bytes of a source's files; of a hub dataset, those that are on this machine."""
+    """Return the bytes of a source's files; of a hub dataset, those that are on this machine.
+
+    source: an entry of `data.sources`. Raises UserError if no file is there.
+    """
     if is_hub(source.source):
         return sum(file.identity["size"] for file in open_sources(source))
     return sum(path.stat().st_size for path in find_files(source.source))
@@ -272,14 +283,15 @@ def _count_bytes(source: Any) -> int:
 class PlannedData:
     """The `data` of a planned recipe, in place of the object that its `setup_data` makes.
 
-    Its datasets have one item, or with packing the items of one pack. `batches` yields one step,
-    `validation_batches` one micro-batch, both on the device.
+    Its datasets have one item, or with packing the items of one pack. Sequences have the planned
+    length, and every token counts in the loss. `batches` yields one step, `validation_batches` one
+    micro-batch, both on the device.
     """
 
     # A plan has none of these, but recipes that users have written may read them in any method that
     # is planned.
     tokenizer = chat_template = tokenizer_path = plan = None
-    total_steps = 1
+    total_steps = 1  # optimizer steps of the run
 
     def __init__(
         self,
@@ -293,8 +305,8 @@ class PlannedData:
         """Make data for a plan.
 
         traced_micro_batches: a loop over a step's micro-batches yields so many, though all are
-        there; None: it yields all, from plain lists. marks, mismatched_marks: note where each
-        micro-batch, and each mismatched one (of KTO's KL estimate), begins and ends.
+        there; None: it yields all, from plain lists. marks, mismatched_marks: note where in the
+        trace each micro-batch, and each mismatched one (of KTO's KL estimate), begins and ends.
         """
         self._cfg = cfg
         self._world = world
@@ -327,6 +339,7 @@ class PlannedData:
         packing = self._cfg.data.packing
         slot = np.arange(self.dataset.items if packing else 1)
         with unset_fake_temporarily():  # make_step reads lengths, so its tensors need values
+            # Every slot is the same one. data_rank 0 of 1: the slots are this rank's alone.
             step = make_step(
                 self.dataset,
                 slots=[slot] * (batch_size * accumulation),
@@ -380,6 +393,7 @@ class _FirstMicroBatches(list[Batch]):
 
 def _make_fake(step: StepBatches) -> StepBatches:
     """Return a step with fake tensors; outside of a FakeTensorMode the same step."""
+    # Private, as torch has no public way to ask for the mode that is entered.
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     if mode is None:
         return step
@@ -399,32 +413,36 @@ def _make_fake(step: StepBatches) -> StepBatches:
 
 
 def _build_dataset(cfg: FullFinetuneConfig, sequence: PlannedSequence) -> Dataset:
-    """Build a dataset with one item, or with packing those of one pack. All ids are 0."""
+    """Build a dataset with one item, or with packing those of one pack. All token ids are 0."""
     group = 2 if cfg.trains_on_pairs else 1
     # No document is shorter than two tokens.
-    documents = max(1, min(sequence.documents, sequence.tokens // 2)) if cfg.data.packing else 1
-    bounds = np.linspace(0, sequence.tokens, documents + 1).astype(np.int64)
+    num_documents = max(1, min(sequence.documents, sequence.tokens // 2)) if cfg.data.packing else 1
+    bounds = np.linspace(0, sequence.tokens, num_documents + 1).astype(np.int64)
+    # About equal, and together sequence.tokens; both sequences of a pair are as long.
     lengths = np.repeat(np.diff(bounds), group)
     # A dataset keeps one id more than a sequence has tokens, its last target; a scored sequence has
     # no targets.
     extra_tokens = 0 if cfg.scores_sequences else 1
     offsets = np.concatenate([[0], np.cumsum(lengths + extra_tokens)]).astype(np.int64)
-    report: Any = None
+    report: Any = None  # sums up what was read, for the log; here nothing was
     ids = np.zeros(int(offsets[-1]), dtype=np.int32)
-    trained = np.ones(len(ids), dtype=np.uint8)
+    label_mask = np.ones(len(ids), dtype=np.uint8)  # 1: the loss counts the token
     return adapt_to_recipe(
         cfg,
         Dataset(
-            ids, offsets=offsets, trained=trained, report=report, settings="planned", group=group
+            ids, offsets=offsets, trained=label_mask, report=report, settings="planned", group=group
         ),
     )
 
 
 def list_batch_tensors(batches: StepBatches) -> list[torch.Tensor]:
-    """Return the tensors of a step's micro-batches."""
+    """Return the tensors of a step's micro-batches, with those in their `attention`."""
     all_batches = [*batches.micro_batches, *batches.mismatched]
-    holders = [vars(batch) for batch in all_batches]
-    holders += [vars(batch.attention) for batch in all_batches if batch.attention is not None]
+    field_dicts = [vars(batch) for batch in all_batches]
+    field_dicts += [vars(batch.attention) for batch in all_batches if batch.attention is not None]
     return [
-        value for holder in holders for value in holder.values() if isinstance(value, torch.Tensor)
+        value
+        for fields in field_dicts
+        for value in fields.values()
+        if isinstance(value, torch.Tensor)
     ]

@@ -1,6 +1,6 @@
 """Check the value of `tune plan --sequence`, which `planned_data.choose_sequence` takes.
 
-No torch: a wrong command line is refused before it is imported.
+No torch in here: a wrong command line is refused before the import of torch, which takes long.
 """
 
 from recipe_lib.config.suggest import show
@@ -10,7 +10,10 @@ PERCENTILES = ("p50", "p90", "p99")  # of the lengths of the sequences
 
 
 def check_choice(choice: str) -> None:
-    """Raise ConfigError for a text that `choose_sequence` accepts with no config."""
+    """Raise ConfigError for a text that is no choice, whatever the config.
+
+    choice: `auto`, `max`, a percentile of PERCENTILES or a number of tokens from 1 on.
+    """
     if choice not in ("auto", "max", *PERCENTILES) and not (
         choice.isascii() and choice.isdigit() and int(choice)
     ):

@@ -1,8 +1,9 @@
 """Find the shape of a config's model without its weights, which is all that a plan needs.
 
-`make_plannable` turns a config into one that can be set up on any machine. For such a config
-`limit_layers` cuts the model to its first layers, and `find_layer_pattern` returns which layers are
-alike. The shape is a `model.preset`: the name of a shipped one, or the path of a config.json.
+`tune plan` calls `make_plannable`, which turns a config into one that can be set up on any machine.
+For such a config `limit_layers` cuts the model to its first layers, and `find_layer_pattern`
+returns which layers are alike; `simulate_deep` calls both. A shape (numbers of layers, heads, ...)
+is given as `model.preset`: the name of a shipped preset, or the path of a config.json.
 """
 
 import atexit
@@ -29,7 +30,7 @@ from recipe_lib.models import ExternalSpec, ModelSpec, read_config, read_preset_
 from recipe_lib.models.families import get_text_config, read_run_spec
 
 CONFIG_FILE = "config.json"
-_SIZE = re.compile(r"(?<![\d.])\d+(?:\.\d+)?[bm]\b")  # such as 1.5b in a lower-case name
+_SIZE = re.compile(r"(?<![\d.])\d+(?:\.\d+)?[bm]\b")  # parameters, as 1.5b in a lower-case name
 
 
 def make_plannable(cfg: Any) -> tuple[Any, list[str]]:
@@ -41,7 +42,8 @@ def make_plannable(cfg: Any) -> tuple[Any, list[str]]:
     CheckpointError if config.json cannot be read or describes no model that recipes know.
     """
     cfg = copy.deepcopy(cfg)
-    assumed: list[str] = []
+    assumptions: list[str] = []
+    # other_models: the keys of further models, such as a teacher's.
     for path_key, preset_key in {"model.path": "model.preset", **cfg.other_models}.items():
         section_name, path_name = path_key.split(".")
         section = getattr(cfg, section_name)
@@ -50,7 +52,7 @@ def make_plannable(cfg: Any) -> tuple[Any, list[str]]:
             shape, assumption = find_shape(path, path_key, preset_key)
             setattr(section, preset_key.partition(".")[2], shape)
             setattr(section, path_name, None)
-            assumed += [assumption] if assumption else []
+            assumptions += [assumption] if assumption else []
     cfg.output_dir = str(Path(_make_folder()) / "output")
     cfg.resume = None
     cfg.overwrite_output_dir = False
@@ -61,12 +63,12 @@ def make_plannable(cfg: Any) -> tuple[Any, list[str]]:
         and adapters.adapter_path is not None
         and not Path(adapters.adapter_path).is_dir()
     ):
-        assumed.append(
+        assumptions.append(
             f"lora.adapter_path={adapters.adapter_path} is not here: new adapters of the config's"
             " shape are planned"
         )
         adapters.adapter_path = None
-    return cfg, assumed
+    return cfg, assumptions
 
 
 def find_shape(name: str, key: str = "model.path", preset: str = "model.preset") -> tuple[str, str]:
@@ -88,16 +90,20 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
             shipped[name],
             f"{name} is not on this machine: its shape is that of the preset {shipped[name]}",
         )
-    # To suggest a shape: `...-8B-Instruct` has that of `...-8B`, and a misspelled name is near one
-    # of the same size.
-    prefixes = [known for known in shipped if name.lower().startswith(known.lower())]
-    same_size = [
-        known for known in shipped if _SIZE.findall(known.lower()) == _SIZE.findall(name.lower())
+    # The error suggests a checkpoint of the same shape: `...-8B-Instruct` has that of `...-8B`, and
+    # a misspelled name is near one of the same size.
+    prefixes = [
+        shipped_name for shipped_name in shipped if name.lower().startswith(shipped_name.lower())
     ]
-    like = max(prefixes, key=len, default=find_nearest(name, same_size, cutoff=0.7))
+    same_size = [
+        shipped_name
+        for shipped_name in shipped
+        if _SIZE.findall(shipped_name.lower()) == _SIZE.findall(name.lower())
+    ]
+    similar_name = max(prefixes, key=len, default=find_nearest(name, same_size, cutoff=0.7))
     hint = (
-        f"or plan with {key}={like} if it has the same shape"
-        if like
+        f"or plan with {key}={similar_name} if it has the same shape"
+        if similar_name
         else f"or set {preset} to its shape"
     )
     raise ConfigError(
@@ -107,11 +113,12 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
 
 
 def find_in_hub_cache(name: str) -> str | None:
-    """Return the config.json of a hub id if the hub's cache on this machine has it, else None."""
+    """Return the path of a hub id's config.json in the hub's cache on this machine, else None."""
     try:
         file = try_to_load_from_cache(name, CONFIG_FILE)
     except HFValidationError:  # a path and no hub id
         return None
+    # Neither a path nor None: the cache knows that the hub has no such file.
     return file if isinstance(file, str) else None
 
 
@@ -120,7 +127,8 @@ def list_shipped_shapes() -> dict[str, str]:
     """Return model.path of each shipped config -> the preset that has the model's shape."""
     shapes = {}
     for preset in list_presets():
-        # `FAMILY/SIZE_METHOD` trains the preset FAMILY/SIZE; all configs of a size have one model.
+        # The config `FAMILY/SIZE_METHOD` trains the preset FAMILY/SIZE. All configs of a size have
+        # the same model, so the first one is enough.
         for file in sorted(get_configs_folder().glob(f"{preset}_*.yaml"))[:1]:
             shapes[_read_yaml(file)["model"]["path"]] = preset
     # A shipped config that starts from a preset leaves a model of that shape in its output_dir.
@@ -177,11 +185,13 @@ def limit_layers(cfg: Any, layers: int) -> Any:
 def find_layer_pattern(cfg: Any) -> tuple[int, int]:
     """Return (number of leading layers that are never repeated, period of the other layers).
 
-    Layer i is like layer i + period. It is (0, 6) for Gemma 3, whose layers differ in their
-    windows, and (1, 1) for a model with experts in all layers but the first. Where the sum is near
-    the number of layers, few or none repeat. cfg: a plannable config.
+    After the leading ones, layer i is like layer i + period. It is (0, 6) for Gemma 3, whose layers
+    differ in their windows, and (1, 1) for a model with experts in all layers but the first. Where
+    the sum is near the number of layers, few or none repeat. cfg: a plannable config.
     """
     kinds = _list_layer_kinds(read_spec(cfg))
+    # length: of the leading layers and one period. The smallest that fits, as it lets the most
+    # layers be left out.
     for length in range(1, len(kinds) + 1):
         for period in range(1, length + 1):
             if kinds[length:] == kinds[length - period : len(kinds) - period]:
@@ -193,7 +203,8 @@ def _list_layer_kinds(spec: ModelSpec) -> list[Any]:
     """Return a value for each layer, equal for layers that are alike."""
     if isinstance(spec, ExternalSpec):
         return spec.list_layer_kinds()
-    # Layers are alike if all fields that have a value for each layer are equal for them.
+    # Layers are alike if all fields of the spec, and of its experts (`mixture`), that have a value
+    # for each layer are equal for them.
     values = [*vars(spec).values(), *(vars(spec.mixture).values() if spec.mixture else ())]
     per_layer = [
         value for value in values if isinstance(value, tuple) and len(value) == spec.num_layers
@@ -213,14 +224,14 @@ def read_spec(cfg: Any) -> ModelSpec:
 
 @cache
 def _make_folder() -> str:
-    """Return a temporary folder of this process, removed when it ends."""
+    """Return a temporary folder, made once and removed when this process ends."""
     folder = tempfile.mkdtemp(prefix="tune-plan-")
     atexit.register(_remove, folder, os.getpid())
     return folder
 
 
 def _remove(folder: str, maker: int) -> None:
-    """Remove a folder, if this process made it."""
-    # A fork runs the exit handlers too, and may end before.
+    """Remove a folder, if this process made it. maker: id of the process that did."""
+    # A forked process runs the exit handlers too, and may end before the one that made the folder.
     if os.getpid() == maker:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,11 +1,9 @@
 """Register a device without memory with torch, as `sim`, and choose its kernels.
 
-`register_device` is called before a recipe is planned on fake tensors, `pin_kernels` makes torch
-choose the kernels (attention, norm) of the device that is planned for. A fake `cuda` device aborts
-the process on a CPU build of torch and raises in backward on a CUDA build without a driver; a
-backend behind the PrivateUse1 key (torch.utils.backend_registration) works on both. Its streams and
-events are Python objects that report to `MODULE.listener`, a tracer. torch knows one such device a
-process and does not forget it: a plan is made in a separate process.
+`enter_simulated_world` calls `register_device` before a recipe is planned on fake tensors, and
+`pin_kernels`, which makes torch choose the kernels (attention, norm) of the device that is planned
+for. Streams and events are Python objects that report to `MODULE.listener`, a tracer. torch knows
+one such device a process and does not forget it: a plan is made in a separate process.
 """
 
 import itertools
@@ -25,6 +23,9 @@ from torch.utils.backend_registration import (
 
 from recipe_lib.config.precision import VARLEN_CAPABILITY
 
+# A fake `cuda` device aborts the process on a CPU build of torch, and raises in backward on a CUDA
+# build without a driver. A backend behind the PrivateUse1 key (torch.utils.backend_registration)
+# works on both.
 NAME = "sim"  # the device type, as in `torch.device("sim")`
 
 
@@ -36,6 +37,7 @@ class Stream:
     device_type = 20  # PrivateUse1 in c10/core/DeviceType.h
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        # `device` and `stream_id` are names of torch's; `number` is what the tracer is told.
         self.device = torch.device(NAME, 0)
         self.number = self.stream_id = next(MODULE.streams)
         # Streams that were current before each open `with` block of this one, the innermost last.
@@ -80,8 +82,8 @@ class Event:
     """An event on a stream, as `torch.cuda.Event`."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        # Number of its last record, -1 before the first. Each record has another number, so that a
-        # wait is for the record before it.
+        # Number of its last record, -1 before the first. Each record has another number: a wait is
+        # for the last record before it.
         self.number = -1
 
     def record(self, stream: Stream | None = None) -> None:
@@ -113,7 +115,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
     """The part of torch.cuda's interface that recipes and FSDP use.
 
-    `torch.get_device_module("sim")` returns its one object, `MODULE`. torch's base class answers
+    `torch.get_device_module("sim")` returns its only instance, `MODULE`. torch's base class answers
     that there is one device, which is ready.
     """
 
@@ -165,7 +167,7 @@ class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
     set_device = empty_cache = manual_seed = set_rng_state = reset_peak_memory_stats = _do_nothing
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """Return a state of 16 bytes, as CUDA's generator has."""
+        """Return a state of 16 bytes, as long as that of CUDA's generator."""
         return torch.zeros(16, dtype=torch.uint8)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -184,7 +186,7 @@ def register_device() -> torch.device:
     return torch.device(NAME, 0)
 
 
-# Functions that torch's C++ calls for the device.
+# Functions that torch's C++ calls for the device. Generators are the CPU's: no number is drawn.
 class _Hook(_DummyPrivateUse1Hook):  # type: ignore[misc]
     def get_default_generator(self, index: int) -> torch.Generator:
         return torch.default_generator
@@ -246,9 +248,13 @@ def dispatch_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run `F.scaled_dot_product_attention` by the kernel that torch picks on the planned device."""
+    """Run `F.scaled_dot_product_attention` by the kernel that torch picks on the planned device.
+
+    query `[b, h, s, d]`, key and value `[b, h or fewer, t, d]`; arguments as of that function.
+    """
     aten = torch.ops.aten
     if MODULE.kernels == "cpu" and query.shape[-1] == value.shape[-1] and dropout_p == 0.0:
+        # The first result is the output, here and below; the others are for backward.
         return aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )[0]
@@ -256,7 +262,7 @@ def dispatch_attention(
     can_flash = (
         MODULE.kernels != "cpu"
         and query.dtype in (torch.float16, torch.bfloat16)
-        and width <= 256
+        and width <= 256  # the largest that FlashAttention 2 has
         and MODULE.capability >= VARLEN_CAPABILITY
     )
     if attn_mask is None and can_flash:
@@ -301,27 +307,28 @@ def dispatch_attention(
 def _rms_norm(
     hidden: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    # The fused norm, or its parts where the planned device has no fused one.
+    # Runs the fused norm, or its parts where the planned device has no fused one: on a CPU, and for
+    # a weight of another type than the hidden states.
     if MODULE.kernels == "cpu" or (weight is not None and weight.dtype != hidden.dtype):
         return _run_composite(torch.ops.aten._fused_rms_norm.default, hidden, shape, weight, eps)[0]
     return torch.ops.aten._fused_rms_norm(hidden, shape, weight, eps)[0]
 
 
 def _fused_rms_norm(*args: Any) -> Any:
-    # A norm by its parts. Why it is there: `_register_kernels`.
+    # Runs a norm by its parts. It is never called, see `_register_kernels`.
     return _run_composite(torch.ops.aten._fused_rms_norm.default, *args)
 
 
 def _dropout(hidden: Tensor, rate: float, train: bool) -> Tensor:
-    # A CPU makes its mask from several operators, CUDA has one kernel.
+    # Runs dropout: a CPU makes its mask from several operators, CUDA has one kernel.
     if MODULE.kernels == "cpu" and train and rate > 0:
         return hidden * torch.empty_like(hidden).bernoulli_(1 - rate).div_(1 - rate)
     return _run_composite(torch.ops.aten.dropout.default, hidden, rate, train)
 
 
 def _softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    # CUDA has a kernel that reads fp16 and writes fp32, without a copy in fp32. It has none for
-    # other types.
+    # Runs a softmax: CUDA has a kernel that reads fp16 and writes fp32, without a copy in fp32. It
+    # has none for other types.
     if MODULE.kernels == "cuda" and scores.dtype == torch.float16 and dtype == torch.float32:
         return torch.ops.aten._softmax(scores, dim, True)
     return _run_composite(torch.ops.aten.softmax.int, scores, dim, dtype)
@@ -343,5 +350,6 @@ def _run_composite(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pad(tensor: Tensor, multiple: int) -> Tensor:
-    missing = -tensor.shape[-1] % multiple
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+    # Returns the tensor with zeros at the end of its last dimension, up to a multiple.
+    num_missing = -tensor.shape[-1] % multiple
+    return torch.nn.functional.pad(tensor, (0, num_missing)) if num_missing else tensor

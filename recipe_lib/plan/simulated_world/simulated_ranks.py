@@ -1,9 +1,9 @@
 """Simulate rank r of N in one process, on a device whose tensors have no bytes.
 
 `trace_rank.simulate` enters `enter_simulated_world`, which gives the rank its mesh over a fake
-process group, whose collectives move nothing, and `use_fake_tensors`. Functions of torch and
-transformers that would make a trace wrong or slow, or act where no dispatch mode sees it, are
-replaced meanwhile: functions here return such patches, and `apply_patches` applies them.
+process group, whose collectives move nothing, and `use_fake_tensors`. Meanwhile functions of torch
+and transformers are replaced that would make a trace (what the rank allocates and runs) wrong or
+slow: functions here return such patches, and `apply_patches` applies them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Patch = tuple[Any, str, Any]  # (object or class, name of its attribute, the replacement)
 
-# Methods of a DeviceMesh that need the values of its tensor of ranks.
+# Methods of a DeviceMesh that read the values of its tensor of ranks, which a fake one has not.
 _MESH_METHODS = (
     "__init__",
     "__getitem__",
@@ -63,16 +63,17 @@ def enter_simulated_world(
 ) -> Iterator[World]:
     """Make this process rank `rank` of `ranks` on the simulated device inside the block.
 
-    A process can be in one such world at a time, and in no other process group. like_cpu: True:
-    kernels are those of a CPU. False: those of a GPU with this compute capability. Raises
-    SetupError if the mesh of `parallel` does not fit the number of ranks.
+    A process can be in one such world at a time, and in no other process group. parallel: sizes of
+    the mesh. like_cpu: True: kernels are those of a CPU. False: those of a GPU with this compute
+    capability. Raises SetupError if the mesh does not fit the number of ranks.
     """
     shape = tuple(compute_mesh_shape(parallel, ranks).values())
     device = register_device()
     pin_kernels(like_cpu, capability)
     with _make_fake_group(rank, ranks), apply_patches(_tell_meshes_apart(hash((rank, shape)))):
         mesh = dist.device_mesh.init_device_mesh(NAME, shape, mesh_dim_names=MESH_DIMS)
-        # torch's C++ does not know the streams of this device.
+        # torch's C++ does not know the streams of this device. MODULE stands for `torch.cuda`, its
+        # listener is the tracer.
         stream_patches: list[Patch] = [
             # FSDP calls it, and it would call a C++ guard that this device does not have.
             (torch.accelerator, "current_stream", MODULE.current_stream),
@@ -108,8 +109,8 @@ def use_fake_tensors() -> Iterator[FakeTensorMode]:
 
 @contextmanager
 def _make_fake_group(rank: int, ranks: int) -> Iterator[None]:
-    # Collectives of torch's fake process group return at once.
-    # torch has not registered its fake backend for the simulated device.
+    # Collectives of torch's fake process group return at once. Importing `fake_pg` registers its
+    # backend, but not for the simulated device.
     if NAME not in dist.Backend.backend_capability.get("fake", []):
         dist.Backend.register_backend(
             "fake", fake_pg._create_fake_pg, extended_api=True, devices=["cpu", NAME]
@@ -157,7 +158,7 @@ def _make_meshes_real() -> list[Patch]:
 
 
 def connect_streams(tracer: "Tracer") -> None:
-    """Let the device call a tracer for its streams' events, and the tracer read the stream."""
+    """Let the device tell a tracer of its streams' events, and the tracer ask for the stream."""
     MODULE.listener = tracer
     tracer.get_stream = lambda: MODULE.stream_now.number
 
@@ -170,7 +171,8 @@ _PROPAGATIONS = (
     "propagate_tensor_meta",
     "propagate_op_sharding_non_cached",
 )
-# Methods of a process group that start a collective and return a `Work`.
+# Methods of a process group that start a collective or a message and return a `Work`. Not all of
+# them are in every version of torch.
 _STARTING = (
     "send",
     "recv",
@@ -202,9 +204,11 @@ def apply_patches(patches: Iterable[Patch]) -> Iterator[None]:
 def hide_propagation(tracer: "Tracer") -> list[Patch]:
     """Return patches that keep DTensor's sharding propagation out of a trace.
 
-    It runs operators on tensors of the global size, which no rank ever holds.
+    It runs operators on tensors of the global size, which no rank ever holds. While
+    `tracer.muted` is above 0 operators are not noted.
     """
 
+    # finds_shapes: True: the method finds the shapes of an operator's results.
     def hide(original: Callable[..., Any], finds_shapes: bool) -> Callable[..., Any]:
         def run(propagator: Any, schema: Any, *args: Any, **kwargs: Any) -> Any:
             # An operator without results has no shapes to find out. That of a fused optimizer would
@@ -244,10 +248,10 @@ def unwrap_shards(
     shards = [tensor for tensor in list_tensors(lists) if isinstance(tensor, DTensor)]
     if len({(shard.device_mesh, shard.placements) for shard in shards}) != 1:
         return None
-    local: tuple[Any, Any] = tree_map_only(
+    local_arguments: tuple[Any, Any] = tree_map_only(
         DTensor, lambda shard: shard._local_tensor, (tuple(args), dict(kwargs))
     )
-    return local
+    return local_arguments
 
 
 def patch_document_search(cfg: FullFinetuneConfig, documents: int) -> list[Patch]:
@@ -276,7 +280,8 @@ def patch_document_search(cfg: FullFinetuneConfig, documents: int) -> list[Patch
 def follow_works(tracer: "Tracer") -> list[Patch]:
     """Return patches that note waits for asynchronous collectives (`Work.wait`) in the trace.
 
-    The tracer's checker, if it has one, is told of all `Work` objects and waits.
+    The tracer's checker (it finds races between streams), if it has one, is told of all `Work`
+    objects and waits.
     """
     checker = tracer.checker
     asynchronous = set[int]()  # ids of `Work` objects of asynchronous collectives not waited for
@@ -288,6 +293,7 @@ def follow_works(tracer: "Tracer") -> list[Patch]:
         def run(*args: Any, **kwargs: Any) -> Any:
             work = original.__get__(args[0])(*args[1:], **kwargs)
             alive.append(work)
+            # The call has just run the collective's operator, which the tracer noted.
             collective = tracer.trace.ops[-1].collective if tracer.trace.ops else None
             if collective is not None and not collective.waits:
                 asynchronous.add(id(work))

@@ -1,15 +1,9 @@
 """Continue two runs of a program, of n and n + 1 iterations of its loops, to any number of them.
 
-A run is a list of items (`LoopItems`). For a model of n layers, some are in loops of about n
-iterations, the others between these. The two runs tell which are loops: the parts that the longer
-run has once more. `trace_deep_model` continues traces by `continue_items`. An item has
-
-- a key, the same from iteration to iteration;
-- whole numbers, which may grow with the iteration or with the number of iterations;
-- a target, an earlier item that it refers to, such as the allocation that a release frees.
-
-Numbers and targets are continued linearly. Where an iteration that was seen does not fit that,
-`continue_items` returns None. No torch.
+`trace_deep_model` continues traces of a model with few layers by `continue_items`. A run is a list
+of items: some are in loops, whose iterations are layers, the others between loops. The loops are
+the parts that the longer run has once more. Items are continued linearly; where an iteration that
+was seen does not fit that, there is no result. No torch.
 """
 
 from bisect import bisect_right
@@ -20,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Iterations that a loop has to have in the longer run.
+# Iterations that a loop has to have in the longer run at the least.
 _FEWEST = 4
 # (iterations at the begin, at the end of a loop) that may differ from the others, tried in this
 # order. Between them the shorter run has to have one iteration at least and the longer run two.
 _DIFFERENT_ENDS = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2))
 
-# Indices of the shorter, the longer and the continued run in the tuples below.
+# Indices of the shorter, the longer and the continued run in the tuples below: (short, long, new).
 _SHORT, _LONG, _NEW = range(3)
 
 
@@ -34,9 +28,13 @@ _SHORT, _LONG, _NEW = range(3)
 class LoopItems:
     """The items of a run: entry i of each list belongs to item i."""
 
-    keys: list[int] = field(default_factory=list)  # equal for items that are alike
-    numbers: list[tuple[int, ...]] = field(default_factory=list)  # such as sizes and layer numbers
-    targets: list[int] = field(default_factory=list)  # index of an earlier item; -1: none
+    # Equal for items that are alike: an item has the same key in each iteration of a loop.
+    keys: list[int] = field(default_factory=list)
+    # Numbers of an item, such as bytes or the layer. They may grow with the iteration, or with the
+    # number of iterations.
+    numbers: list[tuple[int, ...]] = field(default_factory=list)
+    # Index of an earlier item that the item refers to, as a release to its allocation; -1: none.
+    targets: list[int] = field(default_factory=list)
 
     def add(self, key: int, numbers: tuple[int, ...] = (), target: int = -1) -> None:
         """Add an item."""
@@ -45,7 +43,8 @@ class LoopItems:
         self.targets.append(target)
 
 
-# A loop in the longer run: (index of its first item, items of an iteration, iterations).
+# A loop in the longer run: (index of its first item, items of an iteration, iterations). Runs with
+# the keys 0 1 2 1 2 3 and 0 1 2 1 2 1 2 3 have the loop (1, 2, 3).
 _Loop = tuple[int, int, int]
 
 
@@ -54,21 +53,21 @@ class _Part:
     """A loop, or the items between two loops, which count as one iteration."""
 
     length: int  # items of an iteration
-    starts: tuple[int, int, int]  # index of its first item, by run
-    iterations: tuple[int, int, int]  # number of its iterations, by run
+    starts: tuple[int, int, int]  # index of its first item in each run
+    iterations: tuple[int, int, int]  # number of its iterations in each run
 
     def find_item(self, run: int, iteration: int, offset: int) -> int:
-        """Return the index in a run of item `offset` of an iteration."""
+        """Return the index in a run of an item. offset: its position in the iteration."""
         return self.starts[run] + iteration * self.length + offset
 
 
-# (target, numbers) of an item. The target is (index of its part, offset in an iteration), or None;
-# its iteration is appended to the numbers.
+# (target, numbers) of an item. The target is (index of its part, offset in an iteration), None if
+# there is none. The iteration of the target is appended to the numbers, to be continued as these.
 _Location = tuple[tuple[int, int] | None, tuple[int, ...]]
 
 
 class _Rule(NamedTuple):
-    """A rule for an item of a loop in each iteration of the continued run."""
+    """A rule that gives an item of a stretch in each of its iterations of the continued run."""
 
     like: int  # index of the item in the longer run
     target: tuple[int, int] | None  # as in `_Location`
@@ -88,14 +87,15 @@ class _Stretch(NamedTuple):
 def continue_items(short: LoopItems, long: LoopItems, more: int, step: int = 1) -> LoopItems | None:
     """Continue two runs to one with `more` iterations of each loop beyond the longer one.
 
-    step: by how much numbers may grow or fall from iteration to iteration. Return None where the
-    two runs do not show how they go on. A key of the result is the index of the longer run's item
-    that the item is like.
+    step: by how much numbers grow or fall from iteration to iteration, if they do: the layers of an
+    iteration. Return None where the two runs do not show how they go on. A key of the result is the
+    index of the longer run's item that the item is like.
     """
     loops = _find_loops(np.array(short.keys), np.array(long.keys))
     if loops is None:
         return None
     parts = _split_parts(loops, len(long.keys), more)
+    # For each of the two runs, the locations of its items.
     located = [_locate(run, parts, index) for index, run in enumerate((short, long))]
     result = LoopItems()
     for part in parts:
@@ -113,7 +113,7 @@ def continue_items(short: LoopItems, long: LoopItems, more: int, step: int = 1) 
 
 
 def _find_loops(short: Any, long: Any) -> list[_Loop] | None:
-    """Return the loops that the longer run has one more iteration of.
+    """Return the loops that the longer run has one more iteration of, in order.
 
     short, long: arrays of keys. Return None where the shorter run is not the longer one with an
     iteration of some loops left out.
@@ -122,12 +122,14 @@ def _find_loops(short: Any, long: Any) -> list[_Loop] | None:
     positions: dict[int, list[int]] = defaultdict(list)  # key -> its indices in the longer run
     for index, key in enumerate(long.tolist()):
         positions[key].append(index)
-    # Items before short_at and long_at are compared. last_end: end of the last loop in `long`.
+    # All items before short_at and long_at are accounted for. last_end: end of the loop that was
+    # found last, in `long`.
     short_at = long_at = last_end = 0
     while True:
         num_common = _count_common(short[short_at:], long[long_at:])
         short_at += num_common
         long_at += num_common
+        # Items of the longer run, from here on, that the shorter one lacks.
         missing = (len(long) - long_at) - (len(short) - short_at)
         if not missing:
             return loops if short_at == len(short) else None
@@ -155,9 +157,9 @@ def _find_missing_iteration(
 ) -> int:
     """Return the length of the iteration at `long_at` that the shorter run does not have; 0: none.
 
-    It has the keys of the iteration before it. short: keys of the shorter run that are not compared
-    yet. missing: by how many items these are fewer than the longer run's. known: indices of the key
-    at `long_at` in the longer run.
+    It has the keys of the iteration before it, so its first key stands one length earlier too.
+    short: keys of the shorter run that are not compared yet. missing: by how many items these are
+    fewer than the longer run's. known: indices of the key at `long_at` in the longer run.
     """
     best_length = 0
     longest = 0
@@ -167,6 +169,7 @@ def _find_missing_iteration(
             break
         if not np.array_equal(long[earlier:long_at], long[long_at : long_at + length]):
             continue
+        # With an empty `short` no keys can agree: 1 if the iteration ends the longer run.
         num_common = (
             _count_common(short, long[long_at + length :])
             if len(short)
@@ -187,7 +190,10 @@ def _count_common(first: Any, second: Any) -> int:
 
 
 def _split_parts(loops: list[_Loop], num_long: int, more: int) -> list[_Part]:
-    """Return the loops and the items between them as parts. num_long: items of the longer run."""
+    """Return the loops and the items between them as parts, in order.
+
+    num_long: items of the longer run.
+    """
     parts: list[_Part] = []
     starts = [0, 0, 0]
 
@@ -218,9 +224,12 @@ def _locate(items: LoopItems, parts: list[_Part], run: int) -> list[_Location]:
 
 
 def _list_stretches(part: _Part) -> Iterator[list[_Stretch]]:
-    """Yield the ways to divide a part's iterations into stretches, the strictest first."""
+    """Yield the ways to divide a part's iterations into stretches, the strictest first.
+
+    Yield nothing for a loop with fewer than _FEWEST iterations.
+    """
     num_short, num_long, num_new = part.iterations
-    if num_short == num_long:
+    if num_short == num_long:  # no loop
         yield [_Stretch(0, short_first=0, long_count=0, new_count=1)]
     elif num_long >= _FEWEST:
         for before, after in _DIFFERENT_ENDS:
@@ -265,7 +274,8 @@ def _find_rules(
     """
     rules: list[tuple[list[_Rule], int]] = []
     for stretch in stretches:
-        # (run, distance from the stretch's first iteration) of its later iterations.
+        # (run, distance from the stretch's first iteration) of its later iterations, of which the
+        # shorter run has one less.
         seen = [(_LONG, distance) for distance in range(1, stretch.long_count)]
         seen += [(_SHORT, distance) for distance in range(1, stretch.long_count - 1)]
         stretch_rules: list[_Rule] = []
@@ -301,8 +311,8 @@ def _find_rule(
     """Return the rule of an item of a stretch's first iteration.
 
     long_item, short_item: its index in the longer and the shorter run. later_items: (run, index of
-    the same item in a later iteration, iterations between). Return None where targets differ or
-    numbers do not grow linearly.
+    the same item in a later iteration, iterations between). more, step: as in `continue_items`.
+    Return None where targets differ or numbers do not grow linearly.
     """
     target, numbers = located[_LONG][long_item]
     short_target, short_numbers = located[_SHORT][short_item]
@@ -332,7 +342,10 @@ def _find_rule(
 
 
 def _apply_rules(rules: list[_Rule], iteration: int, parts: list[_Part], result: LoopItems) -> None:
-    """Add an iteration of a stretch to the result. iteration: counted from its first one."""
+    """Add an iteration of a stretch to the result.
+
+    rules: of its items. iteration: index in the stretch.
+    """
     for like, target, numbers, slopes in rules:
         if slopes and iteration:
             numbers = tuple(

@@ -1,8 +1,8 @@
 """Read the costs of an operator from its schema and its tensors.
 
 `compute_cost` returns arithmetic, bytes moved and whether new memory is taken; `read_collective`
-returns the ranks and bytes of a communication. `Tracer` calls both for the operators that it sees;
-no function here runs an operator.
+returns the ranks and bytes of a communication. `Tracer`, a dispatch mode, calls both for the
+operators that it sees, with the mode's func, args and kwargs. No function here runs an operator.
 """
 
 import itertools
@@ -24,6 +24,7 @@ from recipe_lib.plan.tracing.trace import Collective
 
 # Namespaces of operators that communicate with other ranks.
 _COMMUNICATES = ("c10d::", "_c10d_functional::", "_dtensor::")
+# Types that a device's arithmetic rate may be looked up for, by the names that reports give them.
 DTYPE_NAMES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -56,14 +57,15 @@ class Cost:
 
 
 def compute_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Cost:
-    """Return the cost of one call of an operator. func, args, kwargs: as of a dispatch mode."""
+    """Return the cost of one call of an operator that has returned `result`."""
     schema = func._schema
     name = schema.name
     returns = schema.returns
-    aliases = any(
+    # A result that shares an argument's memory and does not write it.
+    is_alias = any(
         value.alias_info is not None and not value.alias_info.is_write for value in returns
     )
-    is_view = aliases or name in _VIEWS or name.startswith("profiler::")
+    is_view = is_alias or name in _VIEWS or name.startswith("profiler::")
     # Views by their schema, but they copy where strides allow no view.
     may_copy = name in ("aten::reshape", "aten::contiguous", "aten::_reshape_copy")
     makes_memory = may_copy or (not is_view and any(value.alias_info is None for value in returns))
@@ -84,7 +86,7 @@ def compute_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
             num_bytes = 2 * _count_bytes(outputs)  # it reads rows, not the whole table
         elif name == "aten::copy_":
             num_bytes = _count_bytes(inputs)  # its output is one of its arguments
-        elif name == "fsdp::all_gather_copy_in":
+        elif name == "fsdp::all_gather_copy_in":  # its results are the whole buffer
             # It copies this rank's shards to their place in the buffer of all ranks.
             num_bytes = 2 * _count_bytes(args[0])
         elif name == "tune_recipes::label_log_probs":
@@ -125,13 +127,14 @@ def _count_flops(
     shape: of a matmul or attention, as `Cost.shape`; () for other operators.
     """
     name = func._schema.name
+    # torch's formula for the operator; None: it has none.
     count_registered = flop_registry.get(
         _WITH_RESULT.get(func._overloadpacket, func._overloadpacket)
     )
     if name.startswith("aten::_scaled_dot_product"):
+        # Not torch's formula, which the registry has for some of these operators only. All scores
+        # count, those that a causal mask hides too: two products in forward, five in backward.
         rows, queries, keys, _, width = shape
-        # All scores count, those that a causal mask hides too: two products in forward, five in
-        # backward.
         return (5 if name.endswith("_backward") else 2) * 2 * rows * queries * keys * width
     if name in GROUPED:
         return count_grouped_flops(args, result)
@@ -147,6 +150,7 @@ def _count_written_bytes(schema: Any, args: Sequence[Any]) -> int:
     """Return the bytes that an operator without results writes into its arguments."""
     # A fused optimizer's schema says that it writes its gradients, for a gradient scale that we
     # never pass: here they are only read.
+    # strict=False: torch leaves out arguments at the end that have their defaults.
     written = [
         value
         for argument, value in zip(schema.arguments, args, strict=False)
@@ -166,7 +170,7 @@ def is_blocking(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 def _find_transfer(args: Sequence[Any], results: Sequence[Tensor]) -> str:
     """Return `to_host` or `to_device` for a copy between the two, else ""."""
     devices = [tensor.device.type for tensor in list_tensors(args)]
-    source = devices[-1]
+    source = devices[-1]  # the second argument of `copy_`, the only one of `_to_copy`
     # The first argument of `copy_` is the tensor that it writes.
     target = results[0].device.type if results else devices[0]
     if (source == "cpu") == (target == "cpu") or "meta" in (source, target):
@@ -174,8 +178,9 @@ def _find_transfer(args: Sequence[Any], results: Sequence[Tensor]) -> str:
     return "to_host" if target == "cpu" else "to_device"
 
 
-# Attention over packed documents -> number of its matmuls: two in forward, five in backward.
-# torch's own count of aten's operators takes all documents to be as long as the longest.
+# Attention over packed documents -> number of its matmuls: two in forward, five in backward. Not
+# counted by torch's formulas for aten's operators: they take all documents to be as long as the
+# longest.
 _VARLEN = {
     "torch_attn::_varlen_attn": 2,
     "torch_attn::_varlen_attn_backward": 5,
@@ -207,7 +212,7 @@ _EIGHT_BITS = {"aten::_int_mm": "int8", "aten::_scaled_mm": "fp8"}
 
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy"})
 
-# Views whose schema does not say so.
+# Operators that return views although their schemas do not say so.
 _VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"})
 # Operators that take memory and neither read nor write it.
 _EMPTY = frozenset(
@@ -247,8 +252,8 @@ def read_matmul_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
         return ()
     dims = 3 if name in _BATCHED else 2
     # The first argument of `addmm` is the tensor that the product is added to.
-    first = 1 if name.startswith(("aten::addmm", "aten::baddbmm")) else 0
-    left, right = args[first : first + 2]
+    first_operand = 1 if name.startswith(("aten::addmm", "aten::baddbmm")) else 0
+    left, right = args[first_operand : first_operand + 2]
     if left.dim() != dims or right.dim() != dims:
         return ()
     return (
@@ -260,11 +265,12 @@ def read_matmul_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def read_grouped_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
-    """Return `(matrices, m, k, n, row_index)` of a matmul of many experts' weights, else ().
+    """Return `(matrices, m, k, n, row_index)` of a grouped matmul, () for any other operator.
 
-    All experts are taken to have as many rows; row_index tells which entry those are. Rows `[r, k]`
-    by weights `[E, k, n]`: m is r / E, row_index 1. Gradients of weights, `[m, r]` by `[r, n]`: k
-    is r / E, row_index 2. Where r < E, r experts have one row each.
+    A grouped matmul multiplies each expert's rows by its weight; all experts are taken to have as
+    many. row_index is the index of the entry that they are. Rows `[r, k]` by weights `[E, k, n]`: m
+    is r / E, row_index 1. Gradients of weights, `[m, r]` by `[r, n]`: k is r / E, row_index 2.
+    Where r < E, r experts have one row each.
     """
     if name not in GROUPED:
         return ()
@@ -291,39 +297,39 @@ def read_attention_shape(
 ) -> tuple[int, ...]:
     """Return the shape of an attention operator, () for any other.
 
-    It is (rows times heads, queries, keys, keys that a query sees on average, head width). Packed
-    documents count as rows of equal length.
+    It is (rows times heads, queries, keys, keys that a query sees on average, head width). Rows are
+    sequences of the batch; packed documents count as rows of equal length.
     """
-    values = {
+    arguments = {
         argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
     }
-    values.update(kwargs)
-    query = values.get("query")
-    key = values.get("key")
+    arguments.update(kwargs)
+    query = arguments.get("query")
+    key = arguments.get("key")
     if not isinstance(query, Tensor) or not isinstance(key, Tensor):
         return ()
     window = None
-    if query.dim() == 4:  # [b, h, s, d], else packed [s, h, d]
+    if query.dim() == 4:  # [b, h, s, d]
         rows, heads, queries, width = query.shape
         keys = key.shape[2]
-    else:
+    else:  # packed documents [s, h, d]
         tokens, heads, width = query.shape
         # cu_seqlens, under the names of `_varlen_attn` and of aten's flash attention.
-        bounds = values.get("cu_seq_q", values.get("cum_seq_q"))
+        bounds = arguments.get("cu_seq_q", arguments.get("cum_seq_q"))
         rows = len(bounds) - 1 if isinstance(bounds, Tensor) and bounds.dtype == torch.int32 else 1
         queries = keys = max(1, tokens // max(1, rows))
-        window = values.get("window_size") or [
-            values.get("window_size_left"),
-            values.get("window_size_right"),
+        window = arguments.get("window_size") or [
+            arguments.get("window_size_left"),
+            arguments.get("window_size_right"),
         ]
-    # Keys that a query sees before and after itself; None or -1: all.
-    left, right = window or (None, None)
-    causal = bool(values.get("is_causal")) or right == 0
+    # Keys that a query sees before and after itself; None or -1: all. 0 after itself is causal.
+    keys_before, keys_after = window or (None, None)
+    causal = bool(arguments.get("is_causal")) or keys_after == 0
     return (
         rows * heads,
         queries,
         keys,
-        _count_seen_keys(keys, causal=causal, window=-1 if left is None else left),
+        _count_seen_keys(keys, causal=causal, window=-1 if keys_before is None else keys_before),
         width,
     )
 
@@ -351,12 +357,15 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def list_plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors with memory inside a tensor: itself, a DTensor's local shard, ..."""
+    """Return the tensors with memory inside a tensor: itself, or those of a wrapper.
+
+    A DTensor has its local shard, a quantized tensor of torchao's its codes and scales.
+    """
     if has_memory(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = list_tensors([getattr(tensor, name) for name in names])
-    return list(itertools.chain.from_iterable(map(list_plain_tensors, inner)))
+    inner_tensors = list_tensors([getattr(tensor, name) for name in names])
+    return list(itertools.chain.from_iterable(map(list_plain_tensors, inner_tensors)))
 
 
 # Sums of gradients by autograd's engine, which are made in place in a run without a dispatch mode.
@@ -401,7 +410,8 @@ def is_summed_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 # Operator -> (kind of collective; index of the argument whose tensors give its bytes; True if that
-# argument is one rank's part, False if it is the whole tensor).
+# argument is one rank's part of the gathered tensor, False if it is as large as the whole tensor).
+# Waits and barriers are left out.
 _COLLECTIVES = {
     "c10d::_allgather_base_": ("all_gather", 0, False),
     "c10d::allgather_": ("all_gather", 0, False),
@@ -428,17 +438,18 @@ _COLLECTIVES = {
 def read_collective(func: Any, args: Sequence[Any], groups: Mapping[str, str]) -> Collective | None:
     """Return a communicating operator's collective; None if it moves no data (a wait, a barrier).
 
-    groups: name of a process group -> its mesh dimension; others count as the group of all ranks.
+    groups: name of a process group -> its mesh dimension. Other groups get the dimension `world`.
     """
     name = func._schema.name
     if name not in _COLLECTIVES:
         return None
     operation, tensors_index, is_part = _COLLECTIVES[name]
     group: Any = dist.group.WORLD
+    # Functional operators have the group's name as the last argument, those of c10d the group.
     if func.namespace != "c10d":
         group = torch._C._distributed_c10d._resolve_process_group(args[-1])
-    elif objects := [value for value in args if isinstance(value, torch.ScriptObject)]:
-        group = dist.ProcessGroup.unbox(objects[0])
+    elif group_objects := [value for value in args if isinstance(value, torch.ScriptObject)]:
+        group = dist.ProcessGroup.unbox(group_objects[0])
     ranks = dist.get_process_group_ranks(group)
     if operation in ("send", "recv"):
         # The first number among the arguments is the peer's index in the group.

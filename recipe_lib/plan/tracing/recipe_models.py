@@ -1,8 +1,9 @@
 """Label the memory in a trace with the parameters of a recipe's models, and list their modules.
 
-`trace_rank` calls `label_models` after each step and `label_sums` between micro-batches, as FSDP's
-and the optimizer's tensors come and go. `list_module_rows` returns the rows of a report on modules.
-Models are passed as a dict: prefix of their parameters' names -> module.
+A trace lists the allocations of a simulated run. `trace_rank` calls `label_models` after each step
+and `label_sums` between micro-batches, as FSDP's and the optimizer's tensors come and go.
+`list_module_rows` returns the rows of a plan's table of modules. Models are passed as a dict:
+prefix of their parameters' names -> module.
 """
 
 import itertools
@@ -32,9 +33,9 @@ def list_models(recipe: Any) -> dict[str, nn.Module]:
     modules = {name: value for name, value in vars(recipe).items() if isinstance(value, nn.Module)}
     if not modules:
         return {}
-    main = modules.pop("model" if "model" in modules else next(reversed(modules)))
-    models = {f"{name}.": module for name, module in modules.items() if module is not main}
-    return models | {"": main}
+    main_model = modules.pop("model" if "model" in modules else next(reversed(modules)))
+    models = {f"{name}.": module for name, module in modules.items() if module is not main_model}
+    return models | {"": main_model}
 
 
 def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
@@ -62,7 +63,10 @@ def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
 
 
 def _list_fsdp_parameters(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, FSDP's private entry) of each parameter of FSDP's units."""
+    """Yield (name, FSDP's private `FSDPParam`) of each parameter of FSDP's units.
+
+    A unit is a module that FSDP gathers and frees as one.
+    """
     for prefix, model in models.items():
         for module in model.modules():
             for entry in list_param_entries(module) if isinstance(module, FSDPModule) else ():
@@ -73,7 +77,8 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
     """Label the gradients that are summed over a step's micro-batches, and streamed layers.
 
     The sums are unsharded gradients that FSDP reduces once a step, and sums in fp32. Streamed
-    layers keep their parameters in host memory, with copies on the device while they run.
+    layers keep their parameters in host memory, with copies on the device while they run. Both
+    are found at the `Parallel` objects (how a model is divided) among the recipe's attributes.
     """
     for parallel in vars(recipe).values():
         if not isinstance(parallel, Parallel):
@@ -85,9 +90,10 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
             for name, device_parameter in parallel.levers.layers.get_device_parameters().items():
                 tracer.label(device_parameter, "gathered", name)
     for label, fsdp_parameter in _list_fsdp_parameters(models):
-        unsharded = getattr(fsdp_parameter, "_unsharded_param", None)
+        # An attribute that FSDP sets at the first gather.
+        unsharded_parameter = getattr(fsdp_parameter, "_unsharded_param", None)
         for gradient in (
-            getattr(unsharded, "grad", None),
+            getattr(unsharded_parameter, "grad", None),
             getattr(fsdp_parameter, "unsharded_accumulated_grad", None),
         ):
             if gradient is not None:
@@ -97,15 +103,17 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
 def list_module_rows(prefix: str, model: nn.Module) -> list[LayerRow]:
     """Return a row for each module that has parameters and contains no ModuleList, in order.
 
-    prefix: of the model's names. Tied parameters count only in the first module that has them.
+    A row counts the parameters of submodules too. prefix: of the model's names. Tied parameters
+    count only in the first module that has them, and in those around it.
     """
     rows: list[LayerRow] = []
-    stored = find_stored_weights(model)  # name of a quantized weight -> its module
+    quantized_weights = find_stored_weights(model)  # name of a quantized weight -> its module
     owners: dict[int, str] = {}  # id of a parameter -> name of the first module that has it
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), name)
     for name, module in model.named_modules():
+        # The whole model, and parts with many layers.
         if any(isinstance(inner, nn.ModuleList) for inner in module.modules()):
             continue
         parameters = [
@@ -115,14 +123,16 @@ def list_module_rows(prefix: str, model: nn.Module) -> list[LayerRow]:
         ]
         if not parameters:
             continue
-        quantized = {key: linear for key, linear in stored.items() if key.startswith(f"{name}.")}
-        unpacked = _count_unpacked(model, quantized)
+        quantized = {
+            key: linear for key, linear in quantized_weights.items() if key.startswith(f"{name}.")
+        }
+        num_unpacked = _count_unpacked(model, quantized)
         local_parts = itertools.chain.from_iterable(map(list_plain_tensors, parameters))
         rows.append(
             LayerRow(
                 module=prefix + name,
-                type=type(module).__name__.removeprefix("FSDP"),
-                parameters=sum(value.numel() for value in parameters) + unpacked,
+                type=type(module).__name__.removeprefix("FSDP"),  # fully_shard renames classes
+                parameters=sum(value.numel() for value in parameters) + num_unpacked,
                 trained=sum(value.numel() for value in parameters if value.requires_grad),
                 bytes=sum(value.numel() * value.element_size() for value in parameters),
                 local_bytes=sum(part.nbytes for part in local_parts),

@@ -1,9 +1,9 @@
 """Trace functions that do the same for the same shapes once, then repeat them from notes.
 
 A QLoRA step of a 70B model dequantizes 1700 matrices, each in dozens of pieces: three hundred
-thousand operators. `trace_rank.simulate` runs a recipe inside `repeat_shaped_work`. There,
-functions with the decorator `follows_from_shapes` run once for each kind of arguments; later calls
-only add the allocations and operators of that call to the trace.
+thousand operators. `trace_rank.simulate` runs a recipe on fake tensors inside `repeat_shaped_work`.
+There, functions with the decorator `register_shaped_work` run once for each kind of arguments;
+later calls only add the allocations and operators of that call to the trace.
 """
 
 import functools
@@ -29,10 +29,10 @@ from recipe_lib.plan.tracing.tracer import Tracer
 
 _LONGEST_LOOP = 48  # events in one iteration; longer loops are not looked for
 
-# (ALLOC, (order, storage)), (FREE, order of the allocation) or (OP, operator). The order of an
-# allocation counts the allocations of the call from 0 on.
+# An event of a call: (ALLOC, (order, `Storage`)), (FREE, order of the allocation) or (OP, `Op`).
+# The order of an allocation is its index among the allocations of the call.
 Note = tuple[int, Any]
-Returned: TypeAlias = Tensor | tuple[Tensor, ...] | None  # by the functions
+Returned: TypeAlias = Tensor | tuple[Tensor, ...] | None  # what the functions return
 _Function: TypeAlias = Callable[..., Returned]
 
 
@@ -40,29 +40,30 @@ _Function: TypeAlias = Callable[..., Returned]
 class _Notes:
     """Notes of one call of a function."""
 
-    notes: list[Note]  # in the order of the trace
-    call: CachedCall  # makes the results
+    notes: list[Note]  # in the order of the trace, with loops cut to two iterations
+    call: CachedCall  # makes new tensors like the results
     outputs: list[int]  # for each result the order of its allocation
 
 
 @contextmanager
 def repeat_shaped_work(tracer: Tracer) -> Iterator[None]:
-    """Run functions marked by `follows_from_shapes` once for each kind of arguments, in the block.
+    """Run functions marked by `register_shaped_work` once for each kind of arguments, in the block.
 
-    Calls are remembered for one simulation.
+    Calls are remembered until its end. tracer: of a simulation, on fake tensors.
     """
     known: dict[Any, _Notes | None] = {}  # None: such a call cannot be repeated
 
     # decisive: returns those of the arguments that the work depends on; None: it depends on all.
     def repeat(original: _Function, decisive: Callable[..., Sequence[Any]] | None) -> _Function:
         def run(*args: Any) -> Returned:
-            if tracer.muted:
+            if tracer.muted:  # the trace is to show nothing of this call
                 return original(*args)
             try:
                 key = (original, make_key(decisive(*args) if decisive else args, []))
             except NotCacheable:
                 return original(*args)
             notes = known.get(key)
+            # A call that is known not to be repeatable runs again, and takes no notes.
             if notes is not None:
                 return _repeat(notes, tracer)
             begin = len(tracer.trace.events)
@@ -74,6 +75,8 @@ def repeat_shaped_work(tracer: Tracer) -> Iterator[None]:
         return run
 
     with ExitStack() as stack:
+        # SHAPED_WORK: marked function -> `decisive` above. Callers find a function as an attribute
+        # of its module or class, so that is where it is replaced.
         for function, decisive in SHAPED_WORK.items():
             *path, name = function.__qualname__.split(".")
             owner = functools.reduce(getattr, path, sys.modules[function.__module__])
@@ -82,9 +85,9 @@ def repeat_shaped_work(tracer: Tracer) -> Iterator[None]:
 
 
 def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None:
-    """Return notes of a call, from the events since `begin`; None if it cannot be repeated.
+    """Return notes of a call; None if it cannot be repeated.
 
-    returned: the results of the call.
+    returned: the results of the call. begin: number of events in the trace before it.
     """
     trace = tracer.trace
     order: dict[int, int] = {}  # index of a storage -> its order among those of the call
@@ -98,6 +101,7 @@ def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None
         elif kind == OP:
             notes.append((OP, trace.ops[index]))
         else:
+            # It waits for a stream, or frees memory of before the call.
             return None
     indices = [tracer.find_storage_index(result) for result in list_tensors(returned)]
     num_left = len(order) - sum(kind == FREE for kind, _ in notes)
@@ -112,6 +116,7 @@ def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None
     ):
         return None
     short, renamed = shorten(notes)
+    # A result that a later iteration made is that of the second one.
     return _Notes(short, call, [renamed.get(order[index], order[index]) for index in indices])
 
 
@@ -127,13 +132,13 @@ def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
     position = 0
     while position < len(notes):
         length, iterations = _find_loop(tokens, position)
-        if iterations < 3:
+        if iterations < 3:  # nothing to cut: a single note is copied
             length = iterations = 1
         short += notes[position : position + length]
         # Two iterations are enough: after the second one an allocator has the same free blocks as
         # after all of them.
         second = notes[position + length : position + 2 * length] if iterations > 1 else []
-        allocations: list[int] = []
+        allocations: list[int] = []  # orders of those of the second iteration
         for kind, entry in second:
             if kind == OP:
                 entry = replace(entry, repeats=entry.repeats * (iterations - 1))
@@ -167,7 +172,8 @@ def _make_tokens(notes: list[Note]) -> list[tuple[Any, ...]]:
 def _find_loop(tokens: list[tuple[Any, ...]], start: int) -> tuple[int, int]:
     """Return (events of an iteration, iterations) of the longest loop that begins at `start`.
 
-    Without a loop it is (1, 1). Iterations that leave memory behind are no loop.
+    Without a loop it is (1, 1). Iterations that leave memory behind are no loop. tokens: of
+    `_make_tokens`.
     """
     best = (1, 1)
     for length in range(2, min(_LONGEST_LOOP, (len(tokens) - start) // 3) + 1):
@@ -185,7 +191,10 @@ def _find_loop(tokens: list[tuple[Any, ...]], start: int) -> tuple[int, int]:
 
 
 def _repeat(notes: _Notes, tracer: Tracer) -> Returned:
-    """Add a call's notes to the trace once more, and return new results."""
+    """Add a call's notes to the trace once more, and return new results.
+
+    The events get the part of the step, module, phase and stream that run now.
+    """
     assert tracer.cached_mode is not None
     part, module = tracer.locate()
     indices: dict[int, int] = {}  # order of an allocation -> index of its storage in the trace

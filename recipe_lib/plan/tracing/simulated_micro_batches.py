@@ -1,14 +1,9 @@
-"""Simulate few micro-batches of a step, and let them stand for all of it.
+"""Choose how many micro-batches of a step are simulated, and let them count for all of it.
 
 `trace_rank.simulate` asks `count_micro_batches_to_trace` how many to run, checks by
-`compare_micro_batches` that they are alike, and counts them for the others. A recipe class with
-`treats_all_alike = True`, as the shipped ones have, promises that they are: without a pipeline two
-are enough, three where the last one does more (`is_last_different`). For a recipe without that
-promise all are simulated, or as many as there is time for, and the plan is called an estimate.
-
-In a pipeline `follow_actions` notes the actions (a forward, a backward, a transfer) of a rank as
-they begin. As many micro-batches run as show every state of memory of a whole step, and
-`repeat_actions` counts each traced action for all those that are like it.
+`compare_micro_batches` that they are alike, and counts them for the others. In a pipeline it does
+so by action: the forward, backward, send or receive of one micro-batch in one stage. A trace is the
+list of a simulated run's events: allocations, releases and operators.
 """
 
 import itertools
@@ -44,11 +39,12 @@ from recipe_lib.plan.tracing.trace import ACTION, ALLOC, FREE, OP, ActionMark, T
 from recipe_lib.plan.tracing.tracer import Tracer
 from recipe_lib.units import format_bytes
 
-# For a recipe without `treats_all_alike`, so many micro-batches are all simulated at once. Of more,
-# a few are simulated first, to see how many events one has.
+# A recipe class with `treats_all_alike = True` promises that micro-batches are alike. For one
+# without it, a step of so many micro-batches is simulated with all of them at once. Of more, a few
+# are simulated first, to see how many events one has.
 FEW_MICRO_BATCHES = 4
-# Limit on events of the trace, of all micro-batches of the simulated steps together: half a minute
-# of CPU time at most.
+# The most events of a trace, of all micro-batches of the simulated steps together: half a minute of
+# CPU time at most.
 MAX_EVENTS = 300_000
 
 
@@ -56,7 +52,8 @@ MAX_EVENTS = 300_000
 class MicroBatchComparison:
     """A comparison of the simulated micro-batches of a step with each other."""
 
-    # True: all leave as many bytes alive and, from the second on, run the same operators.
+    # True: all leave as many bytes alive and, from the second on, run the same operators. In a
+    # pipeline always True.
     alike: bool = True
     # Bytes alive on the device after the last micro-batch, beyond those after the one before.
     growth: int = 0
@@ -68,7 +65,7 @@ class MicroBatchComparison:
 class MicroBatchMarks:
     """Positions in a trace at which the micro-batches of a step begin and end."""
 
-    # Returns a position: (events so far, bytes alive on the device).
+    # Returns the position now: (number of events so far, bytes alive on the device).
     read_position: Callable[[], tuple[int, int]]
     # For each loop of a recipe over the micro-batches: the position before each of them, and the
     # one after the last.
@@ -96,10 +93,13 @@ def is_declared_uniform(recipe_class: type) -> bool:
 
 
 def count_micro_batches_to_simulate(recipe_class: type, cfg: Any) -> int:
-    """Return how many of a step's micro-batches a plan simulates at the least."""
+    """Return how many of a step's micro-batches a plan simulates at the least.
+
+    Without a promise of the recipe class that they are alike, it is all of them.
+    """
     if is_declared_uniform(recipe_class):
         return count_micro_batches_to_trace(cfg)
-    return compute_micro_batches(cfg)[1]
+    return compute_micro_batches(cfg)[1]  # of (sequences of one, micro-batches of a step)
 
 
 def compare_micro_batches(
@@ -113,25 +113,25 @@ def compare_micro_batches(
 ) -> MicroBatchComparison:
     """Compare the micro-batches that were simulated with each other.
 
-    traced: micro-batches simulated of a step. steps: how many steps were simulated. num_different:
-    so many at the end of a step are known to differ from the others, and are left out. A recipe
-    that lists its micro-batches first, or leaves the loop early, counts as treating them
-    differently.
+    marks: set by the loops over the micro-batches. traced: micro-batches simulated of a step.
+    steps: how many steps were simulated. num_different: so many at the end of a step are known to
+    differ from the others, and are left out. A recipe that lists its micro-batches first, or leaves
+    the loop early, counts as treating them differently.
     """
     average_events = len(trace.events) // max(1, traced)
     if is_pipeline:  # its schedule says which of them are alike (`find_stand_ins`)
         return MicroBatchComparison(alike=True, events=average_events)
-    complete = marks.list_complete(traced)
+    complete_passes = marks.list_complete(traced)
     # A generator that is never asked for its end, such as a reference model's forwards, lacks the
     # last mark only.
-    if len(complete) < steps or any(len(positions) < traced for positions in marks.passes):
+    if len(complete_passes) < steps or any(len(positions) < traced for positions in marks.passes):
         return MicroBatchComparison(alike=False, events=average_events)
     alike = is_one_by_one = has_backward(trace, marks, traced)
     growth = 0
-    for positions in complete:
+    for positions in complete_passes:
         compared = positions[: len(positions) - num_different]
         bytes_left = [alive_bytes for _, alive_bytes in compared[1:]]
-        # The first one is left out: it makes the gradients, the others add to them.
+        # The first micro-batch is left out: it makes the gradients, the others add to them.
         work = [
             _list_work(trace, begin, end)
             for (begin, _), (end, _) in itertools.pairwise(compared[1:])
@@ -139,12 +139,16 @@ def compare_micro_batches(
         alike = alike and len(set(bytes_left)) <= 1 and all(items == work[0] for items in work[1:])
         if len(bytes_left) > 1:
             growth = max(growth, bytes_left[-1] - bytes_left[-2])
+    # Without a backward between the marks they do not tell which events a micro-batch has.
     events = sum(map(_count_longest, marks.passes)) if is_one_by_one else average_events
     return MicroBatchComparison(alike, growth, events)
 
 
 def _count_longest(positions: list[tuple[int, int]]) -> int:
-    """Return the number of events of the longest micro-batch. positions: a pass of the marks."""
+    """Return the number of events of the longest micro-batch.
+
+    positions: an entry of `MicroBatchMarks.passes`.
+    """
     begins = [event for event, _ in positions]
     return max((end - begin for begin, end in itertools.pairwise(begins)), default=0)
 
@@ -180,8 +184,9 @@ def repeat_last_micro_batch(
 ) -> None:
     """Let the last simulated micro-batch of a step count for those that were not simulated.
 
-    count: micro-batches of a step. traced: those simulated. num_different: so many at the end of
-    the step differ from the others; the one before them is repeated.
+    Its operators' `repeats` are multiplied. count: micro-batches of a step. traced: how many of
+    them were simulated. num_different: so many at the end of the step differ from the others; the
+    one before them is repeated.
     """
     # Indices of operators. A set, as the loops of two models may run side by side.
     repeated: set[int] = set()
@@ -190,7 +195,7 @@ def repeat_last_micro_batch(
         end = positions[-1 - num_different][0]
         repeated |= {index for kind, index in trace.events[begin:end] if kind == OP}
     for index in repeated:
-        trace.ops[index].repeats *= count - traced + 1
+        trace.ops[index].repeats *= count - traced + 1  # for itself, and for those left out
 
 
 def repeat_last_by_parts(trace: Trace, *, count: int, traced: int, num_different: int = 0) -> None:
@@ -199,15 +204,15 @@ def repeat_last_by_parts(trace: Trace, *, count: int, traced: int, num_different
     A micro-batch is then taken to begin with a forward after a backward, and the last one to end
     with the last backward. Arguments: as in `repeat_last_micro_batch`.
     """
-    for phase in trace.phases:
+    for phase in trace.phases:  # a step is one, and set-up, which has no backward, another
         ops = list(trace.iterate_ops(phase))
         parts = [
             (index, op.part) for index, op in enumerate(ops) if op.part in ("forward", "backward")
         ]
         begins = [
             index
-            for (_, before), (index, part) in itertools.pairwise(parts)
-            if (before, part) == ("backward", "forward")
+            for (_, previous_part), (index, part) in itertools.pairwise(parts)
+            if (previous_part, part) == ("backward", "forward")
         ]
         begins.append(max((index + 1 for index, part in parts if part == "backward"), default=0))
         if len(begins) > 1 + num_different:
@@ -216,7 +221,10 @@ def repeat_last_by_parts(trace: Trace, *, count: int, traced: int, num_different
 
 
 def count_affordable(comparison: MicroBatchComparison, count: int, fewest: int) -> int:
-    """Return how many of `count` micro-batches can be simulated in time, `fewest` at least."""
+    """Return how many of `count` micro-batches MAX_EVENTS allows to simulate, `fewest` at least.
+
+    comparison: of micro-batches that were simulated, for the number of events of one.
+    """
     return max(fewest, min(count, MAX_EVENTS // max(1, comparison.events)))
 
 
@@ -234,24 +242,29 @@ def describe_estimate(comparison: MicroBatchComparison, traced: int, count: int)
     return f"{traced} of a step's {count} micro-batches are simulated; {assumption}"
 
 
-# Without a pipeline the first micro-batch makes the gradients and the second adds to them; all
-# later ones are like the second, but for the last one (`is_last_different`).
+# Micro-batches that are enough without a pipeline: the first makes the gradients and the second
+# adds to them. All later ones are like the second, but for the last one (`is_last_different`).
 ALIKE_FROM = 2
-# Where so many micro-batches a stage do not show every state of memory, all of them are traced.
+# In a pipeline: where so many micro-batches for each stage do not show every state of memory, all
+# of them are traced.
 _MOST_FOR_A_STAGE = 8
 
 # In `_find_states`, bytes of one micro-batch at stage i of a rank are _BASE**i. It is more than the
 # micro-batches that a stage can hold, so that a sum of bytes tells how many each stage has.
 _BASE = 2**32
 
-# What an action of a rank meets and leaves: the action, and how many micro-batches of each kind
-# (kept, deferred, ...) are alive before and after it.
+# State of a rank at an action, as `_find_states` makes it: the action, and how many micro-batches
+# of each kind (kept for backward, deferred weight gradients, ...) are alive before and after it.
 _State = tuple[Any, ...]
 
 
 def follow_actions(tracer: Tracer) -> list[Patch]:
-    """Return the patch that notes the actions of a pipeline's driver in the trace."""
-    previous_kind = ""  # of the action that ran last
+    """Return the patch that notes the actions of a pipeline's driver in the trace.
+
+    The driver runs a rank's actions in the order of the schedule. A patch is (module, name of an
+    attribute, its replacement).
+    """
+    previous_kind = ""  # of the action that ran last, such as `F` for a forward
 
     # The driver calls it before each action, and with None after the last one.
     def note_action(action: Action | None) -> None:
@@ -271,6 +284,7 @@ def count_micro_batches_to_trace(cfg: Any, pipeline_rank: int = 0) -> int:
 
     Without a pipeline it is two, or three where the last one is unlike the others. In a pipeline it
     is the fewest whose actions on this rank can stand for those of all (`find_stand_ins`).
+    pipeline_rank: position of the rank in its pipeline, here and below.
     """
     count = compute_micro_batches(cfg)[1]
     if cfg.parallel.pipeline == 1:
@@ -313,8 +327,9 @@ def find_stand_ins(
 ) -> dict[Action, Action] | None:
     """Return for each action of a step of `count` micro-batches one like it in a step of `traced`.
 
-    Two actions of a rank are alike if they meet and leave the same state (`_find_states`). Return
-    None if an action has none like it. training: False for forwards without backward.
+    Two actions of a rank are alike if memory is in the same state before, and in the same after
+    them (`_find_states`). Return None if an action has none like it. training: False for forwards
+    without backward.
     """
     if traced == count:
         actions = get_orders(parallel, count, training=training)[pipeline_rank]
@@ -332,6 +347,7 @@ def find_stand_ins(
         if not candidates or len(candidates) > len(actions):
             return None
         for action in actions:
+            # One after the other, so that each candidate is used; the last one for all others.
             stand_ins[action] = candidates[min(num_given[state], len(candidates) - 1)]
             num_given[state] += 1
     # Every traced action has to stand for one at least: else the shorter step might hold more than
@@ -340,7 +356,10 @@ def find_stand_ins(
 
 
 def get_orders(parallel: ParallelConfig, count: int, *, training: bool = True) -> Orders:
-    """Return each rank's actions of a step, transfers included. They are cached: do not change."""
+    """Return each rank's actions of a step, transfers included, by pipeline rank.
+
+    Do not change the result: it is cached.
+    """
     return _compute_orders(_make_key(parallel), count, training)
 
 
@@ -368,6 +387,7 @@ def _make_key(parallel: ParallelConfig) -> _Key:
 
 @cache
 def _compute_orders(key: _Key, count: int, training: bool) -> Orders:
+    # Arguments: as of `get_orders`, with the key of its config.
     parallel = ParallelConfig(**dict(key))
     order_actions = compute_orders if training else compute_forward_orders
     return add_transfers(order_actions(parallel, count), parallel)
@@ -377,12 +397,13 @@ def _compute_orders(key: _Key, count: int, training: bool) -> Orders:
 def _find_states(
     key: _Key, pipeline_rank: int, count: int, training: bool
 ) -> dict[_State, list[Action]]:
-    """Return a rank's actions by the state that they meet and leave.
+    """Return a rank's actions by the state of its memory before and after them.
 
     Micro-batches have one shape, so a state only counts them: how many each stage keeps between
-    forward and backward and between backward and deferred weight gradients, and how many boundary
-    tensors were received, handed over, made and not yet sent or taken. A state also has the action
-    before, which stages have gradients, and whether the action reduces those of its stage.
+    forward and backward, and between backward and deferred weight gradients. It also counts the
+    tensors between stages: received, handed over on this rank, not yet sent, sent and perhaps not
+    yet taken. A state also has the action before, which stages have gradients, and whether the
+    action reduces those of its stage.
     """
     parallel = ParallelConfig(**dict(key))
     orders = _compute_orders(key, count, training)
@@ -403,7 +424,8 @@ def _find_states(
     states: dict[_State, list[Action]] = defaultdict(list)
     before: _State = ()  # what is alive before the action
     previous: _State = ()  # (stage, kind) of the action before
-    trained: set[tuple[int, str]] = set()  # (stage, kind) of actions that have made gradients
+    made_gradients: set[tuple[int, str]] = set()  # (stage, kind) of actions that have made some
+    # Send -> index of the action before which the rank waits until the tensor has been taken.
     taken = find_taken(times, order=order, rank=pipeline_rank, parallel=parallel)
     for live in compute_live_bytes(order, parallel=parallel, stages=sizes, boundary=1, taken=taken):
         action = live.action
@@ -412,7 +434,7 @@ def _find_states(
             action.stage,
             action.kind,
             previous,
-            tuple(sorted(trained)),
+            tuple(sorted(made_gradients)),
             before,
             after,
             action == reducing.get(action.stage),
@@ -421,21 +443,22 @@ def _find_states(
         before = after
         previous = (action.stage, action.kind)
         if action.kind in MAKING_GRADIENTS:
-            trained.add(previous)
+            made_gradients.add(previous)
     return dict(states)
 
 
 def name_parts(trace: Trace) -> None:
     """Set `part` of a pipeline's operators and storages that run outside of modules.
 
-    Deferred weight gradients (W) are a part of backward; a transfer is a part of forward or
-    backward, by the tensor that it carries. Memory that an input gradient (I) leaves for W is an
-    activation, and so is a received input of a stage.
+    Deferred weight gradients (W) are a part of backward. A transfer is a part of forward or
+    backward, by the tensor that it carries. Memory that an input gradient (I) leaves for W gets the
+    kind `activations`, and so does a received input of a stage.
     """
     # Indices of storages that the running action made and that are alive, as an ordered set.
     alive: dict[int, None] = {}
     mark = ActionMark()  # the running action
     for kind, index in trace.events:
+        # Forward, and send and receive of its activations.
         part = "forward" if mark.kind in ("F", "SF", "RF") else "backward"
         if kind == ACTION:
             if mark.kind == "I":
@@ -453,7 +476,7 @@ def name_parts(trace: Trace) -> None:
             storage = trace.storages[index]
             if storage.part == "other":
                 storage.part = part
-            if mark.kind in ("RF", "RB"):
+            if mark.kind in ("RF", "RB"):  # receives of activations, and of gradients
                 storage.kind = "activations" if mark.kind == "RF" else "communication"
             alive[index] = None
 
@@ -463,8 +486,8 @@ def repeat_actions(
 ) -> None:
     """Set `repeats` of each traced action and its operators to how many actions it stands for.
 
-    traced: micro-batches that were traced. count: micro-batches of a step. A run of actions with
-    other micro-batches stays as it is, such as validation, which has one.
+    traced: micro-batches of a step that were traced. count: all micro-batches of a step. Where
+    another number of micro-batches ran, as in validation, the actions stay as they are.
     """
     if count <= traced:
         return
@@ -472,6 +495,7 @@ def repeat_actions(
         marks = [trace.actions[index] for index, _ in actions]
         if len({mark.micro_batch for mark in marks}) != traced:
             continue
+        # B: backward. I: its half for the inputs.
         training = any(mark.kind in ("B", "I") for mark in marks)
         stand_ins = find_stand_ins(
             parallel, pipeline_rank=pipeline_rank, traced=traced, count=count, training=training
@@ -486,7 +510,10 @@ def repeat_actions(
 
 
 def _split_runs(trace: Trace) -> Iterator[list[tuple[int, list[int]]]]:
-    """Yield each run of actions up to its end mark: (index of action, indices of its operators)."""
+    """Yield the actions of each call of the driver as (index of action, indices of its operators).
+
+    A call ends with a mark without a kind.
+    """
     actions: list[tuple[int, list[int]]] = []
     for kind, index in trace.events:
         if kind == ACTION and not trace.actions[index].kind:

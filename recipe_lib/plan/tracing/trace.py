@@ -1,10 +1,9 @@
 """Define the trace of a run: its allocations, operators and waits, as plain numbers.
 
 `tracer.Tracer` records one. The models of the allocator and of a step's time read it, and so do the
-reports. Bytes are those asked for, before an allocator rounds them. There are no times yet: events
-are in the order in which the host issues them. `trace_rank` calls `classify_activations` and
-`give_to_children` on a complete trace, to find activations and the modules that keep them.
-No torch in here.
+reports. A trace has no times: events are in the order in which the host issues them. `trace_rank`
+calls `classify_activations` and `give_to_children` on a complete one, for the activations and the
+modules that keep them. No torch in here.
 """
 
 from collections import defaultdict
@@ -27,14 +26,15 @@ STORAGE_KINDS = (
     "temporary",  # everything else: intermediate results that are live for some operators only
 )
 
-# Parts of a step.
+# Parts of a step. Recompute is a forward inside of backward (activation checkpointing).
 PARTS = ("setup", "forward", "backward", "recompute", "optimizer", "other")
 
 # Kinds of events. An event is (kind, index into the list of the trace that `_LISTS` names).
 # ALLOC, FREE: a storage was taken or released. OP: an operator was issued. RECORD: a stream
-# recorded an event of the device. WAIT: a stream waited for one. PHASE: a phase began. ACTION: the
-# next action of a pipeline's rank began, or its last one ended. USE: `record_stream` named a stream
-# that uses a storage.
+# recorded an event of the device (`torch.cuda.Event`). WAIT: a stream waited for one. PHASE: a
+# phase of the run began, such as a step. ACTION: the next action of a pipeline's rank (the forward,
+# backward, send or receive of a micro-batch) began, or its last one ended. USE: `record_stream`
+# named a stream that uses a storage.
 ALLOC, FREE, OP, RECORD, WAIT, PHASE, ACTION, USE = range(8)
 # FREE is not here: it makes no new entry, and has the index of its storage.
 _LISTS = {
@@ -46,13 +46,13 @@ _LISTS = {
     ACTION: "actions",
     USE: "uses",
 }
-HOST = -1  # in place of a stream's number
+HOST = -1  # in place of a stream's number: it is the host that waits
 WORK_WAIT = "c10d::Work.wait"  # name of an `Op` that does nothing but wait for a collective
 
 
 @dataclass(slots=True)
 class Storage:
-    """One allocation."""
+    """One allocation; memory that is resized is another one."""
 
     bytes: int  # as asked for, before an allocator rounds it
     device: bool = True  # True: on the accelerator; False: on the host
@@ -138,7 +138,10 @@ class ActionMark:
 
 @dataclass
 class Trace:
-    """Everything one rank did, phase by phase."""
+    """Everything one rank did, phase by phase.
+
+    An entry of a list is referred to by its index.
+    """
 
     storages: list[Storage] = field(default_factory=list)  # all allocations, in order
     ops: list[Op] = field(default_factory=list)  # all operators that do work, in order
@@ -180,8 +183,8 @@ class Trace:
     ) -> Iterator[tuple[int, int, int, str, int, dict[int, Storage]]]:
         """Yield for each event (its index, kind, entry index, name of the phase, bytes, storages).
 
-        bytes, storages: what is alive after it on the accelerator, or on the host. storages: index
-        -> Storage, one dict that changes from event to event.
+        bytes, storages: what is alive after it on the accelerator, or with `device=False` on the
+        host. storages: index -> Storage; the same dict each time, changed in place.
         """
         phase = ""
         live_bytes = 0
@@ -208,8 +211,8 @@ class Trace:
     def find_peaks(self, device: bool = True) -> dict[str, tuple[int, int]]:
         """Return phase -> (the most bytes alive at a time, index of the event that led there).
 
-        Bytes are those on the accelerator, or on the host, before any rounding. The index is -1 if
-        the event was before the phase.
+        Bytes are those on the accelerator, or with `device=False` on the host. The index is -1 if
+        the phase begins with the most.
         """
         peaks: dict[str, tuple[int, int]] = {}
         for index, kind, _, phase, live_bytes, _ in self.walk(device):
@@ -220,7 +223,7 @@ class Trace:
         return peaks
 
     def find_active_peaks(self, device: bool = True) -> dict[str, int]:
-        """Return phase -> the most bytes alive at a time."""
+        """Return phase -> the most bytes alive at a time, as `find_peaks`."""
         return {phase: peak_bytes for phase, (peak_bytes, _) in self.find_peaks(device).items()}
 
     def list_alive_at_peak(self, phase: str) -> list[int]:
@@ -236,14 +239,14 @@ class Trace:
 
 # The modules that activations belong to.
 #
-# A tensor belongs to the module that was running when it was made. A fused function, or a parent
-# that shards its children's matrices, calls no child: all that is kept would be the parent's. So
-# `give_to_children` gives it to the child whose output it is, or else to the one whose input it is.
-# It stays inside the module that made it, so that the sums of parents do not change.
+# A tensor belongs to the module that was running when it was made. But a fused function, or a
+# parent that multiplies by its children's weights itself, calls no child: all that is kept would be
+# the parent's. So `give_to_children` gives a tensor to the child whose output it is, or else to the
+# one whose input it is. A child lies inside the parent, so that sums over the parent do not change.
 
 
 def classify_activations(trace: Trace) -> None:
-    """Set the kind `activations` of memory from forward or recomputation that backward finds.
+    """Set the kind `activations` of what forward or recomputation keeps for backward.
 
     It is the memory of the kind `temporary` that is alive when the next operator of backward runs.
     """
@@ -270,7 +273,7 @@ def give_to_children(trace: Trace) -> None:
     queries before they are rotated. An input of a child is multiplied only by that child's weights,
     an adapter's among them. A tensor that several children read stays the parent's.
     """
-    owners = {_find_owner(storage) for storage in trace.storages} - {""}
+    owners = {_find_owner(storage) for storage in trace.storages} - {""}  # modules with parameters
     makers: dict[int, str] = {}  # index of a storage -> the child whose output it is
     # Index of a storage -> the modules whose weights it is multiplied by.
     readers: dict[int, set[str]] = defaultdict(set)
@@ -278,8 +281,9 @@ def give_to_children(trace: Trace) -> None:
         op = trace.ops[index] if kind == OP else None
         if op is None or not op.makes:
             continue
+        # Modules whose weights are among the arguments.
         weights = {_find_owner(trace.storages[read]) for read in op.reads} - {""}
-        if op.flops and weights:
+        if op.flops and weights:  # a matmul: its arguments are inputs of these modules
             for read in op.reads:
                 readers[read] |= weights
         child = _find_child(op, trace.storages, weights=weights, makers=makers, owners=owners)
@@ -295,7 +299,7 @@ def give_to_children(trace: Trace) -> None:
 
 
 def _find_owner(storage: Storage) -> str:
-    """Return the module whose parameter a storage is; "": it is none, or several share it."""
+    """Return the module whose parameter a storage holds; "": it holds none, or that of several."""
     # A label that ends in `*` is that of memory which several parameters share.
     has_owner = storage.kind in ("parameters", "gathered") and not storage.label.endswith("*")
     return storage.label.rpartition(".")[0] if has_owner else ""
@@ -311,8 +315,9 @@ def _find_child(
 ) -> str:
     """Return the only child of the running module that an operator's arguments come from, or "".
 
-    weights: modules of the weights among its arguments. makers: as in `give_to_children`. owners:
-    modules that have parameters; a child is one of them.
+    They are its weights, or tensors that it made. weights: modules of the weights among the
+    arguments. makers: as in `give_to_children`. owners: modules that have parameters; the child has
+    to be one of them.
     """
     children = {child for weight in weights if (child := _find_child_above(op.module, weight))}
     largest_other = 0
@@ -322,8 +327,8 @@ def _find_child(
             continue
         if child := _find_child_above(op.module, makers.get(read) or storage.module):
             children.add(child)
-        # Tensors that modules around the running one made for all layers, such as rotations, do
-        # not count.
+        # Tensors that modules around the running one made for all layers, such as cosines and sines
+        # of rotary embeddings, do not count.
         elif not _find_child_above(storage.module, op.module) and storage.module:
             largest_other = max(largest_other, storage.bytes)
     only_child = children.pop() if len(children) == 1 else ""
@@ -336,7 +341,10 @@ def _find_child(
 
 
 def _find_child_above(module: str, inside: str) -> str:
-    """Return the child of `module` that `inside` is or lies in; "" if it does not lie in it."""
+    """Return the child of `module` that `inside` is or lies in; "" if `inside` is not in `module`.
+
+    Both are dotted paths.
+    """
     if not module or not inside.startswith(f"{module}."):
         return ""
     return f"{module}.{inside[len(module) + 1 :].partition('.')[0]}"

@@ -1,10 +1,9 @@
 """Simulate a deep model with few of its layers.
 
-`simulate_deep` simulates a deep model twice with few layers, one period of layers apart. (Kinds of
-layers repeat after a period; it is 1 where all are alike.) A recipe does for each middle layer what
-it does for the one a period before: the events that the longer run has once more are repeated, each
-with its own layer's name (`extend_trace`). Where the two runs do not show it beyond doubt, and
-where a recipe does not treat all layers alike, the whole model is run.
+`build_plan` calls `simulate_deep`, which simulates two shallow models. The longer one has one
+period more (layers after which a model repeats itself; 1 if all are alike). What it does beyond the
+shorter one is repeated for the layers left out, with their names: allocations, operators and waits,
+the events of a trace. Where the two do not show this beyond doubt, the whole model is simulated.
 """
 
 import itertools
@@ -45,11 +44,12 @@ from recipe_lib.plan.tracing.trace import (
 )
 from recipe_lib.plan.tracing.trace_rank import Simulated
 
-# Layers of the shorter run: _ITERATIONS periods, of which the first and the last may differ from
+# Layers of the shorter model: _ITERATIONS periods, of which the first and the last may differ from
 # the others, and _ENDS layers at the ends of a step for which FSDP gathers ahead.
 _ITERATIONS = 3
 _ENDS = 2
-# The whole model needs so many times the layers of both shallow models together, to save time.
+# The whole model is simulated unless it has so many times the layers of both shallow models
+# together: else no time is saved.
 _WORTHWHILE = 1.4
 # Bytes up to which a size may grow with the number of layers. A larger one may reach a limit that
 # few layers do not show, such as that of a bucket.
@@ -64,21 +64,23 @@ def simulate_deep(
 ) -> Simulated:
     """Return `run(cfg)`, or the same from two runs with few layers where they show all of it.
 
-    run: simulates a config. Where the layers of a recipe that declares that it treats them alike
-    turn out to differ, the whole model is simulated, with a note.
+    run: simulates a config. A recipe class may promise to treat all layers alike. Where they turn
+    out to differ nonetheless, the whole model is simulated, with a note in the result.
     """
     depths = choose_depths(recipe_class, cfg)
     simulated = None
-    faults: list[str] = []
+    faults: list[str] = []  # signs that layers differ, as sentences
     if depths is not None:
-        lead, period = find_layer_pattern(cfg)
-        # Dynamo would look into the patched methods.
-        watched = [] if cfg.compile else _watch_layers(faults)
-        # An error of a shallow model is not reported: the whole model is run then, and raises its.
-        with apply_patches(watched), suppress(UserError, IndexError):
+        lead, period = find_layer_pattern(cfg)  # lead: layers at the begin that are never repeated
+        # torch.compile would trace into the patched methods.
+        watch_patches = [] if cfg.compile else _watch_layers(faults)
+        # An error of a shallow model is not reported: the whole model is run then, and raises its
+        # own.
+        with apply_patches(watch_patches), suppress(UserError, IndexError):
             short, long = (run(limit_layers(cfg, depth)) for depth in depths)
-            middle = range(max(1, lead), depths[1] - period)
-            faults += _find_different_layers(long.trace, middle, period)
+            # The first and the last layers of the model may differ from the others.
+            middle_layers = range(max(1, lead), depths[1] - period)
+            faults += _find_different_layers(long.trace, middle_layers, period)
             num_periods = (count_layers(cfg) - depths[1]) // period
             simulated = _extend_simulation(short, long=long, more=num_periods, period=period)
     if simulated is None or faults:
@@ -90,7 +92,8 @@ def simulate_deep(
 def _watch_layers(faults: list[str]) -> list[Patch]:
     """Return patches that add a fault where a user's code indexes or iterates a ModuleList.
 
-    Code that treats some layers differently does so.
+    Code that treats some layers differently has to do so. A patch is (class, name of a method, its
+    replacement).
     """
 
     def watch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +114,7 @@ def _watch_layers(faults: list[str]) -> list[Patch]:
 
 def _find_different_layers(trace: Trace, layers: range, period: int) -> Iterator[str]:
     """Yield a fault for each layer whose matmuls are not those of the layer a period later."""
-    matmuls: dict[int, Counter[Hashable]] = defaultdict(Counter)
+    matmuls: dict[int, Counter[Hashable]] = defaultdict(Counter)  # layer -> its matmuls, counted
     for op in trace.ops:
         pattern, numbers = _split_name(op.module)
         if op.flops and numbers:
@@ -122,7 +125,7 @@ def _find_different_layers(trace: Trace, layers: range, period: int) -> Iterator
 
 
 def choose_depths(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] | None:
-    """Return how many layers the two simulations have; None: the whole model is simulated."""
+    """Return how many layers the shorter and the longer model have; None: simulate all of them."""
     adapters = cfg.trained_adapters
     module_lists = [cfg.parallel.fsdp_wrap_policy, adapters.target_modules if adapters else ""]
     # A list may name single layers; a word such as `layers` does not.
@@ -145,11 +148,12 @@ def choose_depths(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int
     lead, period = find_layer_pattern(cfg)
     # One period more if it has several layers: one at an end may differ from the others in part.
     iterations = _ITERATIONS + (period > 1)
-    # The outputs of a compiled layer live a layer longer.
+    # The outputs of a compiled layer live a layer longer: one layer more (`cfg.compile` is True).
     short = lead + iterations * period + _ENDS + cfg.compile
+    # Layers whose activations are on their way to or from the host at a time.
     if cfg.memory.activation_offload:
         short += 2 * cfg.memory.activation_offload_prefetch_layers + 1
-    short += (num_layers - short) % period
+    short += (num_layers - short) % period  # a whole number of periods is left out
     return (short, short + period) if _WORTHWHILE * (2 * short + period) <= num_layers else None
 
 
@@ -158,9 +162,10 @@ def _extend_simulation(
 ) -> Simulated | None:
     """Return the run of a model with `more` periods of layers beyond the longer run's.
 
-    Return None where the two runs do not show it. period: layers.
+    Return None where the two runs do not show it. period: number of layers, here and below.
     """
-    # All but the traces, the rows of modules and the number of events has to be the same.
+    # All but the traces, the rows of modules and the number of events has to be the same: a note or
+    # a growth of memory in one run alone cannot be continued.
     comparison = replace(short.comparison, events=long.comparison.events)
     if replace(short, trace=long.trace, modules=long.modules, comparison=comparison) != long:
         return None
@@ -171,12 +176,13 @@ def _extend_simulation(
 
 @dataclass
 class _Event:
-    """An event of a trace, or a row of modules, before it is an item of `LoopItems`."""
+    """An event of a trace, or a row of the table of modules, as `continue_items` compares them."""
 
     # All that has to be equal for two events to be alike.
     what: Hashable
-    # Bytes, flops and the like. Events are alike only with equal sizes, if both runs have an event
-    # with these. Else, as for a sum over all layers, sizes are numbers that may grow.
+    # Bytes, flops and the like. Where both runs have an event with this `what` and these sizes, it
+    # is like events of the same sizes only. Else, as for a sum over all layers, sizes may grow with
+    # the number of layers.
     sizes: tuple[int, ...] = ()
     # Numbers in the names of its module and its label, such as that of the layer.
     name_numbers: tuple[int, ...] = ()
@@ -188,7 +194,8 @@ def extend_trace(short: Trace, long: Trace, more: int, period: int = 1) -> Trace
     """Return the trace of a model with `more` periods of layers beyond the longer run's.
 
     The longer run has one period more than the shorter. Return None where the two do not show how
-    it goes on. In the result `reads` and `makes` of operators are ().
+    it goes on. In the result `reads` and `makes` of operators (the storages of their tensors) are
+    ().
     """
     if short.phases != long.phases or long.actions:
         return None
@@ -200,7 +207,11 @@ def extend_trace(short: Trace, long: Trace, more: int, period: int = 1) -> Trace
 def extend_rows(
     short: Sequence[LayerRow], long: Sequence[LayerRow], more: int, period: int = 1
 ) -> list[LayerRow] | None:
-    """Return the rows of modules of the same model, or None, as `extend_trace` its trace."""
+    """Return the rows of the modules of a model with `more` periods of layers, as `extend_trace`.
+
+    A row is a module's name, with sizes of its parameters. Return None where the two runs do not
+    show them.
+    """
     items = _make_items(list(map(_describe_row, short)), list(map(_describe_row, long)))
     continued = continue_items(*items, more, period)
     if continued is None:
@@ -217,7 +228,10 @@ def _describe_row(row: LayerRow) -> _Event:
 
 
 def _make_items(short: Sequence[_Event], long: Sequence[_Event]) -> tuple[LoopItems, LoopItems]:
-    """Return both runs' events as items whose keys are equal for events that are alike."""
+    """Return both runs' events as items whose keys are equal for events that are alike.
+
+    The numbers of an item are an event's sizes and the numbers in its names.
+    """
     key_numbers: dict[Hashable, int] = {}  # what is compared -> a small number for it
     in_both = {(event.what, event.sizes) for event in short}
     in_both &= {(event.what, event.sizes) for event in long}
@@ -323,14 +337,16 @@ def _split_name(name: str) -> tuple[str, tuple[int, ...]]:
 
 @cache
 def _join_name(pattern: str, numbers: tuple[int, ...]) -> str:
+    # The inverse of `_split_name`.
     return pattern.format(*numbers) if numbers else pattern
 
 
 def _build_trace(continued: LoopItems, long: Trace) -> Trace | None:
     """Return the continued events as a trace.
 
-    Return None where one of them releases memory that is not alive, or has grown too much. A key in
-    `continued` is the index of the event in `long` that the continued one is like.
+    Return None where one of them releases memory that is not alive, or has grown beyond
+    _MOST_GROWN. A key in `continued` is the index of the event in `long` that the continued one is
+    like.
     """
     trace = Trace(phases=list(long.phases))
     # For each event of the result, the storage's index or the device event's number; -1: neither.
@@ -340,7 +356,7 @@ def _build_trace(continued: LoopItems, long: Trace) -> Trace | None:
     items = zip(continued.keys, continued.numbers, continued.targets, strict=True)
     for like, numbers, target in items:
         kind, index = long.events[like]
-        # The storage or event of the device that this event refers to, or makes.
+        # Index of the storage, or number of the device's event, that this event refers to or makes.
         referred = referred_by_event[target] if 0 <= target < len(referred_by_event) else -1
         if kind == ALLOC:
             storage = _copy_storage(long.storages[index], numbers)
@@ -372,7 +388,10 @@ def _build_trace(continued: LoopItems, long: Trace) -> Trace | None:
 
 
 def _copy_storage(like: Storage, numbers: tuple[int, ...]) -> Storage:
-    """Return an allocation like another, with `numbers` for its bytes and those in its names."""
+    """Return an allocation like another, with new numbers.
+
+    numbers: (bytes, numbers in the module's name, numbers in the label).
+    """
     module, module_numbers = _split_name(like.module)
     label, _ = _split_name(like.label)
     num_bytes, *name_numbers = numbers
@@ -393,7 +412,11 @@ def _copy_storage(like: Storage, numbers: tuple[int, ...]) -> Storage:
 
 
 def _copy_op(like: Op, numbers: tuple[int, ...]) -> Op:
-    """Return an operator like another, with `numbers` for its sizes and those in its name."""
+    """Return an operator like another, with new numbers.
+
+    numbers: (bytes, flops, repeats, bytes and shapes of a collective, numbers in the name of the
+    module), as `_describe_op` lists them.
+    """
     num_bytes, flops, repeats, *later_numbers = numbers
     pattern, module_numbers = _split_name(like.module)
     num_sizes = len(later_numbers) - len(module_numbers)

@@ -1,8 +1,9 @@
 """Run a recipe phase by phase under a tracer, and return the trace of one rank.
 
-`simulate` runs `setup_model`, `setup_optimizer` and `train_step` of a recipe as one rank of many,
-on a device whose tensors have sizes and no bytes. A plan computes memory and time from its result.
-`trace_real_run` traces a real run on a CPU in the same way; tests compare the two.
+`build_plan` calls `simulate`, which runs `setup_model`, `setup_optimizer` and `train_step` of a
+recipe as one rank of many, on a device whose tensors have sizes and no bytes. `trace_real_run` does
+it on a CPU for real; tests compare the two. A trace lists allocations, releases and operators in
+the order in which the host issues them. A plan computes memory and time from it.
 """
 
 import gc
@@ -71,18 +72,20 @@ from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
 # Names of phases.
 FIRST = "first step"  # in it the optimizer makes its states
 STEADY = "step"  # any later step
-# In place of the first step: states are made with all gradients at once, as no run has them.
+# Replaces the first step: the optimizer's states are made in it with all gradients alive at once,
+# so that its peak is not that of any run.
 MAKING_STATES = "states"
 # Raised by fake tensors where an operator's result depends on a tensor's values.
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-_MANY_OBJECTS = 2_000_000  # after so many, Python's garbage collector runs between simulations
+# Objects that simulations may leave before Python's garbage collector runs between two of them.
+_MANY_OBJECTS = 2_000_000
 # Cached results of operators by shapes. All simulations of this process share them, so that a
 # search's later trials find them.
 _known_calls: dict[Any, Any] = {}
 
 
 def list_short_steps(cfg: FullFinetuneConfig) -> tuple[str, ...]:
-    """Return the `steps` for `simulate` that are enough to see a steady one."""
+    """Return the fewest `steps` for `simulate` that show a steady one."""
     # With `optimizer_in_backward` states are made in the first backward, one parameter after the
     # other: `_make_states` cannot make them.
     return (FIRST, STEADY) if cfg.memory.optimizer_in_backward else (STEADY,)
@@ -101,9 +104,10 @@ class Simulated:
     repeats: bool
     stages: dict[int, range] = field(default_factory=dict)  # the rank's pipeline stages -> layers
     notes: list[str] = field(default_factory=list)  # sentences for the report
-    step_growth: int = 0  # bytes alive after the last step beyond those after the first one
+    # Bytes alive after the last step beyond those after the first one, at least 0.
+    step_growth: int = 0
     traced: int = 0  # micro-batches of a step that were simulated; 0 for a real run
-    # Of the simulated micro-batches with each other.
+    # Comparison of the simulated micro-batches with each other: are they alike, does memory grow.
     comparison: MicroBatchComparison = field(default_factory=MicroBatchComparison)
     estimate: str = ""  # why the figures are an estimate; "": they are exact
     untraced_bytes: int = 0  # bytes that micro-batches not simulated are taken to leave alive
@@ -126,16 +130,19 @@ def simulate(
 ) -> Simulated:
     """Trace set-up, `steps` and the other `phases` of a recipe, as rank `rank` of `ranks`.
 
-    sequence: lengths of the sequences. steps: (STEADY,) for one step, before which the optimizer is
-    given its states. like_cpu: kernels are a CPU's; else those of a GPU with this compute
-    `capability`. kernel_memory: returns scratch of kernels; None: none is counted. traced: so many
-    micro-batches of a step run, and count only for themselves; None: as many as can count for all.
-    checker: follows all of it; numbers that `train_step` reads are then 1.
+    sequence: lengths of the sequences. phases: any of the default's. steps: (STEADY,) for one step,
+    before which the optimizer is given its states. like_cpu: kernels are a CPU's; else those of a
+    GPU with this compute `capability`. kernel_memory: returns scratch of kernels; None: none is
+    counted. traced: so many micro-batches of a step run, and count only for themselves; None: as
+    many as can count for all. checker: finds races between streams; numbers that `train_step` reads
+    are then 1.
 
-    The recipe's `setup_data` does not run: `self.data` is a PlannedData. Raises UserErrors of the
-    recipe, and ConfigError where a step reads a tensor's value.
+    The recipe's `setup_data` does not run: `self.data` is a PlannedData, whose batches have lengths
+    and no text. Raises UserErrors of the recipe, and ConfigError where a step reads the value of a
+    tensor.
     """
 
+    # num_micro_batches: as in `_run_phases`.
     def run(num_micro_batches: int | None) -> Simulated:
         simulated_world = enter_simulated_world(
             cfg.parallel, rank, ranks, like_cpu=like_cpu, capability=capability
@@ -150,6 +157,8 @@ def simulate(
             connect_streams(tracer)
             patches = follow_actions(tracer) + follow_works(tracer)
             patches += patch_document_search(cfg, sequence.documents)
+            # Without `make_tables_anew`, NF4's cached tables would be tensors of an earlier
+            # simulation's fake mode.
             with (
                 nf4.make_tables_anew(has_values=False),
                 pause_collector(),
@@ -176,8 +185,9 @@ def simulate(
 
     if traced is not None:
         return run(traced)
+    # The recipe class promises that it treats all micro-batches alike.
     is_uniform = is_declared_uniform(recipe_class)
-    count = compute_micro_batches(cfg)[1]
+    count = compute_micro_batches(cfg)[1]  # micro-batches of a step
     simulated = run(count if not is_uniform and count <= FEW_MICRO_BATCHES else None)
     if simulated.traced == count or (simulated.comparison.alike and is_uniform):
         return simulated
@@ -198,7 +208,10 @@ def trace_real_run(
     world: World,
     sequence: PlannedSequence,
 ) -> Simulated:
-    """Trace set-up and two steps that run for real on a CPU, to compare a simulation with."""
+    """Trace set-up and two steps that run for real on a CPU, to compare a simulation with.
+
+    world: rank, device and mesh of this process, which is in a process group.
+    """
     tracer = Tracer(world.device.type)
     with nf4.make_tables_anew(), pause_collector(), tracer.activate():
         return _run_phases(
@@ -226,8 +239,8 @@ def _run_phases(
 ) -> Simulated:
     """Run a recipe's phases under a tracer that is active.
 
-    phases, steps: as in `simulate`. num_micro_batches: how many of a step run; None: the fewest
-    that can count for all. stands_alone: True if they count only for themselves.
+    phases, steps: as in `simulate`. num_micro_batches: how many of a step run in a simulation;
+    None: the fewest that can count for all. stands_alone: True if they count only for themselves.
     """
     notes: list[str] = []
     tracer.groups = _name_groups(world)
@@ -239,11 +252,14 @@ def _run_phases(
     if tracer.cached_mode is not None:
         traced = num_micro_batches or count_micro_batches_to_trace(cfg, pipeline_rank)
 
+    # Returns (events so far, bytes alive on the device). It is called between two micro-batches,
+    # when sums of gradients can be found and labeled.
     def read_position() -> tuple[int, int]:
         label_sums(tracer, recipe, models)
         return len(tracer.trace.events), tracer.count_alive_bytes()
 
     marks = MicroBatchMarks(read_position)
+    # Of the mismatched answers for KTO's KL estimate, which are a second loop of a step.
     mismatched_marks = MicroBatchMarks(read_position)
     tracer.between_actions = lambda: label_sums(tracer, recipe, models)
     recipe.data = PlannedData(
@@ -298,6 +314,8 @@ def _name_groups(world: World) -> dict[str, str]:
     """Return the name of a process group -> the mesh dimension that it is of."""
     dims = world.mesh.mesh_dim_names or ()
     groups = {world.mesh.get_group(dim).group_name: dim for dim in dims}
+    # Context parallelism is no dimension of torch's mesh: its ranks are a part of a data
+    # dimension.
     if world.context is not None:
         groups[world.context.name] = "context"
     return groups
@@ -306,6 +324,7 @@ def _name_groups(world: World) -> dict[str, str]:
 def _find_stages(recipe: Any) -> dict[int, range]:
     """Return the layers of each pipeline stage on this rank; {} without a pipeline."""
     parallels = [value for value in vars(recipe).values() if isinstance(value, Parallel)]
+    # Recipes set up a reference model or a teacher first: the last one is the trained model's.
     pipelines = [parallel.pipeline for parallel in parallels if parallel.pipeline]
     return pipelines[-1].layers if pipelines else {}
 
@@ -322,10 +341,11 @@ def _run_other_phases(
     """Run validation and the gathering of a save, where `phases` names them."""
     if "validation" in phases and cfg.validation.source is not None:
         _try_phase("validation", run=recipe.validate, tracer=tracer, notes=notes)
+        # A validation that was not run to its end leaves models in evaluation mode.
         for model in models.values():
             model.train()
     if "save" in phases and cfg.checkpoint.save_model:
-        last_models = list(models.values())[-1:]
+        last_models = list(models.values())[-1:]  # the trained model, as `list_models` orders them
         _try_phase(
             "save", run=lambda: list(map(_gather_trained, last_models)), tracer=tracer, notes=notes
         )
@@ -334,7 +354,11 @@ def _run_other_phases(
 def _repeat_micro_batches(
     trace: Trace, cfg: Any, pipeline_rank: int, traced: int, marks: MicroBatchMarks
 ) -> None:
-    """Let the `traced` micro-batches of each step count for all micro-batches of a step."""
+    """Let the `traced` micro-batches of each step count for all micro-batches of a step.
+
+    The marks say where micro-batches begin, if backward ran between them; else it is guessed from
+    the parts of the step.
+    """
     count = compute_micro_batches(cfg)[1]
     num_different = int(is_last_different(cfg))
     if cfg.parallel.pipeline > 1:
@@ -358,7 +382,8 @@ def _set_up(
 ) -> dict[str, nn.Module]:
     """Make the recipe's models and optimizer, and return the models by the prefix of their names.
 
-    The optimizer is given its states here where `steps` has no first step that makes them.
+    The optimizer is given its states here where `steps` has no first step that makes them. notes:
+    gets a sentence if a run would be refused.
     """
     recipe.setup_model()
     models = list_models(recipe)
@@ -379,7 +404,10 @@ def _set_up(
 def _run_steps(
     recipe: Any, tracer: Tracer, models: dict[str, nn.Module], steps: Sequence[str]
 ) -> tuple[int, int]:
-    """Run the steps. Return (tokens of one, bytes alive after the last minus after the first)."""
+    """Run the steps. Return (tokens of one, bytes alive after the last minus after the first).
+
+    Raises ConfigError, with the recipe's line, where a step reads the value of a tensor.
+    """
     bytes_left: list[int] = []
     for name in steps:
         tracer.begin_phase(name)
@@ -428,6 +456,7 @@ def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[st
         run()
     except _NEEDS_VALUES:
         notes.append(f"{name}: traced up to where it reads a tensor's value")
+    # A user's recipe may read an attribute that only a run's data have.
     except AttributeError as error:
         notes.append(f"{name}: not traced to its end ({error})")
     finally:

@@ -1,13 +1,8 @@
-"""A dispatch mode that notes every allocation, release, operator and collective as a `Trace`.
+"""Record every allocation, release, operator and collective of a run in a `Trace`.
 
-The planner computes memory and time of a step from the trace. `trace_rank.simulate` runs a recipe
-under it on fake tensors, `trace_rank.trace_real_run` on real ones. The simulated device tells it of
-streams, waits and `record_stream`; `RunningModules` finds the running module and part of a step.
-
-    tracer = Tracer(device_type)
-    with tracer.activate():
-        tracer.begin_phase("step")
-        ...
+`trace_rank` runs a recipe inside `with Tracer(...).activate():`, on fake tensors for a plan or on a
+CPU's real ones. The planner computes the memory and time of a step from the trace. The simulated
+device (a stand-in for the GPU whose tensors have no bytes) calls the tracer for streams and waits.
 """
 
 import os
@@ -66,7 +61,9 @@ from recipe_lib.plan.tracing.trace import (
     Trace,
 )
 
-_NO_NODE = 2**63  # nodes that accumulate gradients have larger sequence numbers than others
+# Sequence numbers of autograd's nodes are below it, but for the nodes that accumulate gradients:
+# these tell nothing of the module.
+_NO_NODE = 2**63
 
 
 class RunningModules:
@@ -77,7 +74,7 @@ class RunningModules:
     """
 
     def __init__(self) -> None:
-        self._modules: list[str] = []  # names of those that run, the innermost last
+        self._modules: list[str] = []  # names of the modules that run, the innermost last
         self._names: dict[int, str] = {}  # id of a module -> its dotted name
         # Autograd numbers its nodes in the order in which forward makes them. Nodes from number
         # `_sequence[i]` on were made in the module `_sequence_module[i]`.
@@ -113,6 +110,7 @@ class RunningModules:
     def locate(self) -> tuple[str, str]:
         """Return (part of the step, one of `trace.PARTS`; name of the module) that run now."""
         modules = self._modules
+        # Private functions of torch, as no public ones tell which backward and node run.
         if torch._C._current_graph_task_id() == -1:  # no backward runs
             if self._num_optimizers:
                 return "optimizer", ""
@@ -131,6 +129,7 @@ class RunningModules:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # compiled code calls no modules
             return
+        # A module that `name_modules` was not given has its class's name.
         self._modules.append(self._names.get(id(module), type(module).__name__))
         self._mark_sequence()
 
@@ -152,16 +151,18 @@ class RunningModules:
         self._sequence_module.append(module)
 
 
-# Called as (operator's name, its arguments, stream). Returns [(bytes, True if they stay taken)] for
-# the scratch memory that the operator's kernel takes besides its outputs.
+# Function of (operator's name, its arguments, number of the stream) that returns the scratch memory
+# of the operator's kernel besides its outputs: [(bytes, True if they stay taken after the kernel)].
 KernelMemory = Callable[[str, Sequence[Any], int], list[tuple[int, bool]]]
 
-# Operators of FSDP -> kind (of `trace.STORAGE_KINDS`) of the memory that they write.
+# Operators of FSDP -> kind (of `trace.STORAGE_KINDS`) of the memory that they write: buffers of a
+# gather, the gathered parameters, and gradients laid out for the reduce-scatter.
 _FSDP_KINDS = {
     "fsdp::all_gather_copy_in": "communication",
     "fsdp::split_with_sizes_copy": "gathered",
     "fsdp::chunk_cat": "communication",
 }
+# Operators that the mode does not run as others, see `__torch_dispatch__`.
 _DEVICE = torch.ops.prim.device.default
 _NUMBER = torch.ops.aten._local_scalar_dense.default  # what `.item()` calls
 _PIN = torch.ops.aten._pin_memory.default
@@ -181,7 +182,10 @@ _PROFILER = frozenset(  # operators of `torch.profiler.record_function`
 
 
 class Tracer(TorchDispatchMode):
-    """A dispatch mode that fills `self.trace` inside `with tracer.activate():`."""
+    """A dispatch mode that fills `self.trace` inside `with tracer.activate():`.
+
+    Call `begin_phase` first: what is noted belongs to the phase that has begun.
+    """
 
     def __init__(
         self,
@@ -192,11 +196,13 @@ class Tracer(TorchDispatchMode):
     ) -> None:
         """Make a tracer.
 
-        device_type: of the accelerator; memory elsewhere is the host's. cached_mode: answers the
-        operators of a simulation; None for a real run. kernel_memory: returns scratch of kernels
-        that no tensor shows. checker: told of each operator, allocation, release, event and wait.
+        device_type: of the accelerator; memory elsewhere is the host's. cached_mode: returns the
+        fake results of a simulation's operators, from its cache where it can; None for a real run.
+        kernel_memory: None: no scratch is noted. checker: finds races between streams; it is told
+        of each operator, allocation, release, event and wait. None: streams are not checked.
         """
         super().__init__()
+        # Read by torch: without it, torch refuses to pass them to this mode.
         self.supports_higher_order_operators = True
         self.checker = checker
         self.trace = Trace()
@@ -204,11 +210,13 @@ class Tracer(TorchDispatchMode):
         self.cached_mode = cached_mode
         self.kernel_memory = kernel_memory
         self.get_stream: Callable[[], int] = lambda: 0  # returns the number of the current stream
-        self.vocabulary: set[int] = set()  # embeddings' sizes; logits have such a last dimension
+        self.vocabulary: set[int] = set()  # rows of embeddings; logits have such a last dimension
         self.parameter_names: dict[int, str] = {}  # id of a parameter -> its name
-        # Called between two actions of a pipeline, where the first one made gradients.
+        # Called after each action of a pipeline (one micro-batch's forward or backward in a stage)
+        # that made gradients.
         self.between_actions: Callable[[], None] = lambda: None
-        # In a simulation, `.item()` returns 0 (with a checker 1) where it would raise else.
+        # True: `.item()` of a fake tensor returns 0 instead of raising. With a checker it never
+        # raises: it returns 1, or 0 for a bool.
         self.values_are_zero = False
         self.makes_batches = False  # True: memory taken now is of the kind `batch`
         self._pinned = False  # True: host memory taken now is pinned
@@ -217,7 +225,7 @@ class Tracer(TorchDispatchMode):
         # that it had, and a weak reference whose callback notes its release.
         self._storages: dict[int, tuple[list[int], weakref.ref[Any]]] = {}
         self._running = RunningModules()
-        self.locate = self._running.locate  # the part of the step and the module that run now
+        self.locate = self._running.locate  # returns (part of the step, module's name) that run now
         self.muted = 0  # above 0, operators run without being noted: the recipe did not issue them
         # Returns True while torch.compile compiles; None where nothing is compiled.
         self.is_compiling: Callable[[], bool] | None = None
@@ -227,7 +235,7 @@ class Tracer(TorchDispatchMode):
     @contextmanager
     def activate(self) -> Iterator[None]:
         """Trace inside the block."""
-        # FSDP frees and takes the memory of its tensors by their size, which no operator shows.
+        # FSDP frees and takes memory by resizing storages, which no operator shows.
         resize = torch.UntypedStorage.resize_
 
         def resize_and_note(storage: Any, size: int) -> Any:
@@ -246,7 +254,10 @@ class Tracer(TorchDispatchMode):
         self.phase = self.trace.add(PHASE, name)
 
     def name_modules(self, model: nn.Module, prefix: str = "") -> None:
-        """Set the names of a model's modules (`prefix` + dotted name), and note its vocabulary."""
+        """Set the names of a model's modules (`prefix` + dotted name), and note its vocabulary.
+
+        prefix: tells the models of a recipe apart; "" for the one that is trained.
+        """
         self._running.name_modules(model, prefix)
         self.vocabulary |= {
             module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
@@ -289,22 +300,27 @@ class Tracer(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # What the compiler runs to find shapes is no work of the recipe.
         if self.is_compiling is not None and self.is_compiling():
             return func(*args, **kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator):
             return run_higher_order_operator(self, func=func, args=args, kwargs=kwargs)
-        if func is _DEVICE and type(args[0]) is FakeTensor:
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # no work: `tensor.device`
             return args[0].fake_device
-        # Compiled code calls such an operator as a whole; its parts are noted one by one.
+        # Compiled code calls an operator of this project as a whole. With `with self` the operators
+        # in its Python function come back to this mode, to be noted one by one.
         if self.is_compiling is not None and (function := find_opaque_function(func)) is not None:
             with self:
                 return function(*args, **kwargs)
-        if id(func) in _MATMULS:  # inside of an operator no autograd takes them apart
+        # Autograd takes them apart. They come here whole from inside of an operator, where it does
+        # not run.
+        if id(func) in _MATMULS:
             with self:
                 return func.decompose(*args, **kwargs)
         if not PLAIN_TENSORS.issuperset(types):
+            # (args, kwargs) of a fused optimizer, with local shards in place of its DTensors.
             local_call = self.cached_mode and unwrap_shards(func, args, kwargs)
-            # A wrapper's own operators come back here one by one.
+            # NotImplemented: the wrapper class runs it, and its inner operators come back here.
             return self.__torch_dispatch__(func, (), *local_call) if local_call else NotImplemented
         if (
             func is _NUMBER
@@ -314,6 +330,7 @@ class Tracer(TorchDispatchMode):
             and args[0].constant is None
         ):
             return self._invent_number(args)
+        # Autograd's engine adds gradients in place where no dispatch mode is there.
         if is_summed_in_place(func, args, kwargs):
             func = ADD_IN_PLACE
         if self.muted:
@@ -331,7 +348,7 @@ class Tracer(TorchDispatchMode):
         call: CachedCall | None = None
         if self.cached_mode is None:
             result = func(*args, **kwargs)
-        elif func is _IS_PINNED:
+        elif func is _IS_PINNED:  # a question and no work
             return False
         elif id(func) in _PROFILER:  # no work of the device, and slow in the fake mode
             with torch._C._DisableTorchDispatch():
@@ -354,7 +371,10 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _invent_number(self, args: Sequence[Any]) -> float:
-        """Return a number for `.item()` of a fake tensor, which has no value."""
+        """Return a number for `.item()` of a fake tensor, which has no value.
+
+        args: the arguments of the operator, the tensor alone.
+        """
         if self.checker is not None and not self.muted:
             self.checker.check_operator(
                 _NUMBER,
@@ -378,13 +398,18 @@ class Tracer(TorchDispatchMode):
         result: Any,
         cost: Cost,
     ) -> None:
-        """Note an operator with its results and the scratch of its kernel."""
+        """Note an operator with its results and the scratch of its kernel.
+
+        func, args, kwargs, result: the operator, its arguments and what it returned. cost: of this
+        call. A view is not noted, as it does no work.
+        """
         name = cost.name
         if cost.makes_memory:
             self.note_memory(list_tensors(result), name)
         if cost.is_view:
             return
         if name in _FSDP_KINDS:
+            # all_gather_copy_in returns the buffer, the others write into their last argument.
             written = result if name == "fsdp::all_gather_copy_in" else kwargs.get("out", args[-1])
             self.set_kind(written, _FSDP_KINDS[name])
         part, module = self.locate()
@@ -394,6 +419,7 @@ class Tracer(TorchDispatchMode):
             index = self.note_allocation(num_bytes, device=True, name=name, kind="workspace")
             if not stays:
                 self._note_free(index)
+        # `on_host` is False in a real run: there the CPU is the accelerator.
         op = Op(
             name=name,
             stream=stream,
@@ -417,6 +443,7 @@ class Tracer(TorchDispatchMode):
                 op=op,
                 list_storage_indices=self.list_storage_indices,
             )
+        # They take time, and serve only to find the modules of activations.
         if part in ("forward", "recompute"):
             op.reads = self.list_storage_indices((args, tuple(kwargs.values())))
             op.makes = self.list_storage_indices(result)
@@ -434,7 +461,7 @@ class Tracer(TorchDispatchMode):
     def note_memory(self, tensors: Sequence[Tensor], name: str = "") -> None:
         """Note the allocations of those tensors whose storage was not noted before.
 
-        name: of the operator that made them; "": none did.
+        name: of the operator that made them; "": none did. Meta tensors are left out.
         """
         for tensor in tensors:
             device_type = _get_device_type(tensor)
@@ -454,8 +481,8 @@ class Tracer(TorchDispatchMode):
             self.follow_storage(storage, index)
 
     def follow_storage(self, storage: Any, index: int) -> None:
-        """Note a release when a storage of torch's ends. index: into `Trace.storages`."""
-        key = storage._cdata
+        """Note a release when the `UntypedStorage` ends. index: into `Trace.storages`."""
+        key = storage._cdata  # address of the storage in C++, which no other has while it is alive
         self._storages[key] = [index], weakref.ref(storage, lambda _: self._drop_storage(key))
 
     def note_allocation(self, size: int, *, device: bool, name: str, kind: str) -> int:
@@ -473,7 +500,7 @@ class Tracer(TorchDispatchMode):
             module=module,
             op=name,
             part=part,
-            phase=max(self.phase, 0),
+            phase=max(self.phase, 0),  # what is taken before the first phase counts to it
             pinned=self._pinned and not device,
         )
         index = self.trace.add(ALLOC, storage)
@@ -482,6 +509,7 @@ class Tracer(TorchDispatchMode):
         return index
 
     def _drop_storage(self, key: int) -> None:
+        # key: of `_storages`, which `activate` has cleared at its end.
         entry = self._storages.pop(key, None)
         if entry is not None:
             self._note_free(entry[0][-1])
@@ -509,7 +537,8 @@ class Tracer(TorchDispatchMode):
         self.optimizers[id(optimizer)] = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                # A parameter without a name is some rows of one that has one.
+                # A parameter without a name is a slice of rows, made to step a large parameter in
+                # pieces. It has the memory of that parameter, and so its label.
                 index = self.find_storage_index(parameter)
                 label = self.trace.storages[index].label if index >= 0 else ""
                 name = self.parameter_names.get(id(parameter), label)
@@ -523,7 +552,8 @@ class Tracer(TorchDispatchMode):
     def label(self, tensor: Tensor, kind: str, label: str) -> None:
         """Set the kind and the label (a parameter's name) of a tensor's memory, in all its sizes.
 
-        Memory that several parameters share gets their common label.
+        kind: one of `trace.STORAGE_KINDS`. Memory that several parameters share gets their common
+        label.
         """
         for plain_tensor in list_plain_tensors(tensor):
             for index in self._find_history(plain_tensor):
@@ -541,7 +571,10 @@ class Tracer(TorchDispatchMode):
                 self.trace.storages[index].kind = kind
 
     def use_on(self, tensor: Tensor, stream: int) -> None:
-        """Note that a tensor's memory is used on another stream than its own (`record_stream`)."""
+        """Note that a tensor's memory is used on another stream than its own (`record_stream`).
+
+        stream: number of the other stream.
+        """
         for plain_tensor in list_plain_tensors(tensor):
             index = self.find_storage_index(plain_tensor)
             if index >= 0 and not self.muted:
@@ -550,7 +583,7 @@ class Tracer(TorchDispatchMode):
                     self.checker.note_record_stream(index, stream)
 
     def record(self, stream: int, event: int) -> None:
-        """Note that an event is recorded on a stream."""
+        """Note that an event is recorded on a stream; its number is new each time."""
         self.trace.add(RECORD, Sync(event, stream))
         if self.checker is not None:
             self.checker.note_record(stream, event)
@@ -565,10 +598,12 @@ class Tracer(TorchDispatchMode):
     def synchronize(self, call: str, stream: int | None, event: int | None) -> None:
         """Note that the host waits for an event, for a stream, or for the device (both None).
 
-        call: the call that waits, such as `Event.synchronize`. event: -1: never recorded.
+        call: the call that waits, such as `Event.synchronize`. stream, event: numbers; event -1:
+        never recorded.
         """
         if event is None:
-            self._note_host_wait(stream or 0)  # the stream that computes is number 0
+            # The stream that computes is number 0. It stands for all streams of a device.
+            self._note_host_wait(stream or 0)
         elif event >= 0:
             self.trace.add(WAIT, Sync(event, HOST))
         if self.checker is not None:
@@ -576,7 +611,7 @@ class Tracer(TorchDispatchMode):
 
     def _note_host_wait(self, stream: int) -> None:
         """Note that the host waits for all that was issued on a stream."""
-        event = -2 - len(self.trace.syncs)  # no event of the device's has such a number
+        event = -2 - len(self.trace.syncs)  # new, and below -1: events of the device count from 0
         self.trace.add(RECORD, Sync(event, stream))
         self.trace.add(WAIT, Sync(event, HOST))
 
@@ -593,6 +628,9 @@ def _get_device_type(tensor: Tensor) -> str:
 
 
 def find_common_label(first: str, second: str) -> str:
-    """Return the label of memory that two parameters share, such as `model.layers.0.*`."""
+    """Return the label of memory that two parameters share, such as `model.layers.0.*`.
+
+    It has the leading components that both names have in common.
+    """
     shared = os.path.commonprefix([first.split("."), second.split(".")])
     return ".".join([*(part for part in shared if part != "*"), "*"])
