@@ -53,8 +53,8 @@ ROWS_AT_ONCE = 256  # most samples of a batch, which is read from a table at onc
 BYTES_AT_ONCE = 512 * MIB  # bytes that a batch may unpack to
 # A file of repeated values, made to fill disks, unpacks to thousands of times its size; samples are
 # packed to a third or a tenth.
-MAX_RATIO = 200  # bytes that a file unpacks to, over its size
 MAX_UNPACKED_BYTES = 256 * MIB  # bytes that a table may unpack to in any case
+MAX_RATIO = 200  # bytes that a larger file may unpack to, over its size
 MAX_ROW_BYTES = GIB  # bytes that the average sample of a row group may unpack to
 MAX_ROWS_PER_BYTE = 1000  # samples for each byte of the file
 PARQUET_MAGIC = b"PAR1"  # at both ends of the file
