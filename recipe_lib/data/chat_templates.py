@@ -21,7 +21,7 @@ from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest, Tokenizer
 from recipe_lib.tokenizers.chat_template import TurnEnd
 
-# Keys of a message in which samples have the thought of an answer apart from its content.
+# Keys of a message in which samples have the thought of an answer apart from its content
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 # The block tag that some templates put around what the model writes
@@ -478,6 +478,7 @@ _ANSWER = "Assistant:\n"  # the prompt for an answer in the plain template
 # Renders as `render_plain` does, and checks roles and contents. In training the readers of samples
 # check these before, and make "developer" a "system"; other programs that use the exported Jinja
 # have no such checks. The template does not show tools, so it refuses one that no message names.
+# `build_plain_jinja` puts texts in place of BOS, EOS, NO_CALLS and NO_TOOLS.
 _JINJA = """\
 {%- set ns = namespace(text=BOS, content='', asks=false) -%}
 {%- for message in messages -%}

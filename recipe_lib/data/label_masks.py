@@ -129,7 +129,8 @@ def encode_spans(
     if True not in trained:
         raise SampleFault("no trained token", "found no label token, expected an answer")
     end = len(trained) - trained[::-1].index(True)  # after the last target nothing is trained
-    ends = list(accumulate(lengths, initial=0))
+    ends = list(accumulate(lengths, initial=0))  # [0, end of each piece, in ids]
+    # strict=False: the first list has one more entry, the end of the text
     answers = tuple(zip(ends[1::2], ends[2::2], strict=False)) if inside else ((0, end),)
     return Encoded(ids[:end], trained[:end], apart=apart, answers=answers)
 
@@ -387,6 +388,7 @@ class Encoder:
         chat.cache_renderings([RenderRequest(len(messages)), *list_requests(answers)])
         whole = chat.whole
         marked = None
+        # `parts`: (text, spans) of each sequence
         if inside and len(answers) == len(numbers):
             if self._template.features.marks:
                 marked = find_marked_answers(chat, answers)

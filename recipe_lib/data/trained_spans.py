@@ -3,8 +3,9 @@
 An `Encoder` (label_masks.py) asks `pick_trained` which messages are trained, and `find_answer` or
 `find_marked_answers` where an answer stands: it is what a model must write after the prompt of
 generation. Both are renderings: the prompt of the messages before the answer, the answer of the
-messages up to and including it. `find_other_spans` finds any other message, by a letter that is
-rendered in its place. A SampleFault says why a sample cannot be used.
+messages up to and including it; `RenderRequest(n)` renders the first n. `find_other_spans` finds
+any other message, by a letter that is rendered in its place. A SampleFault says why a sample cannot
+be used.
 """
 
 import json
@@ -67,14 +68,16 @@ def pick_trained(
     for a `train` that is no bool.
     """
     roles = ("assistant",) if isinstance(train_on, str) else tuple(train_on)
-    chosen = [message["role"] in roles for message in messages]
+    are_trained = [message["role"] in roles for message in messages]
     if messages[0]["role"] == "assistant":
-        chosen[0] = False
+        are_trained[0] = False
     if train_on == "all":
-        chosen = [True] * len(messages)
+        are_trained = [True] * len(messages)
     elif train_on == "last":
-        last = max((number for number, is_answer in enumerate(chosen) if is_answer), default=-1)
-        chosen = [number == last for number in range(len(messages))]
+        last = max(
+            (number for number, is_answer in enumerate(are_trained) if is_answer), default=-1
+        )
+        are_trained = [number == last for number in range(len(messages))]
     for number, message in enumerate(messages):
         train = message.get("train")
         if train is not None and not isinstance(train, bool):
@@ -83,8 +86,8 @@ def pick_trained(
                 f"{places.at(number, '.train')}: found {format_value(train)}, expected true or"
                 " false",
             )
-        chosen[number] = chosen[number] if train is None else train
-    return chosen
+        are_trained[number] = are_trained[number] if train is None else train
+    return are_trained
 
 
 def find_other_spans(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
@@ -111,13 +114,13 @@ def _list_requests(chat: RenderedChat, number: int) -> list[RenderRequest]:
     """
     num_messages = len(chat.messages)
     first, second = chat.letters
-    alone = RenderRequest(num_messages, replacements=((number, first),))
+    with_letter = RenderRequest(num_messages, replacements=((number, first),))
     if number + 1 == num_messages:
-        return [alone]
+        return [with_letter]
     if chat.messages[number + 1]["role"] == "assistant":
-        return [alone, RenderRequest(number + 1, add_generation_prompt=True)]
+        return [with_letter, RenderRequest(number + 1, add_generation_prompt=True)]
     return [
-        alone,
+        with_letter,
         RenderRequest(num_messages, replacements=((number, first), (number + 1, second))),
     ]
 
@@ -129,8 +132,8 @@ def _find_span(chat: RenderedChat, number: int) -> Span:
     """
     whole = chat.whole
     first, second = chat.letters
-    alone, *after = _list_requests(chat, number)
-    around = chat.get_text(alone).split(first)
+    with_letter, *for_next_message = _list_requests(chat, number)
+    around = chat.get_text(with_letter).split(first)  # [text before the message, text after it]
     if len(around) != 2 or not whole.startswith(around[0]) or not whole.endswith(around[1]):
         raise SampleFault(
             "message not found",
@@ -143,11 +146,11 @@ def _find_span(chat: RenderedChat, number: int) -> Span:
     while start and whole[start - 1] == " ":  # most tokenizers join a space and the word after it
         start -= 1
     limit = len(whole)  # the end-of-turn token is searched for from `end` up to here
-    if after and after[0].add_generation_prompt:
-        next_prompt = chat.get_text(after[0])
+    if for_next_message and for_next_message[0].add_generation_prompt:
+        next_prompt = chat.get_text(for_next_message[0])
         limit = len(next_prompt) if whole.startswith(next_prompt) else end
-    elif after:
-        next_start = chat.get_text(after[0]).find(second)
+    elif for_next_message:
+        next_start = chat.get_text(for_next_message[0]).find(second)
         num_between = next_start - len(around[0]) - len(first)  # characters between the messages
         limit = end + num_between if next_start >= 0 and num_between >= 0 else end
     special = chat.template.special.pattern
@@ -331,12 +334,17 @@ def find_answer(chat: RenderedChat, number: int) -> Answer:
     """
     message = chat.messages[number]
     prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
-    alone = chat.get_text(RenderRequest(number + 1))  # the answer comes last, alone after its past
+    alone = chat.get_text(RenderRequest(number + 1))  # without the messages after the answer
     if not alone.startswith(prompt):
         prompt, alone = _go_on_from_thought(chat, number, prompt=prompt, alone=alone)
     text, added = _take_to_end(chat, number, alone=alone, start=len(prompt))
-    begun = OPEN_THOUGHT.search(prompt)
-    check_written(message, text[begun.start() if begun else len(prompt) :], chat.places.at(number))
+    # A thought that the prompt begins belongs to the answer.
+    open_thought = OPEN_THOUGHT.search(prompt)
+    check_written(
+        message,
+        text[open_thought.start() if open_thought else len(prompt) :],
+        chat.places.at(number),
+    )
     span = Span(len(prompt), len(text))
     ends = bool(added) or ends_with_stop(chat, text)
     return Answer(number, prompt, text, spans=(span,), added=added, ends=ends)
@@ -447,6 +455,8 @@ def _take_to_end(chat: RenderedChat, number: int, alone: str, start: int) -> tup
     tokens = list(special.finditer(body, start)) if special else []
     end = tokens[-1].end() if tokens and not body[tokens[-1].end() :].strip() else None
     next_turn = template.features.after_call if is_call else template.end.next_turn
+    # A special token at the end of the answer ends the turn, unless generation does not stop at it
+    # but at the token that begins the next turn.
     if end is not None and (
         tokens[-1].group() in template.stops or next_turn not in template.stops
     ):
