@@ -261,6 +261,7 @@ class Encoder:
         Only the answers are trained, whatever `train_on` says. Raises SampleFault for a sample that
         does not fit the template, a pair of equal answers, or one without a prompt.
         """
+        # The prompt and answers if they are columns of text; None: messages, or text stays text
         row = read_text_row(sample) if self._parses_texts else None
         if row is not None and self.is_rendered(row):
             encoded = self.encode_rendered(row)
@@ -422,6 +423,7 @@ class Encoder:
             replace(encode(text, spans=spans), left_out=left_out, untrained_ends=num_untrained)
             for (text, spans), num_untrained in zip(parts, untrained_ends, strict=True)
         ]
+        # For the report: the tokens of the conversation if it were one sequence
         is_split = len(encoded) > 1
         whole_ids = encode_escaped(self.tokenizer, [whole], chat.escape)[0] if is_split else []
         return EncodedSample(encoded, len(whole_ids), marked)
@@ -437,7 +439,7 @@ class Encoder:
         span_by_number = dict(
             zip(other_numbers, find_other_spans(chat, other_numbers), strict=True)
         )
-        for number in sorted(set(numbers) - set(other_numbers)):
+        for number in sorted(set(numbers) - set(other_numbers)):  # the answers
             answer = find_answer(chat, number)
             remedy = (
                 "data.train_on to assistant or last, or tokenizer.chat_template to one that"
@@ -445,6 +447,7 @@ class Encoder:
             )
             check_in_whole(chat, answer, remedy)
             (span,) = answer.spans
+            # The answer's text may have an added end, which the rendering of all has not.
             span_by_number[number] = Span(span.start, min(span.end, len(chat.whole)))
         return [span_by_number[number] for number in numbers]
 
@@ -461,7 +464,7 @@ class Encoder:
         return RenderedChat(self._template, opened, escape)
 
     def _prepare_content(self, sample: Conversation) -> list[Any]:
-        """Return the template's inputs: [messages, tools, variables]."""
+        """Return the template's inputs: [messages, tools or None, variables]."""
         messages = [
             prepare_message(message, sample.places.at(number), self._template.features)
             for number, message in enumerate(sample.messages)
@@ -583,6 +586,7 @@ class Encoder:
             prompt = RenderRequest(len(messages) - 1, add_generation_prompt=True)
             for text in self._template.render(messages, [RenderRequest(len(messages)), prompt]):
                 turn_tokens.update(any_special.findall(text) if isinstance(text, str) else ())
+        # A thought's tags may stand in any answer. A token of one letter may be in any text.
         return compile_alternation(token for token in turn_tokens - set(TAGS) if len(token) > 1)
 
 

@@ -60,7 +60,7 @@ class Turns:
     """Messages, and the place of each of them in its row, for error lines."""
 
     messages: list[Message] = field(default_factory=list)
-    places: list[MessagePlace] = field(default_factory=list)
+    places: list[MessagePlace] = field(default_factory=list)  # one for each message
 
     def __add__(self, other: "Turns") -> "Turns":
         return Turns([*self.messages, *other.messages], [*self.places, *other.places])
@@ -96,9 +96,9 @@ def read_turns(sample: RawSample, name: str, names_calls: bool = True) -> Turns:
 
 
 def _join_call(before: Message, call: Message, where: str) -> Message:
-    """Return the assistant's words, or calls, and the call that comes after them as one message.
+    """Return a message of the assistant and the call that comes after it as one message.
 
-    Raises SampleFault where one message cannot say what the two do.
+    Raises SampleFault if they differ in a key of which one message has one value.
     """
     call_keys = [
         key
@@ -125,6 +125,7 @@ def _read_texts(texts: Sequence[str], path: str) -> Turns:
     for number, text in enumerate(texts):
         where = f"{path}[{number}]"
         content = read_text_field({"text": text}, "text", where=where)
+        # `ROLES[1]` is the user, `ROLES[2]` the assistant.
         turns += Turns(
             [{"role": ROLES[1 + number % 2], "content": content}], [MessagePlace(where, where)]
         )
@@ -150,8 +151,9 @@ def read_turn(turn: RawSample, where: str) -> Message:
     where: its path in the sample, for faults. content may be a list of text parts, or null next to
     tool_calls. Raises SampleFault for a message of another shape.
     """
-    is_api = "from" not in turn
+    is_api = "from" not in turn  # spelled as chat APIs do
     role_key, text_key = ("role", "content") if is_api else ("from", "value")
+    # In the APIs' spelling `role` and `content` stay among the other keys, and are replaced below.
     other_keys = _read_other_keys(turn, where, *(() if is_api else (role_key, text_key)))
     if not is_api and ("role" in other_keys or "content" in other_keys):
         raise SampleFault(
@@ -178,7 +180,7 @@ def read_turn(turn: RawSample, where: str) -> Message:
 
 
 def is_call(turn: RawSample) -> bool:
-    """Return True if a turn is only a call of a tool."""
+    """Return True if a turn is only tool calls, by its speaker."""
     return turn.get("from", turn.get("role")) in CALL_ROLES
 
 

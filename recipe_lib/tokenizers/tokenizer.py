@@ -86,9 +86,9 @@ class Tokenizer:
         # texts come again soon.
         self._encode = lru_cache(maxsize=KEPT_TEXTS)(self._encode_text)
         declared = {token.content: token for token in vocabulary.added}
-        # Later sources win, since they know more of a token than its id.
+        # Text -> added token. Later sources win, since they know more of a token than its id.
         self._added = settings.listed | declared | settings.added
-        self._by_id = {token.id: token for token in self._added.values()}
+        self._by_id = {token.id: token for token in self._added.values()}  # id -> added token
         self.bos_id = self._find_role_id(settings, "bos_token", settings.bos_id)
         self.eos_id = self._find_role_id(settings, "eos_token", settings.eos_id)
         self.pad_id = self._find_role_id(settings, "pad_token", None)
@@ -117,6 +117,7 @@ class Tokenizer:
             and token.id >= vocabulary.size
             and content not in matched_by_vocabulary
         }
+        # Their ids; they are not special, but the vocabulary does not have their bytes.
         self._always_ids = frozenset(token.id for token in always_matched.values())
         specials = {content: token for content, token in self._added.items() if token.special}
         # The texts of the special tokens
@@ -128,7 +129,7 @@ class Tokenizer:
         self._split_ordinary = (compile_alternation(always_matched), always_matched)
         always_or_special = always_matched | specials
         self._split_special = (compile_alternation(always_or_special), always_or_special)
-        # Jinja source; None: the tokenizer has no chat template
+        # Jinja source; None: there is no chat template
         self.chat_template = settings.chat_template
         # The file that the template came from; without a template, the tokenizer's file
         self.chat_template_place = settings.chat_template_place or place
