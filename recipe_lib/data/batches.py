@@ -297,14 +297,16 @@ class _StepBuilder:
         number: index of the sequence, which is that of its item, since items are single sequences
         here. The answer begins with the first token that is a label.
         """
-        own = self.dataset[number]
-        previous = self.dataset[self.previous_item[number]]
+        prompt_sequence = self.dataset[number]
+        answer_sequence = self.dataset[self.previous_item[number]]
         # The first label stands at the prompt's last token, which predicts it.
-        prompt_end = int(np.argmax(own.labels != IGNORED))
-        answer_start = int(np.argmax(previous.labels != IGNORED))
-        tokens = np.concatenate([own.tokens[: prompt_end + 1], previous.tokens[answer_start + 1 :]])
+        prompt_end = int(np.argmax(prompt_sequence.labels != IGNORED))
+        answer_start = int(np.argmax(answer_sequence.labels != IGNORED))
+        tokens = np.concatenate(
+            [prompt_sequence.tokens[: prompt_end + 1], answer_sequence.tokens[answer_start + 1 :]]
+        )
         prompt_labels = np.full(prompt_end, IGNORED, dtype=np.int32)
-        labels = np.concatenate([prompt_labels, previous.labels[answer_start:]])
+        labels = np.concatenate([prompt_labels, answer_sequence.labels[answer_start:]])
         return TokenSequence(tokens[: self.max_mismatched], labels[: self.max_mismatched])
 
     def _fill_batch(self, rows: list[list[TokenSequence]], width: int) -> Batch:

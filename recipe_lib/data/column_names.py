@@ -154,13 +154,17 @@ def is_idle(name: str, value: Any) -> bool:
     Its value must be of the kind that such names have, mostly a label: under the same name a long
     text may be a part of a conversation.
     """
-    word = normalize_name(name)
-    if word in _NOTES or word in _REQUEST:
+    normalized = normalize_name(name)
+    if normalized in _NOTES or normalized in _REQUEST:
         # A text that begins so may be a list or object as JSON.
         return not isinstance(value, str) or is_label(value) or value.lstrip()[:1] in ("{", "[")
-    if word in _ADDRESSES and isinstance(value, str):
+    if normalized in _ADDRESSES and isinstance(value, str):
         return "\n" not in value.strip()
-    has_idle_name = word in _IDLE or word.endswith(_IDLE_ENDS) or word.startswith(_IDLE_STARTS)
+    has_idle_name = (
+        normalized in _IDLE
+        or normalized.endswith(_IDLE_ENDS)
+        or normalized.startswith(_IDLE_STARTS)
+    )
     return has_idle_name and is_label(value)
 
 
@@ -184,14 +188,14 @@ def why_not_column(name: str, value: Any, is_text: bool) -> str:
     It is for an error line. is_text: rows are documents, whose label may be a number that does not
     judge them.
     """
-    word = normalize_name(name)
-    if word in _MEDIA:
+    normalized = normalize_name(name)
+    if normalized in _MEDIA:
         return _WHY_NOT_MEDIA
-    if word in _TOKENIZED and isinstance(value, list):
+    if normalized in _TOKENIZED and isinstance(value, list):
         return "tokens that are made already, and rows are read as text"
-    if _is_weight(word) and not _is_one(value):
+    if _is_weight(normalized) and not _is_one(value):
         return "a weight of the row, which data.sources has for whole sources alone"
-    if word in _JUDGED and _judge(word, value, is_text) is False:
+    if normalized in _JUDGED and _judge(normalized, value, is_text) is False:
         return (
             "that the row is not wanted, and it would be trained; leave such rows out, or train"
             " with dpo.loss=kto"
@@ -209,12 +213,12 @@ def is_neutral_label(name: str, value: Any) -> bool:
 
     A weight of 1 is neutral too. An undesirable row is not asked about: it is a fault.
     """
-    word = normalize_name(name)
-    if _is_weight(word):
+    normalized = normalize_name(name)
+    if _is_weight(normalized):
         return _is_one(value)
     return (
-        word in _JUDGED
-        and (_judge(word, value, is_text=False) is not None or word == "label")
+        normalized in _JUDGED
+        and (_judge(normalized, value, is_text=False) is not None or normalized == "label")
         and is_label(value)
     )
 

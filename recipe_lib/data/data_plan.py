@@ -256,8 +256,8 @@ class DataPlan:
 
     def _list_taken_items(self, epoch: int) -> np.ndarray:
         """Return an epoch's items by source, in file order, as often as its weight says."""
-        numbers = _draw_numbers(len(self._lengths), self._seed, epoch=epoch, stream=_SHARES)
-        parts = []
+        random_numbers = _draw_numbers(len(self._lengths), self._seed, epoch=epoch, stream=_SHARES)
+        items_by_source = []
         for source, weight in enumerate(self._weights):
             items = np.flatnonzero(self._source_of == source)
             # The total over all epochs is rounded, so that in the long run the share is that of the
@@ -265,9 +265,9 @@ class DataPlan:
             per_epoch = weight % 1 * len(items)
             total_before = math.floor(round(epoch * per_epoch, 6))
             count = math.floor(round((epoch + 1) * per_epoch, 6)) - total_before
-            once_more = np.sort(items[np.argsort(numbers[items], kind="stable")[:count]])
-            parts += [items] * int(weight) + [once_more]
-        return np.concatenate(parts)
+            once_more = np.sort(items[np.argsort(random_numbers[items], kind="stable")[:count]])
+            items_by_source += [items] * int(weight) + [once_more]
+        return np.concatenate(items_by_source)
 
     def _check_first_step(self) -> None:
         """Raise DataError if the first epoch has not one full step."""

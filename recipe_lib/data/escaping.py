@@ -282,13 +282,13 @@ def encode_escaped(tokenizer: Tokenizer, parts: Sequence[str], escape: Escape) -
 
 def _collect_texts(content: Any) -> list[str]:
     """Return every text in nested lists and dicts, keys included."""
-    parts = [content]
-    for part in parts:  # the list grows during the iteration
-        if isinstance(part, dict):
-            parts += (*part, *part.values())
-        elif isinstance(part, list):
-            parts += part
-    return [part for part in parts if isinstance(part, str)]
+    values = [content]
+    for value in values:  # the list grows during the iteration
+        if isinstance(value, dict):
+            values += (*value, *value.values())
+        elif isinstance(value, list):
+            values += value
+    return [value for value in values if isinstance(value, str)]
 
 
 def _change_texts(content: Any, change: Callable[[str], str]) -> Any:

@@ -269,8 +269,10 @@ def describe_no_format(
     sample: Mapping[str, Any], columns: Mapping[str, str], section: str, samples: str = "answers"
 ) -> str:
     """Return the text of an error for a sample whose columns fit no format, and what to set."""
-    named = [f"{name} (null)" if value is None else str(name) for name, value in sample.items()]
-    found_names = ", ".join(sorted(named)[:MAX_NAMED_COLUMNS]) or "none"
+    names_with_nulls = [
+        f"{name} (null)" if value is None else str(name) for name, value in sample.items()
+    ]
+    found_names = ", ".join(sorted(names_with_nulls)[:MAX_NAMED_COLUMNS]) or "none"
     known = "; ".join(
         f"{name}:"
         f" {', '.join(columns.get(column, column) for column in find_columns(name).required)}"

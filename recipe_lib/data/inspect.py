@@ -142,7 +142,7 @@ def _collect_counts(report: DataReport) -> dict[str, Any]:
 
 def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
     """Return the findings that follow from the counts of a dataset. max_seq_len: tokens."""
-    parts = report.parts or [report]  # one for each source
+    source_reports = report.parts or [report]  # one for each source
     special = report.special  # counts of special tokens that the samples spell out
     lost_tokens = report.lost_answer_tokens
     # Items over max_seq_len are a finding only if answer tokens were lost.
@@ -159,7 +159,9 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
         for cause, count in report.bad_samples.most_common()
     ]
     empty_sources = [
-        Finding(NOTHING_LEFT, reason, 0) for part in parts if (reason := part.why_nothing_left())
+        Finding(NOTHING_LEFT, reason, 0)
+        for source_report in source_reports
+        if (reason := source_report.why_nothing_left())
     ]
     by_count = [
         Finding(
@@ -205,9 +207,9 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
         ),
     ]
     shares = [
-        Finding("label-tokens", f"{part.source}: {fault}", part.sequences)
-        for part in parts
-        if (fault := part.find_share_fault())
+        Finding("label-tokens", f"{source_report.source}: {fault}", source_report.sequences)
+        for source_report in source_reports
+        if (fault := source_report.find_share_fault())
     ]
     copies = _make_finding(
         "duplicates",

@@ -389,7 +389,6 @@ class Encoder:
         chat.cache_renderings([RenderRequest(len(messages)), *list_requests(answers)])
         whole = chat.whole
         marked = None
-        # `parts`: (text, spans) of each sequence
         if inside and len(answers) == len(numbers):
             if self._template.features.marks:
                 marked = find_marked_answers(chat, answers)
@@ -400,12 +399,12 @@ class Encoder:
             has_all = len(answers) == sum(message["role"] == "assistant" for message in messages)
             # With one sequence for all answers, all of the template's marks are kept as they are.
             if marked and len(sequences) == 1 and has_all:
-                parts = [marked.whole]
+                texts_with_spans = [marked.whole]
             else:
-                parts = [(sequence.text, sequence.spans) for sequence in sequences]
+                texts_with_spans = [(sequence.text, sequence.spans) for sequence in sequences]
         else:
             sequences = []
-            parts = [(whole, self._find_in_whole(chat, numbers))]
+            texts_with_spans = [(whole, self._find_in_whole(chat, numbers))]
         check_tools(chat.tools, whole, chat.places.tools)
         check_system(chat)
         left_out = count_left_out(messages, whole)
@@ -421,7 +420,7 @@ class Encoder:
         )
         encoded = [
             replace(encode(text, spans=spans), left_out=left_out, untrained_ends=num_untrained)
-            for (text, spans), num_untrained in zip(parts, untrained_ends, strict=True)
+            for (text, spans), num_untrained in zip(texts_with_spans, untrained_ends, strict=True)
         ]
         # For the report: the tokens of the conversation if it were one sequence
         is_split = len(encoded) > 1

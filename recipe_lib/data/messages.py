@@ -454,11 +454,15 @@ def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[st
 
 def check_arguments(function: RawSample, where: str) -> None:
     """Raise SampleFault for arguments of a call that are no object, nor JSON text of one."""
-    given = function.get("arguments")
-    if isinstance(given, dict) or (isinstance(given, str) and parse_arguments(given) is not None):
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict) or (
+        isinstance(arguments, str) and parse_arguments(arguments) is not None
+    ):
         return
     found_words = (
-        describe_field(function, "arguments") if not isinstance(given, str) else format_value(given)
+        describe_field(function, "arguments")
+        if not isinstance(arguments, str)
+        else format_value(arguments)
     )
     raise SampleFault(
         "tool call's arguments are no JSON",

@@ -269,13 +269,15 @@ class DatasetBuilder:
                 if chunk.fault is not None:  # a file cannot be read any further
                     bad_lines = list[str]()
                     if self.cfg.on_invalid == "error":
-                        for part in reports:
-                            bad_lines += [line for _, line in part.bad_lines[:MOST_BAD_LINES]]
+                        for source_report in reports:
+                            bad_lines += [
+                                line for _, line in source_report.bad_lines[:MOST_BAD_LINES]
+                            ]
                     raise DataError(*bad_lines, *chunk.fault.faults) if bad_lines else chunk.fault
                 reports[task.source].add(chunk.report)
                 writer.append(chunk, task.file)
                 progress.advance(chunk.report.samples_read)
-        faults = [line for part in reports for line in self._list_faults(part)]
+        faults = [line for source_report in reports for line in self._list_faults(source_report)]
         if faults:
             raise DataError(*faults)
         report = self._sum_reports(reports)

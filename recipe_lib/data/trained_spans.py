@@ -265,17 +265,21 @@ def prepare_message(message: Message, where: str, features: TemplateFeatures) ->
     for call in message["tool_calls"]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping) and "arguments" in function:
-            given = function["arguments"]
-            arguments = parse_arguments(given) if isinstance(given, str) else given
-            if arguments is None and isinstance(given, str):
+            raw_arguments = function["arguments"]
+            arguments = (
+                parse_arguments(raw_arguments) if isinstance(raw_arguments, str) else raw_arguments
+            )
+            if arguments is None and isinstance(raw_arguments, str):
                 raise SampleFault(
                     "tool call's arguments are no JSON",
-                    f"{where}: found the arguments {format_value(given)} of a tool call, expected a"
-                    " JSON object",
+                    f"{where}: found the arguments {format_value(raw_arguments)} of a tool call,"
+                    " expected a JSON object",
                 )
             if features.text_arguments:
                 arguments = (
-                    given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+                    raw_arguments
+                    if isinstance(raw_arguments, str)
+                    else json.dumps(raw_arguments, ensure_ascii=False)
                 )
             call = {**call, "function": {**function, "arguments": arguments}}
         calls.append(call)
@@ -288,11 +292,11 @@ def describe_difference(found: Sequence[str], expected: Sequence[str]) -> str:
     found, expected: texts of the tokens.
     """
     num_equal = len(commonprefix([list(found), list(expected)]))
-    left, right = (
+    found_token, expected_token = (
         repr(tokens[num_equal]) if num_equal < len(tokens) else "the end"
         for tokens in (found, expected)
     )
-    return f"at token {num_equal + 1} found {left}, expected {right}"
+    return f"at token {num_equal + 1} found {found_token}, expected {expected_token}"
 
 
 def _remove_white_space(text: str) -> str:

@@ -195,15 +195,15 @@ class UnreadNames:
             return f"another {column} than the one in {get_path(row, column)}"
         if why := why_not_column(name, value, is_text):
             return why
-        word = normalize_name(name)
-        if word in UNWANTED:
+        normalized = normalize_name(name)
+        if normalized in UNWANTED:
             # A rejected answer may be left out if the chosen one is trained.
             chosen = row.get("chosen")
             is_trained = not is_blank(chosen) and _is_repeated(chosen, texts)
             return "" if is_trained else "an answer that is not wanted"
         if is_idle(name, value) or is_neutral_label(name, value) or isinstance(value, (date, time)):
             return ""
-        if isinstance(value, str) and word in RENDERED:
+        if isinstance(value, str) and normalized in RENDERED:
             # Idle if it contains all texts of the sample, or all of the row: its template may
             # separate texts that a format joins, such as an instruction and its input.
             column_texts = [row[name] for name in self.known if isinstance(row.get(name), str)]

@@ -73,9 +73,9 @@ def find_turn_end(
     first = next((index for index, (_, is_special) in enumerate(shared) if is_special), None)
     if first is not None:
         end_tokens = [text for text, _ in takewhile(lambda piece: piece[1], shared[first:])]
-        rest = "".join(text for text, _ in pieces_at_end[first + len(end_tokens) :])
+        text_behind = "".join(text for text, _ in pieces_at_end[first + len(end_tokens) :])
         # Some templates begin the next turn here already; the model stops before that.
-        if rest.strip():
+        if text_behind.strip():
             last_stop = max(
                 (index for index, text in enumerate(end_tokens) if text in stops), default=0
             )

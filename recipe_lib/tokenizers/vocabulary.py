@@ -315,10 +315,12 @@ class JsonVocabulary(Vocabulary):
         fields: JSON of the file. keep_always: drop only a space that is put once, at the start of a
         text, and keep one that is put after every special token as well.
         """
-        parts = {name: fields.get(name) for name in ("normalizer", "pre_tokenizer")}
-        changed = copy.deepcopy(parts)
+        sections = {name: fields.get(name) for name in ("normalizer", "pre_tokenizer")}
+        changed = copy.deepcopy(sections)
         _drop_prefix(changed, keep_always)
-        return self._first if changed == parts else _build_tokenizer(json.dumps(fields | changed))
+        return (
+            self._first if changed == sections else _build_tokenizer(json.dumps(fields | changed))
+        )
 
 
 def _build_tokenizer(text: str) -> Any:
@@ -340,21 +342,21 @@ def _drop_prefix(fields: dict[str, Any], keep_always: bool) -> None:
     for section, kind in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
         outer = fields.get(section) or {}
         is_sequence = outer.get("type") == "Sequence"
-        parts = (outer.get(kind) or []) if is_sequence else [outer]
-        for part in list(parts):
-            is_prepend = part.get("type") == "Prepend"
-            is_put_once = part.get("prepend_scheme") == "first"
-            is_put_always = is_prepend or part.get("add_prefix_space") or "prepend_scheme" in part
+        steps = (outer.get(kind) or []) if is_sequence else [outer]
+        for step in list(steps):
+            is_prepend = step.get("type") == "Prepend"
+            is_put_once = step.get("prepend_scheme") == "first"
+            is_put_always = is_prepend or step.get("add_prefix_space") or "prepend_scheme" in step
             if not (is_put_once or (is_put_always and not keep_always)):
                 continue
             if is_prepend and is_sequence:
-                parts.remove(part)
+                steps.remove(step)
             elif is_prepend:
                 fields[section] = None
-            elif "prepend_scheme" in part:
-                part["prepend_scheme"] = "never"
+            elif "prepend_scheme" in step:
+                step["prepend_scheme"] = "never"
             else:
-                part["add_prefix_space"] = False
+                step["add_prefix_space"] = False
 
 
 def _drops_first_space(decoder: dict[str, Any]) -> bool:
