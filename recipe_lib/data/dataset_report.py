@@ -193,12 +193,12 @@ class DataReport:
             return [f"{lines[0]}; correct the sample, or set data.on_invalid to skip"]
         if bad == self.samples_read and len(self.bad_samples) == 1:
             return [f"{lines[0]}; the other samples ({bad - 1}) have the same fault"]
-        count_note = "" if bad == len(lines) else f", the first {len(lines)} of which stand above"
+        note = "" if bad == len(lines) else f", the first {len(lines)} of which stand above"
         return [
             *lines,
             (
                 f"{self.source}: found {bad} samples of {self.samples_read} that cannot be"
-                f" used{count_note}; correct them, or set data.on_invalid to skip (`tune data check`"
+                f" used{note}; correct them, or set data.on_invalid to skip (`tune data check`"
                 " with the same config and overrides counts them by cause)"
             ),
         ]
