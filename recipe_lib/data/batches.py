@@ -438,7 +438,10 @@ class Evaluator(Protocol):
     """A runner of a model that is divided into pipeline stages."""
 
     def evaluate(self, batches: Sequence[Any], result_of: Callable[[int, Any], Any]) -> list[Any]:
-        """Return `result_of` of each micro-batch on the last stage's rank, None on the others."""
+        """Return `result_of` of each micro-batch on the last stage's rank, None on the others.
+
+        result_of: called with (index, micro-batch), while a call of the model runs its last stage.
+        """
 
 
 @torch.no_grad()
@@ -514,7 +517,8 @@ def _measure_leaks(
 
     leak: how far a document's logits move when its neighbor changes. difference: how far they are
     from those of the document alone. Both are relative, the largest of all ranks. On a rank without
-    the last stage of a pipeline the dtype is that of its weights.
+    the last stage of a pipeline the dtype is that of its weights. The arguments are as for
+    `check_packing_isolation`.
     """
     is_first = torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.bool)  # token of a row's 1st document
     for row_index, (length, _) in enumerate(_LENGTHS):
@@ -563,7 +567,8 @@ def _compute_logits(
 ) -> Any:
     """Return logits `[b, s, v]` of tokens `[b, s]`; None on a rank without the last stage.
 
-    packed: each row has two documents, of `_LENGTHS` tokens; else one, with padding after it.
+    packed: each row has two documents, of `_LENGTHS` tokens; else one, with padding after it. The
+    other arguments are as for `check_packing_isolation`.
     """
     width = tokens.shape[1]
     tokens = nn.functional.pad(tokens, (0, -width % multiple))

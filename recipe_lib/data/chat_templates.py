@@ -187,7 +187,10 @@ def _build_call(letter: str, as_text: bool) -> dict[str, Any]:
 
 
 def _can_read_thought(render: Render, key: str, letter: str, text_arguments: bool) -> bool:
-    """Return True if the template writes a thought in this key of an answer, or of a tool call."""
+    """Return True if the template writes a thought in this key of an answer, or of a tool call.
+
+    render, letter: as for `probe_template`. text_arguments: it wants a call's arguments as text.
+    """
     answers = ({"role": "assistant", "content": "b"}, _build_call("c", text_arguments))
     renderings = [
         render([_ASK, answer | {key: letter}], [RenderRequest(2)], [_TOOL])[0] for answer in answers
@@ -198,7 +201,8 @@ def _can_read_thought(render: Render, key: str, letter: str, text_arguments: boo
 def _can_read_tags(render: Render, key: str, letter: str) -> bool:
     """Return True if a thought between tags is written as one in this key, but for white space.
 
-    True as well if a thought in this key is not written in an answer without a tool call.
+    True as well if a thought in this key is not written in an answer without a tool call. render,
+    letter: as for `probe_template`.
     """
     answer_with_key = {"role": "assistant", "content": "b", key: letter}
     answer_with_tags = {"role": "assistant", "content": f"<think>\n{letter}\n</think>\n\nb"}
@@ -524,7 +528,8 @@ def render_plain(messages: Sequence[Message], eos: str, bos: str = "", prompt: b
 
     Before each turn `User:`, `Tool:` or `Assistant:` stands on a line of its own, after each answer
     EOS. The prompt for an answer follows if the last message is a question or a tool's result, or
-    if `prompt` is True. bos: text of BOS; "": none is written. Raises DataError for a tool call.
+    if `prompt` is True. eos, bos: texts of the tokens; bos may be "". Raises DataError for a tool
+    call.
     """
     parts = [bos]
     for message in messages:

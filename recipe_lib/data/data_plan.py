@@ -290,13 +290,16 @@ class DataPlan:
 
 
 def _draw_order(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:
-    """Return a random permutation of 0 .. number - 1, int64."""
+    """Return a random permutation of 0 .. number - 1, int64. stream: `_ORDER` or `_PACKS`."""
     # Equal random numbers would keep file order: one chance in 10^7 for a million sequences.
     return np.argsort(_draw_numbers(number, seed, epoch=epoch, stream=stream), kind="stable")
 
 
 def _draw_numbers(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:
-    """Return `number` random uint64 of Philox-4x64 with the key (seed, epoch)."""
+    """Return `number` random uint64 of Philox-4x64 with the key (seed, epoch).
+
+    stream: one of the constants above, for numbers that do not depend on other streams.
+    """
     # numpy guarantees this stream for all versions and platforms, unlike `Generator.permutation`,
     # so that a run can be resumed elsewhere.
     key = np.array([seed % 2**64, epoch % 2**64], dtype=np.uint64)

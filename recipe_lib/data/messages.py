@@ -3,7 +3,8 @@
 The formats of `data.formats` call `read_turns` for a column of {from, value} or {role, content},
 `read_turn` for one message, `read_tools` for descriptions of tools. Tool calls come in several
 shapes and leave in that of chat APIs. A row is one sample of a file. A SampleFault says why it
-cannot be used. An idle key is one that changes nothing, which a report counts.
+cannot be used; `where` is the path in the row that it begins with. An idle key is one that changes
+nothing, which a report counts.
 """
 
 import hashlib

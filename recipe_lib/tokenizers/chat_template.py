@@ -96,7 +96,10 @@ def find_turn_end(
 def _list_pieces_after_answer(
     split: Callable[[str], Iterable[tuple[str, Any]]], rendered: str
 ) -> list[tuple[str, bool]]:
-    """Return what follows the answer, as (text, whether it is a special token)."""
+    """Return what follows the answer, as (text, whether it is a special token).
+
+    split: as for `find_turn_end`. rendered: contains `_ANSWER`.
+    """
     pieces: list[tuple[str, bool]] = []
     for text, token in split(rendered[rendered.rindex(_ANSWER) + 1 :]):
         if text:

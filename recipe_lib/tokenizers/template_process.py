@@ -44,8 +44,8 @@ class RenderRequest(NamedTuple):
     replacements: Sequence[tuple[int, str]] = ()
 
 
-# `marks`: two letters to write around the contents of `{% generation %}`; `variables`: further
-# variables of the template, by name
+# Key `marks`: two letters to write around the contents of `{% generation %}`. Key `variables`:
+# further variables of the template, by name
 Options = Mapping[str, Any]
 
 
@@ -163,8 +163,9 @@ class Renderer:
     ) -> str:
         """Return the rendering that a request asks for.
 
-        messages: {role, content, ...}. tools: descriptions of functions; None: none. Raises
-        TemplateFault for a template that fails, with its own message if it raises an exception.
+        messages: {role, content, ...}. tools: descriptions of functions; None: none. options: see
+        `Options`. Raises TemplateFault for a template that fails, with its own message if it raises
+        an exception.
         """
         # Unpacked by position, since a request that has come as JSON is a list.
         num_messages, add_generation_prompt, replacements = request

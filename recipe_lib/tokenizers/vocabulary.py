@@ -96,7 +96,10 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def encode(self, text: str, position: TextPosition) -> list[int]:
-        """Return the ids of a piece of ordinary text."""
+        """Return the ids of a piece of ordinary text.
+
+        position: decides whether a space is put before it.
+        """
 
     @abstractmethod
     def find(self, piece: str) -> int | None:
@@ -219,7 +222,7 @@ class TiktokenVocabulary(Vocabulary):
         )
 
     def encode(self, text: str, position: TextPosition) -> list[int]:
-        """Return the ids of a piece of ordinary text."""
+        """Return the ids of a piece of ordinary text, the same for any position."""
         cuts = [0, *(match.end() for match in self.LONG_SPACE.finditer(text)), len(text)]
         parts = (text[start:stop] for start, stop in itertools.pairwise(cuts))
         return list(itertools.chain.from_iterable(map(self._encoding.encode_ordinary, parts)))
@@ -436,7 +439,10 @@ def compile_alternation(strings: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _break_matches(text: str, pattern: re.Pattern[str] | None) -> list[str]:
-    """Return the text cut after the first letter of each match, so that no part contains one."""
+    """Return the text cut after the first letter of each match, so that no part contains one.
+
+    pattern: None cuts nothing.
+    """
     if pattern is None:
         return [text]
     cuts = [0, *(match.start() + 1 for match in pattern.finditer(text)), len(text)]
