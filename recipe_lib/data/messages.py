@@ -537,7 +537,9 @@ def name_calls(messages: Sequence[Message]) -> list[Message]:
 def _make_call_id(number: int, position: int, call: RawSample) -> str:
     """Return an id for a call. number: index of its message. position: index in the message."""
     content = json.dumps([number, position, call], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:9]  # Mistral's templates take nine letters
+    return hashlib.sha256(content.encode()).hexdigest()[
+        :9
+    ]  # as many as Mistral's templates ask for
 
 
 def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
