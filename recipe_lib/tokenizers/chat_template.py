@@ -223,8 +223,7 @@ def _exchange(child: subprocess.Popen[bytes], request: Mapping[str, Any], more: 
         child.stdin.flush()
         waiter = select.poll()
         waiter.register(child.stdout, select.POLLIN)
-        # The process has a timer of its own, which ends it; this one is for a process that hangs.
-        # In milliseconds
+        # The process has a timer of its own, which ends it; this one (in ms) is for one that hangs.
         if not waiter.poll(1000 * (request["seconds"] + more)):
             raise Stopped(_TOO_LONG.format(TIMEOUT_SECONDS))
         return json.loads(child.stdout.readline(MAX_ANSWER_BYTES))
