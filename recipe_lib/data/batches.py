@@ -170,6 +170,7 @@ def make_validation_steps(
         # `group`: sequences of an item, 1 or 2
         packs = pack(dataset.item_lengths, packing_capacity * dataset.group)
         slots = [packs[number] for number in range(len(packs))]
+        # Tokens of the fullest pack
         pack_length = max(int(dataset.item_lengths[slot].sum()) for slot in slots)
     batch_size = min(batch_size, max(1, -(-len(slots) // data_ranks)))  # no more than there are
     slots_per_step = batch_size * data_ranks
@@ -377,7 +378,7 @@ def make_training_steps(
         multiple=multiple,
         mismatched=mismatched,
     )
-    # The DataLoader's sampler yields the slots of a step, so workers need no plan.
+    # (slots, pack_length) of each step, from the DataLoader's sampler, so that workers need no plan
     planned = ((plan.slots(step), plan.pack_length(step)) for step in range(first_step, last_step))
     step_maker = _StepMaker(make)
     steps: Iterable[StepBatches] = map(step_maker.__getitem__, planned)

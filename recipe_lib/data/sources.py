@@ -167,7 +167,7 @@ def _read_dictionary_size(file: BinaryIO, column: Any) -> int:
     for position, byte in enumerate(header[3:8]):
         value |= (byte & 0x7F) << (7 * position)
         if byte < 0x80:
-            return min(column_bytes, value >> 1)
+            return min(column_bytes, value >> 1)  # zigzag has twice a positive number
     return column_bytes
 
 

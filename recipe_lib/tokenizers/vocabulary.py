@@ -263,8 +263,8 @@ class JsonVocabulary(Vocabulary):
             AddedToken.read(entry, str(path)) for entry in fields.get("added_tokens") or []
         )
         self._after_special = self._build_variant(fields, keep_always=True)
-        # Position of a text -> the tokenizer that puts a space before it or does not, as the file
-        # has it
+        # Position of a text -> the tokenizer for it: the file may put a space before the first text
+        # alone, or after special tokens as well, but never inside
         self._variants = {
             TextPosition.START: self._first,
             TextPosition.AFTER_SPECIAL: self._after_special,
@@ -328,11 +328,11 @@ class JsonVocabulary(Vocabulary):
 
 def _build_tokenizer(text: str) -> Any:
     """Return the tokenizer of a tokenizer.json, without truncation and padding."""
-    built = tokenizers.Tokenizer.from_str(text)
-    built.no_truncation()
-    built.no_padding()
-    built.encode_special_tokens = True  # special tokens in ordinary text stay text
-    return built
+    tokenizer = tokenizers.Tokenizer.from_str(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # special tokens in ordinary text stay text
+    return tokenizer
 
 
 def _drop_prefix(fields: dict[str, Any], keep_always: bool) -> None:
