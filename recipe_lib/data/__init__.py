@@ -1,4 +1,4 @@
-"""Datasets: samples out of files, chat templates and label masks, the order of samples, batches."""
+"""Read samples from files, tokenize them by chat templates with label masks, and make batches."""
 
 from recipe_lib.data.batches import (
     Batch,

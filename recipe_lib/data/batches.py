@@ -1,9 +1,9 @@
 """Make the batches that a step takes, with token counts known before anything is computed.
 
-`TrainingData` calls `make_training_steps` and `make_validation_steps`, which yield a rank's
-micro-batches; `check_packing_isolation` is run once before packed training. A micro-batch has b
-rows of s tokens, right-padded. A row holds one sequence, or several when packed. An item is a
-sequence, or a pair of two, which stays in one micro-batch. A slot is an item, or a pack of items.
+A run calls `make_training_steps` and `make_validation_steps`, which yield a rank's micro-batches,
+and `check_packing_isolation` once before packed training. A micro-batch has b rows of s tokens. A
+row holds one sequence, or several when packed. An item is a sequence, or a pair of two (chosen and
+rejected), which stays in one micro-batch. A slot is an item, or a pack of items.
 """
 
 import gc
@@ -33,7 +33,7 @@ from recipe_lib.ops.attention import (
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.ops.device import holds_values
 
-# For each slot int64 indices of its items; or int64 `[slots]` for slots of one item each
+# For each slot the int64 indices of its items; or int64 `[slots]`, one item for each slot
 Slots = Sequence[np.ndarray] | np.ndarray
 
 
@@ -51,7 +51,7 @@ class _Tensors:
 
 
 def _change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value with its tensors changed, also those in its lists and fields."""
+    """Return a copy of a value with its tensors changed, also those in its lists and fields."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list):
@@ -68,18 +68,18 @@ class Batch(_Tensors):
     """One micro-batch of a rank: b rows of s tokens, right-padded."""
 
     tokens: torch.Tensor  # int64 `[b, s]`
-    # int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there is none
+    # int64 `[b, s]`; labels[:, i] is the target of tokens[:, i], -100 where the loss counts none
     labels: torch.Tensor
     # int64 `[b, s]`, position of each token in its sequence, for packed rows; None: not packed
     positions: torch.Tensor | None = None
     # Which tokens are no padding and, for packed rows, which tokens may attend to each other
     attention: AttentionInfo | None = None
-    # int64 `[b, s]`, for each token the index of its sequence in the micro-batch, -1 for padding;
-    # pair i has its chosen answer at 2i, its rejected one at 2i + 1. None where items are single
+    # int64 `[b, s]`, for each token the index of its sequence in the micro-batch, -1 for padding.
+    # Pair i has its chosen answer at 2i, its rejected one at 2i + 1. None where items are single
     # sequences without a label of their own
     sequence_ids: torch.Tensor | None = None
     num_sequences: int = 0  # number of different ids in `sequence_ids`; 0 if that is None
-    # fp64 `[items of the micro-batch]`, a label for each whole item; None: items have none
+    # fp64 `[items]`: KTO's 1 or 0, the index of a class, a pair's margin; None: not trained on
     targets: torch.Tensor | None = None
     # For each row the indices of its sequences in the dataset, in their order
     sequences: tuple[tuple[int, ...], ...] = ()
@@ -89,14 +89,14 @@ class Batch(_Tensors):
 class StepBatches(_Tensors):
     """One step's micro-batches of this rank; the counts are over the step on all ranks."""
 
-    micro_batches: list[Batch]
+    micro_batches: list[Batch]  # in the order in which they are computed
     num_label_tokens: int  # targets that the loss counts
     total_tokens: int  # tokens of sequences, without padding
     padded_tokens: int  # tokens of rows, padding included
     num_items: int = 0  # sequences, or pairs
-    step: int | None = None  # index of the step in the run, from 0; None: no step of training
-    # For each micro-batch its prompts with other samples' answers, for KTO's KL estimate; empty if
-    # they were not asked for. The counts leave them out
+    step: int | None = None  # index of the step in the run, from 0; None: not set, as in validation
+    # For each micro-batch one of its prompts with other items' answers, for KTO's KL estimate; not
+    # in the counts. Empty if they were not asked for
     mismatched: list[Batch] = field(default_factory=list)
 
 
@@ -116,17 +116,19 @@ def make_step(
 
     slots: those of the step, in order, from `DataPlan.slots`. Micro-batch m of rank r takes
     `batch_size` slots from (m * data_ranks + r) * batch_size on, so that the items of a step do not
-    depend on how they are divided. Needs no communication.
+    depend on how they are divided. Ranks do not communicate.
 
     data_rank, data_ranks: this rank of data parallelism, and how many there are. batch_size: slots
     of a micro-batch. accumulation: micro-batches of a rank. pad_id: token of the padding; None: 0.
-    multiple: rows are padded to a multiple of so many tokens. pack_length: each slot is one row,
-    and rows are padded to so many tokens at least. None: rows are padded to the longest of their
-    micro-batch, and a slot is one row only if any slot of the step holds several items.
+    multiple: pad rows to a multiple of so many tokens. pack_length: make one row of each slot, and
+    pad rows to so many tokens at least. None: pad rows to the longest of their micro-batch, and
+    make one row of each slot only if any slot of the step holds several items.
 
     mismatched: also make each prompt with the answer of the item before it in the step (the first
-    with that of the last), cut to so many tokens; None: no. They do not depend on how the step is
-    divided either.
+    with that of the last), cut to so many tokens; None: make none. They do not depend on how the
+    step is divided either.
+
+    Raises ValueError if the number of slots is not batch_size x accumulation x data_ranks.
     """
     if len(slots) != batch_size * accumulation * data_ranks:
         raise ValueError(
@@ -160,18 +162,20 @@ def make_validation_steps(
     They come in file order, or with `packing_capacity` in packs of so many tokens (for pairs, so
     many for each of the two). A rank that runs out of items gets rows of padding, so that all ranks
     run the same number of batches. mismatched: as for `make_step`, but with the item before in the
-    file. The other arguments: as for `make_step`.
+    file. The other arguments are as for `make_step`.
     """
     slots = [np.array([item]) for item in range(len(dataset.item_lengths))]
     pack_length = None
     if packing_capacity:
+        # `group`: sequences of an item, 1 or 2
         packs = pack(dataset.item_lengths, packing_capacity * dataset.group)
         slots = [packs[number] for number in range(len(packs))]
+        # Tokens of the fullest pack
         pack_length = max(int(dataset.item_lengths[slot].sum()) for slot in slots)
     batch_size = min(batch_size, max(1, -(-len(slots) // data_ranks)))  # no more than there are
     slots_per_step = batch_size * data_ranks
     empty_slot = np.empty(0, dtype=np.int64)
-    # Over the whole file, so that an answer does not depend on where the steps are cut.
+    # Over the whole file, so that the exchanged answers do not depend on where steps begin
     previous_item = {} if mismatched is None else _pair_with_previous(range(dataset.items))
     for start in range(0, len(slots), slots_per_step):
         step_slots = slots[start : start + slots_per_step]
@@ -190,7 +194,10 @@ def make_validation_steps(
 
 
 def _pair_with_previous(order: Iterable[Any]) -> dict[int, int]:
-    """Map each item to the one before it, the first to the last. order: items, or their slots."""
+    """Map each item to the one before it, the first to the last.
+
+    order: items, or their slots, in order.
+    """
     items = np.concatenate([np.atleast_1d(slot) for slot in order]).tolist()
     return dict(zip(items, items[-1:] + items[:-1], strict=True))
 
@@ -200,6 +207,7 @@ class _StepBuilder:
     """The slots of a step over all ranks, and what is needed to make batches of them.
 
     Micro-batch n, counted over all ranks, takes `batch_size` slots from n * batch_size on.
+    `dataset.group` is the number of sequences of an item: 2 for pairs, else 1.
     """
 
     dataset: Dataset
@@ -207,8 +215,10 @@ class _StepBuilder:
     batch_size: int  # slots of a micro-batch
     pad_id: int  # token of the padding
     multiple: int  # rows are padded to a multiple of so many tokens
-    pack_length: int | None  # rows have so many tokens at least; None: they need not be packs
-    max_mismatched: int | None  # most tokens of a prompt with another sample's answer
+    # Each slot is one row, of so many tokens at least; None: only if a slot has several items
+    pack_length: int | None
+    # Most tokens of a prompt with another item's answer; None: no such prompts are made
+    max_mismatched: int | None
     # For mismatched sequences: the prompt's item -> the answer's item; empty: none are made
     previous_item: Mapping[int, int]
 
@@ -219,7 +229,7 @@ class _StepBuilder:
 
     def make_batches(self, micro_batches: Sequence[int]) -> StepBatches:
         """Return the micro-batches with these indices, and the counts over all ranks."""
-        # The rows of all ranks, known from lengths alone: counts need no communication.
+        # The rows of all ranks are known from lengths alone, so counts need no communication.
         rows = [self.list_rows(number) for number in range(len(self.slots) // self.batch_size)]
         sequences = np.array(
             [number for micro_batch in rows for row in micro_batch for number in row],
@@ -230,21 +240,25 @@ class _StepBuilder:
             micro_batches=[self.make_batch(batch_rows) for batch_rows in own_rows],
             num_label_tokens=int(self.dataset.trained_counts[sequences].sum()),
             total_tokens=int(self.dataset.lengths[sequences].sum()),
-            padded_tokens=sum(self.compute_width(part) * len(part) for part in rows),
+            padded_tokens=sum(
+                self.compute_width(batch_rows) * len(batch_rows) for batch_rows in rows
+            ),
             num_items=len(sequences) // self.dataset.group,
-            mismatched=[self.make_mismatched(part) for part in own_rows if self.previous_item],
+            mismatched=[
+                self.make_mismatched(batch_rows) for batch_rows in own_rows if self.previous_item
+            ],
         )
 
     def list_rows(self, number: int) -> list[list[int]]:
         """Return for each row of a micro-batch the indices of its sequences in the dataset.
 
-        number: index of the micro-batch. A packed row has all of a slot's sequences, any other row
-        one.
+        number: index of the micro-batch over all ranks. A packed row has all of a slot's sequences,
+        any other row one.
         """
         group = self.dataset.group
         slots = self.slots[number * self.batch_size : (number + 1) * self.batch_size]
         # Item i is the sequences i * group .. i * group + group - 1.
-        rows = [[int(item) * group + at for item in slot for at in range(group)] for slot in slots]
+        rows = [[int(item) * group + k for item in slot for k in range(group)] for slot in slots]
         if self.is_packed:
             return rows
         single_rows = [[sequence] for row in rows for sequence in row]
@@ -252,19 +266,23 @@ class _StepBuilder:
         return single_rows + [[] for row in rows for _ in range(group - len(row))]
 
     def compute_width(self, rows: list[list[int]]) -> int:
-        """Return the tokens of each row of a micro-batch, padding included."""
+        """Return the number of tokens of each row of a micro-batch, padding included."""
         lengths = [int(self.dataset.lengths[row].sum()) for row in rows if row]
-        longest = max([1, self.pack_length or 0, *lengths])
+        longest = max([1, self.pack_length or 0, *lengths])  # 1: for rows of padding alone
         return -(-longest // self.multiple) * self.multiple
 
     def make_batch(self, rows: list[list[int]]) -> Batch:
-        """Return the batch with these sequences of the dataset in its rows."""
+        """Return the batch with these sequences of the dataset in its rows.
+
+        rows: for each row the indices of its sequences.
+        """
         sequences = [[self.dataset[number] for number in row] for row in rows]
-        filled = self._fill_batch(sequences, self.compute_width(rows))
-        batch = replace(filled, sequences=tuple(map(tuple, rows)))
+        filled_batch = self._fill_batch(sequences, self.compute_width(rows))
+        batch = replace(filled_batch, sequences=tuple(map(tuple, rows)))
         if not self.dataset.labeled:
             return batch
         group = self.dataset.group
+        # The first of each item's sequences stands for the item.
         items = [number // group for row in rows for number in row][::group]
         return replace(batch, targets=torch.from_numpy(self.dataset.values[items]))
 
@@ -277,18 +295,19 @@ class _StepBuilder:
     def _exchange_answer(self, number: int) -> TokenSequence:
         """Return a sequence's prompt with the answer of the item before it.
 
-        A prompt is what stands before the first label, an answer what comes from there on.
+        number: index of the sequence, which is that of its item, since items are single sequences
+        here. The answer begins with the first token that is a label.
         """
-        prompt = self.dataset[number]
-        answer = self.dataset[self.previous_item[number]]
-        # The first label is the target of the prompt's last token.
-        prompt_end = int(np.argmax(prompt.labels != IGNORED))
-        answer_start = int(np.argmax(answer.labels != IGNORED))
+        prompt_sequence = self.dataset[number]
+        answer_sequence = self.dataset[self.previous_item[number]]
+        # The first label stands at the prompt's last token, which predicts it.
+        prompt_end = int(np.argmax(prompt_sequence.labels != IGNORED))
+        answer_start = int(np.argmax(answer_sequence.labels != IGNORED))
         tokens = np.concatenate(
-            [prompt.tokens[: prompt_end + 1], answer.tokens[answer_start + 1 :]]
+            [prompt_sequence.tokens[: prompt_end + 1], answer_sequence.tokens[answer_start + 1 :]]
         )
-        untrained = np.full(prompt_end, IGNORED, dtype=np.int32)
-        labels = np.concatenate([untrained, answer.labels[answer_start:]])
+        prompt_labels = np.full(prompt_end, IGNORED, dtype=np.int32)
+        labels = np.concatenate([prompt_labels, answer_sequence.labels[answer_start:]])
         return TokenSequence(tokens[: self.max_mismatched], labels[: self.max_mismatched])
 
     def _fill_batch(self, rows: list[list[TokenSequence]], width: int) -> Batch:
@@ -298,16 +317,16 @@ class _StepBuilder:
         sequence_ids = np.full((len(rows), width), -1, dtype=np.int64)
         lengths = [[len(sequence.tokens) for sequence in row] for row in rows]
         num_sequences = 0
-        for at, row in enumerate(rows):
+        for row_index, row in enumerate(rows):
             start = 0
             for sequence in row:
                 end = start + len(sequence.tokens)
-                tokens[at, start:end] = sequence.tokens
-                labels[at, start:end] = sequence.labels
-                sequence_ids[at, start:end] = num_sequences
+                tokens[row_index, start:end] = sequence.tokens
+                labels[row_index, start:end] = sequence.labels
+                sequence_ids[row_index, start:end] = num_sequences
                 start = end
                 num_sequences += 1
-        # By lengths and never by the pad id, which may be a real token's.
+        # Padding is known by lengths, not by the pad id, which real tokens may have too.
         real = RealTokens.from_lengths([sum(row) for row in lengths], width)
         batch = Batch(
             torch.from_numpy(tokens), torch.from_numpy(labels), attention=AttentionInfo(real=real)
@@ -343,9 +362,9 @@ def make_training_steps(
 ) -> Iterator[StepBatches]:
     """Yield this rank's part of the steps first_step .. last_step - 1 of the run, on `device`.
 
-    workers: number of processes that make batches ahead, two steps each; 0: a step is made when it
-    is asked for. A step is the same for any number of workers and wherever the run began; starting
-    at any step costs the same. The other arguments: as for `make_step`.
+    workers: number of processes that make batches ahead, two steps each; 0: make a step when it is
+    asked for. A step is the same for any number of workers and wherever the run began. Starting
+    at a late step costs no more. The other arguments are as for `make_step`.
     """
     device = torch.device(device)
     make = partial(
@@ -359,7 +378,7 @@ def make_training_steps(
         multiple=multiple,
         mismatched=mismatched,
     )
-    # The DataLoader's sampler yields the slots of a step, so workers need no plan.
+    # (slots, pack_length) of each step, from the DataLoader's sampler, so that workers need no plan
     planned = ((plan.slots(step), plan.pack_length(step)) for step in range(first_step, last_step))
     step_maker = _StepMaker(make)
     steps: Iterable[StepBatches] = map(step_maker.__getitem__, planned)
@@ -371,8 +390,8 @@ def make_training_steps(
             num_workers=workers,
             worker_init_fn=_begin_worker,
             multiprocessing_context="fork",  # forks share the dataset's pages
-            # The loader would draw a seed from the global generator, and what a model draws would
-            # depend on `workers`.
+            # Without it the loader draws a seed from the global generator, and what a model draws
+            # later would depend on `workers`.
             generator=torch.Generator(),
         )
     for batches in steps:
@@ -384,9 +403,9 @@ def make_training_steps(
 
 @dataclass
 class _StepMaker(TorchDataset):
-    """A map from a step's slots to its batches, as a DataLoader indexes a dataset."""
+    """A map from the (slots, pack_length) of a step to its batches, indexed by a DataLoader."""
 
-    make: Callable[..., StepBatches]
+    make: Callable[..., StepBatches]  # `make_step`, with all arguments but the step's own bound
 
     def __getitem__(self, planned: tuple[list[np.ndarray], int | None]) -> StepBatches:
         slots, pack_length = planned
@@ -396,10 +415,10 @@ class _StepMaker(TorchDataset):
 def _begin_worker(_worker: int) -> None:
     """Prepare a loader's process: it ignores the launcher's signals.
 
-    A launcher stops a run by a signal to the whole process group; the rank then saves, and ends its
-    workers.
+    A launcher stops a run by a signal to the whole process group. The rank then saves, and ends its
+    workers itself.
     """
-    gc.freeze()  # what the rank has left for collection is not the fork's to end
+    gc.freeze()  # the fork must not finalize objects that belong to the rank
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -407,11 +426,12 @@ def _begin_worker(_worker: int) -> None:
 # The check of packing: two rows of two documents each, which begin at different positions.
 _LENGTHS = ((24, 40), (40, 24))  # tokens
 _WIDTH = 64  # tokens of a row
-# Largest relative difference from a document by itself, for which kernels add up in another order;
-# 0.01 for other types. A leak moves logits by far more.
+# dtype -> largest relative difference of a packed document's logits from those of the document
+# alone, for which kernels add up in another order; 0.01 for other types. Documents that see each
+# other differ by far more.
 _MAX_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.05}
-# A neighbor's tokens take rows of an expert's matmul, and a kernel rounds another number of rows
-# slightly differently.
+# Largest change of a document's logits in a model with experts when its neighbor changes. Then the
+# rows of an expert's matmul change in number, and a kernel rounds slightly differently.
 _EXPERT_TOLERANCE = 1000  # times the precision of the type
 
 
@@ -419,7 +439,10 @@ class Evaluator(Protocol):
     """A runner of a model that is divided into pipeline stages."""
 
     def evaluate(self, batches: Sequence[Any], result_of: Callable[[int, Any], Any]) -> list[Any]:
-        """Return `result_of` of each micro-batch on the last stage's rank, None on the others."""
+        """Return `result_of` of each micro-batch on the last stage's rank, None on the others.
+
+        result_of: called with (index, micro-batch), while a call of the model runs its last stage.
+        """
 
 
 @torch.no_grad()
@@ -433,14 +456,14 @@ def check_packing_isolation(
     """Check that packed documents do not see each other in the model that will be trained.
 
     Documents are packed into rows and some of them changed: the logits of the others must not move.
-    It costs four forwards of 128 tokens, and leaves the model as it was. Collective for a sharded
-    model: all ranks call it, and agree. On a simulated device, whose tensors have no values,
-    nothing is checked.
+    It costs three forwards of 128 tokens and one of the four documents alone, and leaves the model
+    as it was. It is collective: all ranks call it, and get the same result. On a device whose
+    tensors have no values (as in a memory plan) nothing is checked.
 
-    model: `model(tokens [b, s], positions [b, s], attention)` returns logits `[b, s, v]`; it has
-    its weights. spec: the model's shape (`vocab_size`, `head_width`, ...). pipeline: runs the
-    stages of a model that is divided into them; None: it is not. multiple: rows must be a multiple
-    of so many tokens.
+    model: `model(tokens [b, s], positions [b, s], attention)` returns logits `[b, s, v]`; its
+    weights are loaded. spec: the model's shape (`vocab_size`, and if it has them `head_width`,
+    `attention_softcap`). pipeline: runs a model that is divided into pipeline stages; None: it is
+    not. multiple: rows must be a multiple of so many tokens.
 
     Raises SetupError if a document's logits depend on another one, or differ from those of the
     document alone.
@@ -457,9 +480,10 @@ def check_packing_isolation(
     finally:
         model.train(training)
         if any(hasattr(module.forward, "_torchdynamo_orig_callable") for module in model.modules()):
-            # Else training would be compiled for dynamic lengths, because of the lengths used here.
+            # Without it torch.compile has seen the lengths of the check, and would compile training
+            # for dynamic lengths.
             torch.compiler.reset()
-    # Which code has kept documents apart, by the rule of `ops.attention.prepare_attention`.
+    # The code that keeps documents apart, as `ops.attention.prepare_attention` chooses it
     capped = getattr(spec, "attention_softcap", None) is not None
     varlen = not capped and has_varlen(device, dtype, getattr(spec, "head_width", 0))
     backend = "the varlen attention kernel" if varlen else "attention masks"
@@ -468,6 +492,7 @@ def check_packing_isolation(
     max_difference = _MAX_DIFFERENCE.get(dtype, 0.01)
     precision = torch.finfo(dtype).eps
     expert_limit = min(_EXPERT_TOLERANCE * precision, max_difference)
+    # Without experts the logits must not move at all: a distance below `precision / 8` counts as 0.
     if leak > (expert_limit if has_experts else precision / 8):
         limit = f"at most {expert_limit:.2g}" if has_experts else "0"
         raise SetupError(
@@ -492,30 +517,33 @@ def _measure_leaks(
     """Return (leak, difference, whether any rank's layers have experts, dtype of the logits).
 
     leak: how far a document's logits move when its neighbor changes. difference: how far they are
-    from those of the document alone. Both are relative, the largest of all ranks.
+    from those of the document alone. Both are relative, the largest of all ranks. On a rank without
+    the last stage of a pipeline the dtype is that of its weights. The arguments are as for
+    `check_packing_isolation`.
     """
-    is_first = torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.bool)  # document of its sequence
-    for sequence, (length, _) in enumerate(_LENGTHS):
-        is_first[sequence, :length] = True
+    is_first = torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.bool)  # token of a row's 1st document
+    for row_index, (length, _) in enumerate(_LENGTHS):
+        is_first[row_index, :length] = True
     tokens = torch.randint(vocab_size, is_first.shape, generator=torch.Generator().manual_seed(0))
     changed = (tokens + 1) % vocab_size
     documents = list[Tensor]()
-    for sequence_tokens, document_lengths in zip(tokens, _LENGTHS, strict=True):
-        documents += sequence_tokens.split(document_lengths)
+    for row_tokens, document_lengths in zip(tokens, _LENGTHS, strict=True):
+        documents += row_tokens.split(document_lengths)
     padded_documents = nn.utils.rnn.pad_sequence(documents, batch_first=True)
     compute = partial(_compute_logits, model, device=device, pipeline=pipeline, multiple=multiple)
     logits = compute(tokens)
-    # The first document of each row stays and the second is changed, and the other way round.
-    logits_first_left = compute(torch.where(is_first, tokens, changed))
-    logits_second_left = compute(torch.where(is_first, changed, tokens))
+    # The first document of each row is kept and the second changed, and the other way round.
+    logits_first_kept = compute(torch.where(is_first, tokens, changed))
+    logits_second_kept = compute(torch.where(is_first, changed, tokens))
     logits_alone = compute(padded_documents, packed=False)
-    measured = torch.zeros(3, device=device)
+    measured = torch.zeros(3, device=device)  # (leak, difference, 1 with experts), for one reduce
     dtype = next(model.parameters()).dtype
     if logits is not None:  # None: another rank has the last stage of a pipeline
         leaks = [
-            _compute_distance(logits_first_left[is_first], logits[is_first]),
-            _compute_distance(logits_second_left[~is_first], logits[~is_first]),
+            _compute_distance(logits_first_kept[is_first], logits[is_first]),
+            _compute_distance(logits_second_kept[~is_first], logits[~is_first]),
         ]
+        # The logits of all documents without their padding, in the order of the packed tokens
         alone = torch.cat(
             [row[: len(document)] for row, document in zip(logits_alone, documents, strict=True)]
         )
@@ -540,7 +568,8 @@ def _compute_logits(
 ) -> Any:
     """Return logits `[b, s, v]` of tokens `[b, s]`; None on a rank without the last stage.
 
-    packed: each row has two documents, of `_LENGTHS` tokens; else one, with padding after it.
+    packed: each row has two documents, of `_LENGTHS` tokens; else one, with padding after it. The
+    other arguments are as for `check_packing_isolation`.
     """
     width = tokens.shape[1]
     tokens = nn.functional.pad(tokens, (0, -width % multiple))
@@ -564,6 +593,7 @@ def _compute_logits(
 def _compute_distance(logits: Tensor, expected: Tensor) -> Tensor:
     """Return the norm of the difference over the norm of the expected logits, fp32 `[]`."""
     expected = expected.float()
+    # `tiny`: no division by zero
     return (logits.float() - expected).norm() / expected.norm().clamp(
         min=torch.finfo(torch.float32).tiny
     )

@@ -2,8 +2,9 @@
 
 A `DatasetBuilder` calls `compute_cache_key`, and `load_or_make` with that key. A folder
 `<cache>/<key>` holds the arrays of an `ArrayWriter`, and in `manifest.json` their SHA-256, checked
-whenever it is opened, and the report. The process that makes it holds the lock `<key>.lock`, for
-which the others wait; if it fails, it writes the reason there for the other ranks of its launch.
+whenever it is opened, and the report (counts of the samples). The process that makes it holds the
+lock `<key>.lock`, for which the others wait; if it fails, it writes the reason there for the other
+ranks of its launch (the processes of one torchrun).
 """
 
 import fcntl
@@ -41,9 +42,13 @@ class ArrayWriter:
     """A writer of a dataset's arrays, one file for each, to which chunks are appended."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Open the files in a folder, or buffers in memory if that is None. Raises OSError."""
+        """Open a file for each array. Raises OSError if one cannot be opened.
+
+        folder: of the files; None: buffers in memory.
+        """
         self.folder = folder
-        self.items = 0  # number of items appended so far
+        # Number of items appended so far; an item is a sequence, or a pair of two
+        self.items = 0
         self.classes: dict[str, int] = {}  # name of a class -> its index in the dataset
         self._num_ids = 0  # number of ids appended so far
         self._hashes = {name: hashlib.sha256() for name in ARRAYS}
@@ -51,13 +56,16 @@ class ArrayWriter:
         try:
             for name in ARRAYS:
                 self._files[name] = io.BytesIO() if folder is None else open(folder / name, "xb")
-            self._write("offsets", np.zeros(1))
+            self._write("offsets", np.zeros(1))  # where the first sequence begins
         except OSError:
             self.close()
             raise
 
     def append(self, chunk: Chunk, file: int) -> None:
-        """Append all items of a chunk. file: index of their file. Raises OSError."""
+        """Append all items of a chunk. file: index of the file of samples that they come from.
+
+        Raises OSError if the disk is full, for example.
+        """
         for name in ("ids", "trained", "sample_of", "digests"):
             self._write(name, np.frombuffer(getattr(chunk, name), dtype=ARRAYS[name]))
         lengths = np.frombuffer(chunk.lengths, dtype=np.int64)
@@ -65,7 +73,7 @@ class ArrayWriter:
         self._write("file_of", np.full(len(chunk.sample_of), file))
         values = np.frombuffer(chunk.values, dtype=np.float64)
         if chunk.classes:
-            # A chunk has indices into its own classes: translate them to those of all chunks.
+            # Values are indices into the chunk's own classes: translate them to those of all.
             class_indices = [
                 self.classes.setdefault(name, len(self.classes)) for name in chunk.classes
             ]
@@ -75,7 +83,7 @@ class ArrayWriter:
         self.items += len(chunk.sample_of)
 
     def sync(self) -> None:
-        """Flush and sync the files to the disk. Raises OSError."""
+        """Flush and sync the files to the disk. Raises OSError if that fails."""
         for file in self._files.values():
             file.flush()
             if self.folder is not None:
@@ -110,7 +118,7 @@ class ArrayWriter:
 def map_arrays(folder: Path) -> dict[str, np.ndarray]:
     """Map the arrays in a folder, read-only, so that processes share their pages.
 
-    Raises OSError or ValueError.
+    Raises OSError if a file cannot be opened, ValueError if it is empty.
     """
     return {
         name: np.memmap(folder / name, dtype=kind, mode="r").view(np.ndarray)
@@ -131,18 +139,18 @@ class Stored:
     report: DataReport  # counts of the samples that they were made of
 
 
-MakeArrays = Callable[[ArrayWriter], DataReport]
+MakeArrays = Callable[[ArrayWriter], DataReport]  # writes all arrays, returns the report
 
 
-class _Unusable(Exception):  # noqa: N818  (an outcome, turned into a line)
+class _Unusable(Exception):  # noqa: N818  (an outcome, turned into a warning)
     """Raised if the cache cannot be used on this machine; its text is the reason."""
 
 
 def load_or_make(root: Path, key: str | None, make: MakeArrays) -> Stored:
     """Return the arrays stored under a key; one process makes them if they are missing or damaged.
 
-    root: folder of the cache. make: writes the arrays and returns the report. They are kept in
-    memory for the key None, and, with a warning, where the folder cannot be written. Raises what
+    root: folder of the cache. key: None keeps the arrays in memory. So does, with a warning, a
+    folder that cannot be written. make: writes the arrays and returns the report. Raises what
     `make` raises; other processes of the launch, which have waited for it, raise the same.
     """
     try:
@@ -176,6 +184,7 @@ def _make_under_lock(root: Path, key: str, make: MakeArrays) -> Stored:
 
 
 def _make_folder(folder: Path, make: MakeArrays) -> Stored:
+    # Renamed once it is complete
     partial = folder.with_name(f"{folder.name}.partial")
     with _convert_os_errors():
         _remove_folder(partial)
@@ -188,19 +197,19 @@ def _make_folder(folder: Path, make: MakeArrays) -> Stored:
             content = {"checksums": writer.checksums, "report": report.to_json()}
             manifest = {"content": content, "sha256": _hash_json(content)}
             write_bytes(partial / MANIFEST, json.dumps(manifest).encode())
-            # Synced before the rename: after a crash the folder is complete or not there.
+            # Synced before the rename, so that after a crash the folder is complete or not there
             flush_folder(partial)
             partial.rename(folder)
             flush_folder(folder.parent)
             return Stored(map_arrays(folder), writer.checksums, report)
     finally:
-        with suppress(OSError):  # the next process to hold the lock removes it
+        with suppress(OSError):  # then the next process that holds the lock removes it
             _remove_folder(partial)
 
 
 @contextmanager
 def _convert_os_errors() -> Iterator[None]:
-    """Turn an OSError inside into _Unusable. (Errors of the sources are UserErrors already.)"""
+    """Turn an OSError inside into _Unusable. Errors of the sources are UserErrors already."""
     try:
         yield
     except OSError as error:
@@ -258,7 +267,10 @@ def _remove_folder(folder: Path) -> None:
 
 @contextmanager
 def _hold_lock(root: Path, key: str) -> Iterator[TextIO]:
-    """Hold the lock of a key; wait while another process holds it. Raises _Unusable."""
+    """Hold the lock of a key; wait while another process holds it.
+
+    Raises _Unusable if the file cannot be opened, or the file system has no locks.
+    """
     path = root / f"{key}.lock"
     with _convert_os_errors():
         root.mkdir(parents=True, exist_ok=True)
@@ -272,15 +284,15 @@ def _hold_lock(root: Path, key: str) -> Iterator[TextIO]:
         try:
             yield file
         finally:
-            # Closing would not release it: forked workers have inherited the open file, and may
-            # outlive this block.
+            # Closing alone would not release it: forked workers have inherited the open file, and
+            # may outlive this block.
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _wait_for_first_rank(lock: TextIO, folder: Path) -> None:
     """Wait until another process holds the lock or is done, FIRST_RANK_SECONDS at most.
 
-    Local rank 0 does not wait. It should make the dataset, because it shows progress.
+    So local rank 0, which does not wait, makes the dataset: it is the one that shows progress.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         return
@@ -297,6 +309,7 @@ def _wait_for_first_rank(lock: TextIO, folder: Path) -> None:
 def _name_launch() -> str | None:
     """Return a text that is the same for all ranks of a launch on this machine; None: one rank."""
     environment = os.environ
+    # The parent process and these variables tell launches on one machine apart.
     if int(environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1"))) == 1:
         return None
     names = (
@@ -319,7 +332,8 @@ def _note_failure(lock: TextIO, error: UserError | _Unusable) -> None:
             lock.flush()
 
 
-# Classes of failures by name. All ranks raise the same class, since it decides the exit code.
+# Name -> class of the failures that are written. All ranks raise the same one, as it decides the
+# exit code.
 _NOTED_KINDS: dict[str, type[UserError | _Unusable]] = {_Unusable.__name__: _Unusable} | {
     name: kind
     for name, kind in vars(errors).items()
@@ -340,8 +354,8 @@ def _find_noted_failure(lock: TextIO) -> UserError | _Unusable | None:
     return None
 
 
-# Patterns of the files that a tokenizer reads in its folder; packages, and folders of recipe_lib,
-# whose code decides the ids and labels. All of them enter the key.
+# All of these enter the key of a dataset.
+# Patterns of the files that a tokenizer reads in its folder
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens*",
@@ -350,8 +364,9 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "config.json",
 )
+# Packages whose code decides the ids and labels
 PACKAGES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2", "pyarrow", "numpy")
-FOLDERS = ("data", "tokenizers")
+FOLDERS = ("data", "tokenizers")  # folders of recipe_lib whose code does
 
 
 def compute_cache_key(
@@ -362,11 +377,12 @@ def compute_cache_key(
 ) -> str | None:
     """Return a SHA-256 in hex of all that decides a dataset's ids and labels.
 
-    That is the settings, the contents and places of all files, tokenizer, formats and our own code.
-    A plugin's format enters by the file that it is in, not by what that file imports. None: format
-    or tokenizer have no file to hash, so the dataset cannot be cached. Raises DataError if a file
-    cannot be read.
+    That is the settings, the contents and places of all files, tokenizer, formats and the code of
+    recipe_lib. A plugin's format enters by the file that it is in, not by what that file imports.
+    None: a format or the tokenizer has no file to hash, so the dataset cannot be cached. encoders:
+    one for each source. Raises DataError if a file cannot be read.
     """
+    # A format is a function that reads a row.
     readers = [_identify_reader(encoder.read) for encoder in encoders]
     file = Path(tokenizer.place)
     if None in readers or not file.is_file():
@@ -374,7 +390,7 @@ def compute_cache_key(
     tokenizer_files = {file}
     for pattern in TOKENIZER_FILES:
         tokenizer_files.update(path for path in file.parent.glob(pattern) if path.is_file())
-    decisive = {
+    key_parts = {
         "settings": settings,
         "files": [[file.place, file.identity] for file in files],
         "columns": [encoder.columns for encoder in encoders],
@@ -395,7 +411,7 @@ def compute_cache_key(
         "arrays": ARRAYS,
         "code": _identify_code(),
     }
-    return _hash_json(decisive)
+    return _hash_json(key_parts)
 
 
 def _identify_reader(reader: Any) -> list[str] | None:

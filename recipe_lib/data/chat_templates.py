@@ -1,13 +1,10 @@
 """Render conversations as text, by the tokenizer's chat template or by the built-in plain one.
 
-`label_masks.py` makes a `Template` for its tokenizer, and a `RenderedChat` for each conversation,
-whose renderings `trained_spans.py` compares to find the answers in them.
-
-Samples have the thought of an answer in a field of its own or between `<think>` tags; templates
-read it from one of these, from none, or leave it to the prompt. `probe_template` finds out which,
-by rendering small conversations, and `TemplateFields` which keys of messages a template reads.
-The plain template exists twice: in Python for training (`render_plain`), and as Jinja for the
-exports of models that it has trained (`build_plain_jinja`).
+An `Encoder` (label_masks.py) makes a `Template`, and a `RenderedChat` for each conversation;
+trained_spans.py compares its renderings to find the answers. A thought is an answer's reasoning, in
+a key of its own or between `<think>` tags. `probe_template` renders small conversations to find
+where a template reads it. The plain template is Python for training (`render_plain`), and Jinja for
+exports (`build_plain_jinja`).
 """
 
 import json
@@ -24,12 +21,13 @@ from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest, Tokenizer
 from recipe_lib.tokenizers.chat_template import TurnEnd
 
-# Keys of a message in which samples have the thought of an answer apart from its content.
+# Keys of a message in which samples have the thought of an answer apart from its content
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 
+# The block tag that some templates put around what the model writes
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
-# Messages and a tool of the small conversations that templates are tried with. Mistral's templates
-# refuse ids of calls that have not nine letters and digits.
+# A question, a tool's result and a tool, for the small conversations that templates are tried with.
+# Mistral's templates refuse a call's id unless it has nine letters and digits.
 _ASK = {"role": "user", "content": "a"}
 _RESULT = {"role": "tool", "content": "b", "name": "f", "tool_call_id": "call00001"}
 _TOOL = {
@@ -41,15 +39,15 @@ _TOOL = {
     },
 }
 
-# What the names that a template reads are found by: Jinja's blocks, texts in quotes inside of
-# them, which are removed, and names that no point precedes, as one does an attribute's.
-_BLOCKS = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
-_TEXTS = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'", re.DOTALL)
-_NAMES = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
+# Patterns that find the names which a template reads
+_BLOCKS = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)  # Jinja's `{{ }}` and `{% %}`
+_TEXTS = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'", re.DOTALL)  # quoted; removed first
+_NAMES = re.compile(r"(?<![.\w])[A-Za-z_]\w*")  # after a point it would be an attribute
 _UNUSED = "zqj"  # a text that no template contains
 
-# Renders messages, once for each request, with tools: `Tokenizer.render_chats`. Where the template
-# objects, a DataError stands in place of the text.
+# `Tokenizer.render_chats`: (messages, requests, tools) -> a rendering for each request.
+# `RenderRequest(n)` asks for the first n messages. Where the template raises an exception, a
+# DataError stands in place of the text.
 Render = Callable[
     [Sequence[Message], Sequence[RenderRequest], Sequence[Mapping[str, Any]] | None],
     Sequence[str | DataError],
@@ -60,7 +58,7 @@ Render = Callable[
 class TemplateFeatures:
     """The ways in which a chat template treats thoughts and tool calls."""
 
-    thought_key: str = ""  # the field of an answer that it reads a thought from; empty: none
+    thought_key: str = ""  # the key of an answer that it reads a thought from; empty: none
     tags: bool = True  # it reads a thought between `<think>` and `</think>` of the content as well
     text_arguments: bool = False  # it wants a call's arguments as JSON text, not as an object
     after_call: str = ""  # the special token that directly follows a tool call; empty: none
@@ -72,12 +70,13 @@ def probe_template(
 ) -> TemplateFeatures:
     """Find out how a template treats thoughts and tool calls, by rendering small conversations.
 
-    source: the template's Jinja. special: finds special tokens; None: there are none. letter: a
-    character that the template does not contain. It is put where a value stands: the template has
+    source: the template's Jinja. special: matches any special token; None: there are none. letter:
+    a character that the template does not contain. It is put where a value stands: the template has
     written the value if the rendering contains it.
     """
     text_arguments = False
-    renderings = ["", ""]  # of the conversation up to a call, and up to the call's result
+    # Of the conversation up to a call, and up to the call's result; empty: no call was written
+    renderings = ["", ""]
     for as_text in (False, True):
         messages = [_ASK, _build_call(letter, as_text), _RESULT]
         texts = [
@@ -111,25 +110,27 @@ class TemplateFields:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         """Take the tokenizer that has the template.
 
-        None: conversations are written by the plain template, which reads roles and contents alone.
+        tokenizer: None if conversations are written by the plain template, which reads roles and
+        contents alone.
         """
         self._tokenizer = tokenizer
         source = (tokenizer.chat_template if tokenizer else None) or ""
         code = " ".join(_TEXTS.sub("", block) for block in _BLOCKS.findall(source))
         # All names in the template's code but attributes: variables, filters, Jinja's own words.
         self.names = frozenset(_NAMES.findall(code))
-        # By (role, key, type of the value, or the value of a bool).
+        # Results of `reads_key`, by (role, key, type of the value, or the value itself of a bool)
         self._reads_key = dict[tuple[str, str, Any], bool]()
 
     def reads_key(self, role: str, key: str, value: Any) -> bool:
         """Return True if this key changes how the template writes a message of this role.
 
-        Also if the template refuses a message with the key.
+        True as well if the template refuses a message with the key. value: of the key; it counts by
+        its type alone, unless it is a bool.
         """
         if self._tokenizer is None:
             return False
-        # One rendering for each type of value, and for each value of a bool, as a template may only
-        # ask whether it is true. A text is tried as one that no template contains.
+        # A template may only ask whether the value is true, so True and False are tried apart. A
+        # text is tried as one that no template contains.
         case = (role, key, value if isinstance(value, bool) else type(value))
         if case not in self._reads_key:
             self._reads_key[case] = self._writes_key(
@@ -140,13 +141,13 @@ class TemplateFields:
     def _writes_key(self, role: str, key: str, value: Any) -> bool:
         """Return True if a rendering changes with the key.
 
-        The message is tried as the last one of its role and as an earlier one, an answer also as a
-        call.
+        A question or answer is tried as the last one of its role and as an earlier one, since
+        templates treat these differently. An answer is also tried as a tool call.
         """
         assert self._tokenizer is not None
         answer = {"role": "assistant", "content": "b"}
         call = _build_call("c", as_text=False)
-        # By role, conversations and the index of the message that gets the key.
+        # Role -> (conversation, index of the message that gets the key)
         chats: dict[str, list[tuple[list[Message], int]]] = {
             "system": [([{"role": "system", "content": "s"}, _ASK, answer], 0)],
             "user": [([_ASK, answer, _ASK, answer], 0), ([_ASK, answer, _ASK, answer], 2)],
@@ -174,7 +175,7 @@ class TemplateFields:
 def _build_call(letter: str, as_text: bool) -> dict[str, Any]:
     """Return an answer that calls the tool `_TOOL` with this letter as its argument.
 
-    as_text: the arguments are JSON text, else an object.
+    as_text: give the arguments as JSON text, else as an object.
     """
     arguments: Any = {"x": letter}
     function = {
@@ -186,7 +187,10 @@ def _build_call(letter: str, as_text: bool) -> dict[str, Any]:
 
 
 def _can_read_thought(render: Render, key: str, letter: str, text_arguments: bool) -> bool:
-    """Return True if the template writes a thought in this key of an answer, or of a tool call."""
+    """Return True if the template writes a thought in this key of an answer, or of a tool call.
+
+    render, letter: as for `probe_template`. text_arguments: it wants a call's arguments as text.
+    """
     answers = ({"role": "assistant", "content": "b"}, _build_call("c", text_arguments))
     renderings = [
         render([_ASK, answer | {key: letter}], [RenderRequest(2)], [_TOOL])[0] for answer in answers
@@ -197,18 +201,23 @@ def _can_read_thought(render: Render, key: str, letter: str, text_arguments: boo
 def _can_read_tags(render: Render, key: str, letter: str) -> bool:
     """Return True if a thought between tags is written as one in this key, but for white space.
 
-    Also if a thought in this key is not written at all in an answer without a tool call.
+    True as well if a thought in this key is not written in an answer without a tool call. render,
+    letter: as for `probe_template`.
     """
-    apart = {"role": "assistant", "content": "b", key: letter}
-    tagged = {"role": "assistant", "content": f"<think>\n{letter}\n</think>\n\nb"}
+    answer_with_key = {"role": "assistant", "content": "b", key: letter}
+    answer_with_tags = {"role": "assistant", "content": f"<think>\n{letter}\n</think>\n\nb"}
     texts = [
-        _get_text(render([_ASK, answer], [RenderRequest(2)], None)[0]) for answer in (apart, tagged)
+        _get_text(render([_ASK, answer], [RenderRequest(2)], None)[0])
+        for answer in (answer_with_key, answer_with_tags)
     ]
     return letter not in texts[0] or "".join(texts[0].split()) == "".join(texts[1].split())
 
 
 def _find_next_token(beginning: str, text: str, special: re.Pattern[str] | None) -> str:
-    """Return the special token that follows `beginning` in `text` at once; empty: none."""
+    """Return the special token that directly follows `beginning` in `text`; empty: none.
+
+    special: matches any special token; None: there are none.
+    """
     if not special or not beginning or not text.startswith(beginning):
         return ""
     token = special.match(text, len(beginning))
@@ -216,15 +225,13 @@ def _find_next_token(beginning: str, text: str, special: re.Pattern[str] | None)
 
 
 def _get_text(rendering: str | DataError) -> str:
-    """Return a rendering; empty where the template objects."""
+    """Return a rendering; empty where the template raised an exception."""
     return "" if isinstance(rendering, DataError) else rendering
 
 
-# At the end of a prompt for an answer: a thought that is begun, for the model to go on with, or an
-# empty one, so that the model does not think. In an answer: the thought that it begins with.
-OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
-EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
-_LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+OPEN_THOUGHT = re.compile(r"<think>\s*\Z")  # ends a prompt after which the model has to think
+EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")  # ends one after which it does not think
+_LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)  # begins an answer
 
 
 def split_thought(message: Message) -> tuple[str | None, str]:
@@ -239,10 +246,10 @@ def split_thought(message: Message) -> tuple[str | None, str]:
 
 
 def move_thought(message: dict[str, Any], features: TemplateFeatures) -> dict[str, Any]:
-    """Return the message with its thought in the key that the template reads a thought from.
+    """Return a copy of the message with its thought in the key that the template reads it from.
 
-    It is the message itself if there is no thought, no such key, or the template reads the thought
-    where it is.
+    Returns the message itself if it has no thought, the template has no such key, or reads the
+    thought where it is.
     """
     key = next((name for name in THOUGHT_KEYS if isinstance(message.get(name), str)), None)
     if message["role"] != "assistant" or not features.thought_key or key == features.thought_key:
@@ -269,17 +276,18 @@ def complete_thought(
 ) -> str:
     """Return what a model must write after a prompt that has begun a thought.
 
-    That is the thought, its end, and the answer. What stands between thought and answer is the
-    template's own markup if it writes thoughts, else that of DeepSeek-R1, whose template does not.
+    That is the thought, its end, and the answer. Between thought and answer stands the template's
+    own markup if it writes thoughts, else that of DeepSeek-R1, whose template does not write any.
 
     alone: the rendering of the conversation up to the answer, in which the thought is missing or
     written in another way. begin: the prompt without the beginning of a thought; `alone` begins
     with it. letter: a character that neither the conversation nor the template contains. render:
-    renders the conversation up to the answer, with another message in its place; returns an empty
-    text if the template objects.
+    renders the conversation up to the answer, with the given message in the answer's place; returns
+    an empty text if the template raises an exception.
     """
     thought, content = split_thought(message)
     if features.thought_key:
+        # The letter stands for the thought: what follows it is the template's own markup.
         rendering = render({**message, "content": content, features.thought_key: letter})
         if rendering.startswith(begin) and letter in rendering:
             return (thought or "") + rendering[rendering.index(letter) + 1 :]
@@ -294,7 +302,7 @@ def strip_thought(rendered_answer: str) -> str:
     return rendered_answer[thought.end() :].lstrip("\n") if thought else rendered_answer
 
 
-Tools = Sequence[Mapping[str, Any]] | None
+Tools = Sequence[Mapping[str, Any]] | None  # descriptions of functions; None: no tools
 
 
 class Template:
@@ -308,16 +316,17 @@ class Template:
     ) -> None:
         """Choose the template of a tokenizer.
 
-        special: finds the tokenizer's special tokens in texts. is_chat: its own chat template is
-        used, not the plain one. add_bos: the plain template begins conversations with BOS.
+        special: finds the tokenizer's special tokens in texts. is_chat: use its own chat template,
+        not the plain one. add_bos: begin conversations of the plain template with BOS, if the
+        tokenizer begins texts with it by default.
         """
         self.tokenizer = tokenizer
         self.special = special
         self.is_chat = is_chat
-        # As text in front of the conversation, not as an id: so the first word is encoded as it is
+        # A text in front of the conversation, not an id, so that the first word is encoded as it is
         # after BOS.
         self._bos = get_bos_text(tokenizer, add_bos)
-        # The tokens that generation stops at, as text.
+        # Texts of the tokens that generation stops at
         self.stops = {
             tokenizer.get_token_bytes(token_id).decode(errors="replace")
             for token_id in tokenizer.stop_ids
@@ -325,7 +334,7 @@ class Template:
 
     @cached_property
     def end(self) -> TurnEnd:
-        """Return the end of an answer; the plain template has no token but EOS for it."""
+        """Return how the template ends an answer; empty for the plain one, which puts EOS there."""
         return self.tokenizer.turn_end if self.is_chat else TurnEnd()
 
     @cached_property
@@ -351,9 +360,9 @@ class Template:
     ) -> Sequence[str | DataError]:
         """Return renderings of one conversation, one for each request, all made in one go.
 
-        Where the template objects to a request, its error stands in place of the text. options:
+        Where the template raises an exception, a DataError stands in place of the text. options:
         `marks`, two letters to write around what `{% generation %}` holds, and `variables`, more
-        names that the template sees; the plain template has neither. Raises DataError if the
+        names that the template sees; the plain template ignores both. Raises DataError if the
         template cannot be run at all.
         """
         if self.is_chat:
@@ -373,8 +382,8 @@ class RenderedChat:
     def __init__(self, template: Template, conversation: Conversation, escape: Escape) -> None:
         """Take a conversation in which special tokens are escaped already.
 
-        escape: the letter that stands in each special token which a message spells out, so that
-        the template's own tokens can be told from it, and what becomes of it in encoding.
+        escape: the letter inside each special token that a message spells out, so that only the
+        template's own tokens are found, and whether these become tokens when the text is encoded.
         """
         self.template = template
         self.escape = escape
@@ -391,7 +400,10 @@ class RenderedChat:
 
     @cached_property
     def letters(self) -> Sequence[str]:
-        """Return two letters that neither the conversation nor the template contains."""
+        """Return two letters that neither the conversation nor the template contains.
+
+        Put in place of a text, they show where the template writes it.
+        """
         content = [self.messages, self.tools, self._variables]
         return self.template.special.find_unused_letters(content, 2)
 
@@ -403,8 +415,8 @@ class RenderedChat:
     ) -> Sequence[str | DataError]:
         """Return renderings as `Template.render` does, without keeping them.
 
-        messages: in place of the conversation's; None: these. The conversation's variables win over
-        those in options.
+        messages: rendered in place of the conversation's; None: the conversation's. Its variables
+        win over those in options.
         """
         merged_options = dict(options or {})
         if self._variables:
@@ -422,7 +434,7 @@ class RenderedChat:
     def cache_renderings(self, requests: Iterable[RenderRequest]) -> None:
         """Make and keep the renderings that `get_text` will be asked for.
 
-        All in one go: a template that came with a checkpoint renders in another process.
+        One call makes all: a tokenizer's template renders in another process.
         """
         missing = [
             request for request in dict.fromkeys(requests) if request not in self._renderings
@@ -431,7 +443,10 @@ class RenderedChat:
             self._renderings |= zip(missing, self.render(missing), strict=True)
 
     def get_text(self, request: RenderRequest) -> str:
-        """Return a rendering, made at the first call. Raises SampleFault if it is refused."""
+        """Return a rendering, made at the first call.
+
+        Raises SampleFault if the template raises an exception.
+        """
         self.cache_renderings([request])
         return require_text(self._renderings[request])
 
@@ -445,8 +460,8 @@ class RenderedChat:
 def require_text(rendering: str | DataError) -> str:
     """Return a rendering that is a text.
 
-    Raises SampleFault for an error: a template that objects to a conversation makes the sample a
-    bad one, and does not end the run.
+    Raises SampleFault for a DataError: what a template refuses is one bad sample, and does not end
+    the run.
     """
     if isinstance(rendering, DataError):
         raise SampleFault("refused by the chat template", str(rendering))
@@ -458,15 +473,16 @@ NO_TOOLS = (
     "the plain template does not show tools; leave them out, or use a tokenizer with a chat"
     " template"
 )
-# Values of data.format whose samples are not rendered by a template, but for samples of the second
-# one that are lists of messages.
+# Values of data.format whose samples no template renders. Those of prompt_completion may be lists
+# of messages, which are rendered.
 FORMATS_WITHOUT_TURNS = ("text", "prompt_completion")
 
 _ANSWER = "Assistant:\n"  # the prompt for an answer in the plain template
 
 # Renders as `render_plain` does, and checks roles and contents. In training the readers of samples
 # check these before, and make "developer" a "system"; other programs that use the exported Jinja
-# have no such checks. A tool is refused unless its name stands in the text: it would not be shown.
+# have no such checks. The template does not show tools, so it refuses one that no message names.
+# `build_plain_jinja` puts texts in place of BOS, EOS, NO_CALLS and NO_TOOLS.
 _JINJA = """\
 {%- set ns = namespace(text=BOS, content='', asks=false) -%}
 {%- for message in messages -%}
@@ -510,16 +526,17 @@ and message['content'] is not mapping -%}
 def render_plain(messages: Sequence[Message], eos: str, bos: str = "", prompt: bool = False) -> str:
     """Return a conversation in the plain template.
 
-    `User:`, `Tool:` and `Assistant:` stand on lines of their own before each turn, in any order,
-    EOS after each answer. The prompt for an answer follows if the last message is a question or a
-    tool's result, or if `prompt` is True. Raises DataError for a tool call.
+    Before each turn `User:`, `Tool:` or `Assistant:` stands on a line of its own, after each answer
+    EOS. The prompt for an answer follows if the last message is a question or a tool's result, or
+    if `prompt` is True. eos, bos: texts of the tokens; bos may be "". Raises DataError for a tool
+    call.
     """
     parts = [bos]
     for message in messages:
         content = message["content"]
         if message.get("tool_calls"):
             raise DataError(NO_CALLS)
-        # Readers have refused other roles than these and "user".
+        # The readers of samples have refused any other role but "user".
         turns = {
             "system": f"{content}\n\n",
             "assistant": f"{_ANSWER}{content}{eos}",
@@ -534,10 +551,7 @@ def render_plain(messages: Sequence[Message], eos: str, bos: str = "", prompt: b
 def try_render_plain(
     messages: Sequence[Message], request: RenderRequest, eos: str, bos: str
 ) -> str | DataError:
-    """Return one rendering in the plain template, or the DataError of what it cannot write.
-
-    So a tokenizer's `render_chats` answers a request.
-    """
+    """Return one rendering in the plain template, or the DataError of what it cannot write."""
     num_messages, add_prompt, replacements = request
     contents = dict(replacements)  # by index of the message
     replaced = [
@@ -556,8 +570,8 @@ def build_plain_jinja(eos: str, bos: str = "") -> str:
     Where training refuses a sample, it raises an exception: tool calls, tools that are not shown,
     unknown roles.
     """
-    # The tokens are written out in it, not as the variables `eos_token` and `bos_token`, since a
-    # tokenizer's may be set to something else later.
+    # The tokens are written out, not read from the variables `eos_token` and `bos_token`: these may
+    # be set to something else later.
     values = {"BOS": bos, "EOS": eos, "NO_CALLS": NO_CALLS, "NO_TOOLS": NO_TOOLS}
     return re.sub(
         "|".join(values), lambda match: json.dumps(values[match[0]], ensure_ascii=False), _JINJA
@@ -592,10 +606,10 @@ def find_trained_template(
     """Return the Jinja of the template that rendered a run's conversations, for its exports.
 
     None: the tokenizer's own files have it, or no sample of the run is a conversation. A template
-    that asks for today's date is returned with the date of training in its place.
+    that asks for today's date is returned with a fixed date, the one that training used.
 
     tokenizer: as the run loads it, with the file that tokenizer.chat_template names. chats: number
-    of samples that a template rendered; 0: not known, and the formats of the samples decide.
+    of samples that a template rendered; 0: not known, so the formats of the samples decide.
     """
     if not chats and all(
         source.format in FORMATS_WITHOUT_TURNS for source in resolve_sources(cfg.data)

@@ -1,8 +1,9 @@
 """Know the meaning of columns of a row and keys of a message by their names.
 
-`data.unread_names` asks these tables about columns and keys that a format does not read: they are
-known to change nothing ("idle"), or a fault. Names are compared as `normalize_name` returns them. A
-name is in the idle tables only if it cannot mean a part of a conversation.
+An UnreadNames (unread_names.py) asks these tables about columns and keys that a format does not
+read: each is idle (known to change nothing), or a fault of its row. Names are compared as
+`normalize_name` returns them. A name is in the idle tables only if it cannot mean a part of a
+conversation.
 """
 
 import re
@@ -28,24 +29,29 @@ SAME_AS = {
     "rejected": ("non_preferred_output",),
 }
 
+# Columns with images, sound or film: a fault
 _MEDIA = frozenset(
     "image images img imgs image_path image_paths image_url image_urls image_file picture pictures"
     " photo pixel_values image_grid_thw video videos video_path video_paths video_url frames audio"
     " audios audio_path audio_paths audio_url speech sound sounds wav waveform multi_modal_data"
     " mm_data objects bbox bboxes box boxes".split()
 )
+# Columns with a list of ids or masks, made by another tokenizer: a fault
 _TOKENIZED = frozenset(
     "input_ids token_ids tokens labels attention_mask loss_mask completion_mask assistant_masks"
     " position_ids token_type_ids prompt_ids completion_ids prompt_input_ids chosen_input_ids"
     " rejected_input_ids special_tokens_mask".split()
 )
+# Columns that say how much a row counts: a fault unless that is 1
 _WEIGHTS = frozenset("weight weights sample_weight loss_weight example_weight loss_scale".split())
+# Columns that say whether a row is desirable: a fault if it is not
 _JUDGED = frozenset(
     "label kto_tag is_correct correct is_chosen is_preferred preferred is_good good is_desirable"
     " desirable accepted acceptable approved passed is_passed valid is_valid verified is_verified"
     " success is_success successful solved is_solved resolved train training trainable loss use"
     " keep include".split()
 )
+# Columns with an answer that is not to be trained: a fault unless the chosen answer is trained
 UNWANTED = frozenset(
     "rejected rejected_response response_rejected rejected_answer non_preferred_output".split()
 )
@@ -55,6 +61,7 @@ RENDERED = frozenset(
     " chatml templated".split()
 )
 
+# Names of columns and keys that are idle if they hold labels: numbers, dates, short texts
 _IDLE = frozenset(
     "id ids idx index uid uuid guid sha sha1 sha256 md5 hash key row_number line_number source"
     " sources src origin dataset datasets subset split config fold shard batch batch_number file"
@@ -75,6 +82,7 @@ _IDLE = frozenset(
     " dataset_name task_name source_name finish_reason finish_reasons stop_reason object label_text"
     " label_name dump crawl pile_set_name repo_name hexsha added seed_data audience".split()
 )
+# Ends and beginnings of names that are idle in the same way
 _IDLE_ENDS = tuple(
     "_id _ids _idx _index _uuid _hash _url _urls _uri _link _score _scores _rating _ratings _rank"
     " _model _source _category _type _tag _tags _count _length _len _tokens _date _at _time"
@@ -85,6 +93,7 @@ _IDLE_STARTS = tuple(
     "num_ n_ score_ rating_ index_level_ unnamed_ meta_ metadata_ token_count_ created_"
     " updated_".split()
 )
+# Names that are idle if they hold one line of text, however long
 _ADDRESSES = ("url", "urls", "link", "links", "license", "licence", "copyright", "path", "filepath")
 # Notes of the dataset's authors, idle also if they are lists or objects
 _NOTES = frozenset(
@@ -93,18 +102,20 @@ _NOTES = frozenset(
     " lineage quality_signals cache_control header".split()
 )
 
-MESSAGE_READ = frozenset(("role", "content", "train", "tool_calls"))
+MESSAGE_READ = frozenset(("role", "content", "train", "tool_calls"))  # keys that every format reads
+# Further keys of a message that are idle if they hold labels
 _MESSAGE_IDLE = frozenset(
     "name turn_identifier language country state object status end_turn is_error".split()
 )
 _WHY_NOT_MEDIA = "images, sound or film, which no recipe reads"
 _WHY_NOT_DETAIL = "which letters of a message are trained, which is said of whole messages alone"
+# Key of a message that is a fault -> what it means
 _MESSAGE_REFUSED = {
     "refusal": "the model's refusal, which a chat template does not write",
     "train_detail": _WHY_NOT_DETAIL,
     "training_detail": _WHY_NOT_DETAIL,
 }
-# torchtune's fields of a message -> the value that asks for what is done anyway
+# torchtune's key of a message -> the value that asks for what is done anyway: then it is idle
 _MESSAGE_USUAL = {"eot": True, "ipython": False, "prefix": False}
 
 _MAX_LABEL_LETTERS = 200  # a longer text may be a part of a conversation, whatever its name
@@ -140,14 +151,20 @@ def is_label(value: Any) -> bool:
 def is_idle(name: str, value: Any) -> bool:
     """Return True if a column or a key is known by its name to change nothing.
 
-    Its value must also be such as these names have, a label mostly.
+    Its value must be of the kind that such names have, mostly a label: under the same name a long
+    text may be a part of a conversation.
     """
-    word = normalize_name(name)
-    if word in _NOTES or word in _REQUEST:
+    normalized = normalize_name(name)
+    if normalized in _NOTES or normalized in _REQUEST:
+        # A text that begins so may be a list or object as JSON.
         return not isinstance(value, str) or is_label(value) or value.lstrip()[:1] in ("{", "[")
-    if word in _ADDRESSES and isinstance(value, str):
+    if normalized in _ADDRESSES and isinstance(value, str):
         return "\n" not in value.strip()
-    has_idle_name = word in _IDLE or word.endswith(_IDLE_ENDS) or word.startswith(_IDLE_STARTS)
+    has_idle_name = (
+        normalized in _IDLE
+        or normalized.endswith(_IDLE_ENDS)
+        or normalized.startswith(_IDLE_STARTS)
+    )
     return has_idle_name and is_label(value)
 
 
@@ -161,23 +178,24 @@ def is_idle_key(name: str, value: Any) -> bool:
 
 
 def why_not_key(name: str) -> str:
-    """Return what a key of a message means, if that is known to matter; "": it is not known."""
+    """Return what a key of a message means if that is known to matter, else ""."""
     return _WHY_NOT_MEDIA if normalize_name(name) in _MEDIA else _MESSAGE_REFUSED.get(name, "")
 
 
 def why_not_column(name: str, value: Any, is_text: bool) -> str:
-    """Return what a column means, if that is known to matter and is not read; "": not known.
+    """Return what a column that is not read means if that is known to matter, else "".
 
-    is_text: rows are documents, whose label may be a number that does not judge them.
+    It is for an error line. is_text: rows are documents, whose label may be a number that does not
+    judge them.
     """
-    word = normalize_name(name)
-    if word in _MEDIA:
+    normalized = normalize_name(name)
+    if normalized in _MEDIA:
         return _WHY_NOT_MEDIA
-    if word in _TOKENIZED and isinstance(value, list):
+    if normalized in _TOKENIZED and isinstance(value, list):
         return "tokens that are made already, and rows are read as text"
-    if _is_weight(word) and not _is_one(value):
+    if _is_weight(normalized) and not _is_one(value):
         return "a weight of the row, which data.sources has for whole sources alone"
-    if word in _JUDGED and _judge(word, value, is_text) is False:
+    if normalized in _JUDGED and _judge(normalized, value, is_text) is False:
         return (
             "that the row is not wanted, and it would be trained; leave such rows out, or train"
             " with dpo.loss=kto"
@@ -191,16 +209,16 @@ def is_idle_beside(name: str, value: Any) -> bool:
 
 
 def is_neutral_label(name: str, value: Any) -> bool:
-    """Return True if a column says only that its row is desirable, or its class.
+    """Return True if a column only says that its row is desirable, or names its class.
 
-    A weight of 1 is neutral too.
+    A weight of 1 is neutral too. An undesirable row is not asked about: it is a fault.
     """
-    word = normalize_name(name)
-    if _is_weight(word):
+    normalized = normalize_name(name)
+    if _is_weight(normalized):
         return _is_one(value)
     return (
-        word in _JUDGED
-        and (_judge(word, value, is_text=False) is not None or word == "label")
+        normalized in _JUDGED
+        and (_judge(normalized, value, is_text=False) is not None or normalized == "label")
         and is_label(value)
     )
 
@@ -216,7 +234,11 @@ def _is_one(value: Any) -> bool:
 
 
 def _judge(word: str, value: Any, is_text: bool) -> bool | None:
-    """Return whether a column of this name calls the row desirable; None: it does not say."""
+    """Return whether a column of _JUDGED calls the row desirable; None: it does not say.
+
+    Of numbers only those of a label count, 0 and 1. word: the normalized name. is_text: rows are
+    documents.
+    """
     is_label_column = word in ("label", *SAME_AS["label"])
     is_switch = isinstance(value, bool) or (
         isinstance(value, str) and value.strip().lower() in ("true", "false")
@@ -229,5 +251,5 @@ _TRUTHS = {"true": True, "false": False, "1": True, "0": False}
 
 
 def read_truth(value: Any) -> bool | None:
-    """Return the truth value in JSON or in a table's cell; None: it is none."""
+    """Return the truth value of a JSON value or a table's cell, also of 0 and 1; else None."""
     return _TRUTHS.get(str(value).strip().lower()) if isinstance(value, (bool, int, str)) else None

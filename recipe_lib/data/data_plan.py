@@ -1,8 +1,9 @@
 """Choose the items that each step of a run trains on, and pack items into sequences.
 
-`TrainingData` builds a `DataPlan`, and `make_training_steps` asks its `slots` for the items of a
-step. They are a function of (seed, epoch, step) alone and not of the number of ranks, so a run can
-be resumed at any step and on other ranks. `pack` assigns items to packs by their lengths alone.
+A run builds a `DataPlan`, and `make_training_steps` (batches.py) asks its `slots` for the items of
+a step. An item is a sequence, or a pair of two; a slot is an item, or a pack of items that share a
+row. The order depends on (seed, epoch) alone and not on the number of ranks, so a run can be
+resumed at any step and on other ranks. `pack` assigns items to packs by their lengths alone.
 """
 
 import math
@@ -34,10 +35,10 @@ class Packs:
 def pack(lengths: np.ndarray, capacity: int) -> Packs:
     """Return packs of items 0 .. n-1 with these lengths; each item is in one of them.
 
-    lengths: tokens, each from 1 to `capacity`, or ValueError is raised. The algorithm is best-fit
-    decreasing: the longest item first, each into the fullest pack that still has room for it. The
-    number of packs and the lengths in them depend on the multiset of lengths alone; which item of
-    several of one length goes where depends on their order.
+    lengths, capacity: tokens. The algorithm is best-fit decreasing: the longest item first, each
+    into the fullest pack that still has room for it. The number of packs and the lengths in them
+    depend on the multiset of lengths alone. Which of several items of one length goes where depends
+    on their order. Raises ValueError for a length that is not from 1 to `capacity`.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= capacity:
@@ -45,19 +46,19 @@ def pack(lengths: np.ndarray, capacity: int) -> Packs:
             f"found lengths from {lengths.min()} to {lengths.max()}, expected 1 to {capacity}"
         )
     # Items of one length are assigned together: a million items have a few thousand lengths.
-    falling = np.argsort(-lengths, kind="stable")
+    longest_first = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
-    pack_of = np.empty(len(lengths), dtype=np.int64)
-    pack_of[falling] = _assign_packs(sizes[::-1].tolist(), counts[::-1].tolist(), capacity)
+    pack_of = np.empty(len(lengths), dtype=np.int64)  # for each item the index of its pack
+    pack_of[longest_first] = _assign_packs(sizes[::-1].tolist(), counts[::-1].tolist(), capacity)
     items = np.argsort(pack_of, kind="stable")
     sizes_of_packs = np.bincount(pack_of)
     return Packs(np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes_of_packs)]), items)
 
 
 def _assign_packs(sizes: list[int], counts: list[int], capacity: int) -> list[int]:
-    """Return the pack's index for each item, longest item first.
+    """Return the index of each item's pack, for the longest item first.
 
-    sizes: the different lengths, descending. counts: number of items of each.
+    sizes: the different lengths in tokens, descending. counts: number of items of each.
     """
     open_packs = _OpenPacks(capacity)
     pack_of_item = list[int]()
@@ -66,13 +67,14 @@ def _assign_packs(sizes: list[int], counts: list[int], capacity: int) -> list[in
             room, packs = open_packs.take(size, count)
             items_per_pack = room // size
             num_filled = min(len(packs), count // items_per_pack)
-            filled = packs[:num_filled]
+            # Packs that get as many items of this length as they have room for
+            filled_packs = packs[:num_filled]
             pack_of_item.extend(
-                filled
+                filled_packs
                 if items_per_pack == 1
-                else [pack for pack in filled for _ in range(items_per_pack)]
+                else [pack for pack in filled_packs for _ in range(items_per_pack)]
             )
-            open_packs.add(room - items_per_pack * size, filled)
+            open_packs.add(room - items_per_pack * size, filled_packs)
             count -= num_filled * items_per_pack
             if num_filled < len(packs):  # one more pack takes the rest of the items
                 pack_of_item.extend(packs[num_filled:] * count)
@@ -93,26 +95,26 @@ class _OpenPacks:
     def take(self, size: int, count: int) -> tuple[int, list[int]]:
         """Take out the fullest packs with room for `size`, at most as many as `count` items need.
 
-        Return (room of each, indices of the packs). They are those that were added last with this
-        room; new packs if none has room.
+        Return (tokens of room in each, indices of the packs). All have the same room; of several
+        such packs the last ones put back are taken. If none has room, the packs are new.
         """
-        at = bisect_left(self._rooms, size)
-        if at == len(self._rooms):
+        index = bisect_left(self._rooms, size)
+        if index == len(self._rooms):
             first = self._num_packs
             self._num_packs += -(-count // (self._capacity // size))
             return self._capacity, list(range(first, self._num_packs))
-        room = self._rooms[at]
+        room = self._rooms[index]
         packs = self._by_room[room]
         num_packs = -(-count // (room // size))
-        taken = packs[-num_packs:]
+        taken_packs = packs[-num_packs:]
         del packs[-num_packs:]
         if not packs:
             del self._by_room[room]
-            del self._rooms[at]
-        return room, taken
+            del self._rooms[index]
+        return room, taken_packs
 
     def add(self, room: int, packs: list[int]) -> None:
-        """Put back packs that have `room` left; full ones are dropped."""
+        """Put back packs with `room` tokens left; full ones are dropped."""
         if not packs or not room:
             return
         if room not in self._by_room:
@@ -121,8 +123,8 @@ class _OpenPacks:
         self._by_room[room].extend(packs)
 
 
-# Independent random streams of one (seed, epoch): the highest word of Philox' counter.
-_ORDER = 0  # of the items
+# Independent random streams of one (seed, epoch): the highest word of Philox' counter
+_ORDER = 0  # order of the items
 _SHARES = 1  # which items a fractional weight takes once more
 _PACKS = 2  # order of the packs
 
@@ -149,8 +151,9 @@ class DataPlan:
         """Take what decides the order.
 
         slots_per_step: batch_size x accumulation x data ranks. shuffle: False keeps the file's
-        order in every epoch. packing_capacity: tokens of a pack, for pairs of each of its two
-        sequences; None: no packing. Raises DataError if the first epoch has not one full step.
+        order in every epoch. packing_capacity: tokens of a row that holds a pack (a pack of pairs
+        may have twice as many); None: no packing. Raises DataError if the first epoch has not one
+        full step.
         """
         self.slots_per_step = slots_per_step
         self._seed = seed
@@ -162,6 +165,7 @@ class DataPlan:
         self._source_of = dataset.source_of
         # With whole weights every epoch takes the same items, and has the same number of steps.
         self._has_equal_epochs = all(weight == int(weight) for weight in self._weights)
+        # (slots, tokens of the fullest pack) of an epoch, kept for the last two that were asked for
         self._epoch = lru_cache(maxsize=2)(self._draw)
         self._count_steps = cache(lambda epoch: len(self._epoch(epoch)[0]) // slots_per_step)
         self._check_first_step()
@@ -169,7 +173,7 @@ class DataPlan:
     def steps(self, epoch: int) -> int:
         """Return the number of optimizer steps of an epoch (from 0).
 
-        Epochs may differ if a source's weight is no whole number.
+        Epochs may differ in it if a source's weight is no whole number.
         """
         return self._count_steps(0 if self._has_equal_epochs else epoch)
 
@@ -183,7 +187,10 @@ class DataPlan:
         return steps if max_steps is None else min(steps, max_steps)
 
     def locate(self, step: int) -> tuple[int, int]:
-        """Return (epoch, step within it) of a step of the run, all from 0."""
+        """Return (epoch, step within it) of a step of the run, all from 0.
+
+        Raises ValueError for a negative step.
+        """
         if step < 0:
             raise ValueError(f"found step {step}, expected 0 or more")
         if self._has_equal_epochs:
@@ -221,7 +228,7 @@ class DataPlan:
     def _draw(self, number: int) -> tuple[Packs, int | None]:
         """Return (slots of an epoch in the order they are taken, tokens of the fullest pack).
 
-        number: of the epoch, from 0. Without packing a slot is an item, and the tokens are None.
+        number: of the epoch, from 0. Without packing a slot is an item, and the second is None.
         """
         items = self._list_taken_items(number)
         if self._shuffle:
@@ -234,26 +241,33 @@ class DataPlan:
         else:
             order = np.argsort(packs.items[packs.offsets[:-1]], kind="stable")  # by first item
         sizes = np.diff(packs.offsets)
-        taken = items[packs.items[np.argsort(np.repeat(np.argsort(order), sizes), kind="stable")]]
+        # The items of all packs, with the packs in `order`. `packs` has indices into `items`, and
+        # argsort(order) is the new position of each pack.
+        ordered_items = items[
+            packs.items[np.argsort(np.repeat(np.argsort(order), sizes), kind="stable")]
+        ]
         offsets = np.append(0, np.cumsum(sizes[order]))
         pack_lengths = (
-            np.add.reduceat(self._lengths[taken], offsets[:-1]) if len(packs) else np.zeros(1)
+            np.add.reduceat(self._lengths[ordered_items], offsets[:-1])
+            if len(packs)
+            else np.zeros(1)
         )
-        return Packs(offsets, taken), int(pack_lengths.max())
+        return Packs(offsets, ordered_items), int(pack_lengths.max())
 
     def _list_taken_items(self, epoch: int) -> np.ndarray:
         """Return an epoch's items by source, in file order, as often as its weight says."""
-        numbers = _draw_numbers(len(self._lengths), self._seed, epoch=epoch, stream=_SHARES)
-        parts = []
+        random_numbers = _draw_numbers(len(self._lengths), self._seed, epoch=epoch, stream=_SHARES)
+        items_by_source = []
         for source, weight in enumerate(self._weights):
             items = np.flatnonzero(self._source_of == source)
-            # A running total is rounded, so that over all epochs the share is what the weight says.
+            # The total over all epochs is rounded, so that in the long run the share is that of the
+            # weight. `round` keeps a float such as 2.9999999 from being cut to 2.
             per_epoch = weight % 1 * len(items)
-            before = math.floor(round(epoch * per_epoch, 6))
-            count = math.floor(round((epoch + 1) * per_epoch, 6)) - before
-            once_more = np.sort(items[np.argsort(numbers[items], kind="stable")[:count]])
-            parts += [items] * int(weight) + [once_more]
-        return np.concatenate(parts)
+            total_before = math.floor(round(epoch * per_epoch, 6))
+            count = math.floor(round((epoch + 1) * per_epoch, 6)) - total_before
+            once_more = np.sort(items[np.argsort(random_numbers[items], kind="stable")[:count]])
+            items_by_source += [items] * int(weight) + [once_more]
+        return np.concatenate(items_by_source)
 
     def _check_first_step(self) -> None:
         """Raise DataError if the first epoch has not one full step."""
@@ -276,13 +290,16 @@ class DataPlan:
 
 
 def _draw_order(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:
-    """Return a random permutation of 0 .. number - 1, int64."""
-    # Equal random numbers keep file order: one chance in 10^7 for a million sequences.
+    """Return a random permutation of 0 .. number - 1, int64. stream: `_ORDER` or `_PACKS`."""
+    # Equal random numbers would keep file order: one chance in 10^7 for a million sequences.
     return np.argsort(_draw_numbers(number, seed, epoch=epoch, stream=stream), kind="stable")
 
 
 def _draw_numbers(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:
-    """Return `number` random uint64 of Philox-4x64 with the key (seed, epoch)."""
+    """Return `number` random uint64 of Philox-4x64 with the key (seed, epoch).
+
+    stream: one of the constants above, for numbers that do not depend on other streams.
+    """
     # numpy guarantees this stream for all versions and platforms, unlike `Generator.permutation`,
     # so that a run can be resumed elsewhere.
     key = np.array([seed % 2**64, epoch % 2**64], dtype=np.uint64)

@@ -1,9 +1,9 @@
 """Keep a dataset as compact arrays of tokens and labels, in memory or mapped from files.
 
-`data.tokenize_dataset` builds a `Dataset`, whose `dataset[i]` is the i-th sequence. An item is one
-sequence, or two that stay together (a preference pair): `data.data_plan` chooses the items of each
-step, `data.batches` makes tensors of them. The functions below check a whole dataset before a run:
-ids against the model's vocabulary, overlong sequences, validation samples that are trained on.
+A DatasetBuilder builds a `Dataset`, whose `dataset[i]` is the i-th sequence. An item is one
+sequence, or two that stay together (a preference pair): a DataPlan chooses the items of each step,
+batches.py makes tensors of them. The functions below check a dataset before a run: ids against the
+model's vocabulary, overlong sequences, validation samples that are trained on.
 """
 
 import hashlib
@@ -23,15 +23,15 @@ from recipe_lib.logs import warn_on_first_rank
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.tokenizers import Tokenizer
 
-# The arrays that a dataset is stored as, one file each, and their dtype.
+# Name -> dtype of the arrays that a dataset is stored as, one file each
 ARRAYS = {
     "ids": "<i4",  # of all sequences, one after the other
     "trained": "u1",  # for each id, whether the loss counts it as a target
     "offsets": "<i8",  # `[sequences + 1]`, where each sequence begins in `ids`
-    "file_of": "<i4",  # this and the next two are the fields of `Origin`
-    "sample_of": "<i8",
-    "digests": "<u8",
-    "values": "<f8",  # `Dataset.values`
+    "file_of": "<i4",  # for each item the index of the file of samples that it comes from
+    "sample_of": "<i8",  # for each item the index of its sample in that file
+    "digests": "<u8",  # for each item a hash, equal for items with the same tokens and labels
+    "values": "<f8",  # for each item a pair's margin, a class' index, or KTO's 1 or 0
 }
 _FINGERPRINTED = ("ids", "trained", "offsets")  # arrays that enter the fingerprint
 
@@ -41,7 +41,7 @@ class TokenSequence:
     """The tokens of one sequence and their targets."""
 
     tokens: np.ndarray  # int32 `[s]`, at most max_seq_len
-    labels: np.ndarray  # int32 `[s]`, the target of each token, or -100
+    labels: np.ndarray  # int32 `[s]`, the target of each token, -100 if the loss counts none
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,21 @@ class Dataset:
     ) -> None:
         """Take arrays as they are; nothing is copied.
 
-        ids: int32 `[n]`. offsets: int64 `[sequences + 1]`. trained: uint8 `[n]`. settings: JSON,
-        enters the fingerprint. group: sequences of an item. source_of: index of each item's source,
-        int16 `[items]`; None: all are from one. weights: one for each source. checksums: SHA-256 of
-        the arrays by name; None: they are computed. values, labeled: see the attributes. scored:
-        for a model with a score head. A sequence's tokens are all its ids, at most `scored` of
-        them, and only the last one has a label; None: the labels are the next ids.
+        ids: int32 `[n]`, of all sequences. offsets: int64 `[sequences + 1]`, where each begins.
+        trained: uint8 `[n]`, 1 for ids that the loss counts. settings: JSON, enters the
+        fingerprint. group: sequences of an item. source_of: index of each item's source, int16
+        `[items]`; None: all are from one. weights: how often an epoch takes the items of each
+        source. origin: files and samples of the items; None: not known. checksums: SHA-256 of the
+        arrays by name; None: they are computed. values, labeled: see the attributes.
+
+        scored: for a model with a score head: a sequence's tokens are all its ids, at most `scored`
+        of them, and only the last one has a label. None: the labels are the next ids.
         """
-        self.ids = ids  # int32 `[n]`
+        self.ids = ids
         self._offsets = offsets
         self._trained = trained
         self._origin = origin
-        self.report = report
+        self.report = report  # counts of the samples that the dataset was made of
         self.group = group  # sequences of an item; 2 for pairs: sequence 2i chosen, 2i + 1 rejected
         self.weights = tuple(map(float, weights))  # one for each source
         self._settings = settings
@@ -109,17 +112,18 @@ class Dataset:
         else:
             self.lengths = np.minimum(np.diff(offsets), scored)
             self.trained_counts = np.ones(len(self.lengths), dtype=np.int64)
-        # Tokens of all sequences of an item, int64 `[items]`.
+        # Tokens of all sequences of an item, int64 `[items]`
         self.item_lengths = (
             self.lengths if group == 1 else self.lengths.reshape(-1, group).sum(axis=1)
         )
-        self.items = len(self.item_lengths)  # how many
-        # Index of the source that an item came from, int16 `[items]`.
+        self.items = len(self.item_lengths)  # number of items
+        # Index of the source that an item came from, int16 `[items]`
         self.source_of = np.zeros(self.items, dtype=np.int16) if source_of is None else source_of
-        # fp64 `[items]`: a pair's margin, a class' index, or 1 for a desirable answer, else 0.
+        # fp64 `[items]`: a pair's margin, a class' index, or 1 for a desirable answer, else 0
         self.values = np.zeros(self.items) if values is None else values
         arrays = zip(_FINGERPRINTED, (ids, trained, offsets), strict=True)
         known_checksums = checksums or {name: compute_checksum(array) for name, array in arrays}
+        # What decides the training; only then a run may be resumed with the dataset
         identity = [
             settings,
             group,
@@ -127,10 +131,10 @@ class Dataset:
             [known_checksums[name] for name in _FINGERPRINTED],
             compute_checksum(self.source_of),
         ]
-        if labeled:  # else no values are trained, and a run may be resumed with other values
+        if labeled:  # else `values` are not trained on, and may differ when a run is resumed
             identity += [compute_checksum(self.values), report.classes if report else [], scored]
         identity_json = json.dumps(identity, sort_keys=True).encode()
-        # SHA-256 in hex, equal for datasets that train the same; a run is resumed only then.
+        # SHA-256 in hex, equal for datasets that train the same
         self.fingerprint = hashlib.sha256(identity_json).hexdigest()
 
     def __len__(self) -> int:
@@ -145,7 +149,7 @@ class Dataset:
         if self._scored is not None:
             ids = ids[: self._scored]
             labels = np.full(len(ids), IGNORED, dtype=np.int32)
-            labels[-1] = ids[-1]  # any id will do: the head reads the value, not this label
+            labels[-1] = ids[-1]  # it marks the token to score; its own value is not read
             return TokenSequence(ids, labels)
         labels = np.where(self._trained[start + 1 : end], ids[1:], np.int32(IGNORED))
         return TokenSequence(ids[:-1], labels)
@@ -159,7 +163,7 @@ class Dataset:
             return self._replace(labeled=True)
         origin = self._origin
         if origin is not None:
-            # The last bit tells the two answers of a pair apart.
+            # A digest is that of the pair; its last bit is changed for the rejected answer.
             answer_bits = np.tile(np.array([0, 1], dtype=np.uint64), self.items)
             origin = Origin(
                 files=origin.files,
@@ -179,7 +183,7 @@ class Dataset:
         """Return the same sequences for a score head, which scores them at their last token.
 
         The tokens are all ids of a sequence, at most `max_length`. Only the last has a label other
-        than -100; what it should be scored is in `values`.
+        than -100. What its score is compared with is in `values`.
         """
         return self._replace(labeled=True, scored=max_length)
 
@@ -188,7 +192,7 @@ class Dataset:
         return self._replace(values=values)
 
     def _replace(self, **changes: Any) -> "Dataset":
-        """Return a dataset of the same arrays of tokens; `changes` replace other arguments."""
+        """Return a dataset of the same arrays of tokens; `changes` replace keyword arguments."""
         arguments: dict[str, Any] = {
             "group": self.group,
             "source_of": self.source_of,
@@ -213,9 +217,10 @@ class Dataset:
         return set(np.unique(self.ids[self._offsets[1:] - 1]).tolist())
 
     def place(self, item: int) -> str:
-        """Return file and line that an item came from, as text; raise IndexError.
+        """Return file and line that an item came from, as text.
 
-        For a text that was cut into sequences it is the place of the text.
+        For a text that was cut into sequences it is the place of the text. Raises IndexError for an
+        item that is not there.
         """
         if not 0 <= item < self.items:
             raise IndexError(f"item {item} of {self.items}")
@@ -244,7 +249,10 @@ class Dataset:
 
 
 def adapt_to_recipe(cfg: FullFinetuneConfig, dataset: Dataset) -> Dataset:
-    """Return the dataset in the form that the config's recipe trains on."""
+    """Return the dataset in the form that the config's recipe trains on.
+
+    A score head takes scored sequences, KTO labeled answers, any other recipe the dataset itself.
+    """
     if cfg.scores_sequences:
         return dataset.convert_to_scored(cfg.max_seq_len)
     return dataset.convert_to_labeled_answers() if cfg.samples == "labeled answers" else dataset
@@ -282,8 +290,8 @@ def check_vocabulary(
 ) -> None:
     """Raise DataError for an id of tokenizer or sequences for which the model has no embedding.
 
-    Special tokens beyond the model's vocabulary pass while no sequence uses them, because published
-    checkpoints list some.
+    Special tokens beyond the model's vocabulary are allowed while no sequence uses them, because
+    published checkpoints list some.
     """
     ids = [tokenizer.ordinary_size - 1, tokenizer.bos_id, tokenizer.eos_id]
     largest_id = max(number for number in ids if number is not None)
@@ -303,9 +311,9 @@ def check_vocabulary(
 
 
 def warn_of_positions(max_positions: int, *datasets: Dataset | None) -> None:
-    """Warn of sequences longer than the model's `max_position_embeddings`, in tokens.
+    """Warn of sequences of more tokens than the model's `max_position_embeddings`.
 
-    They run, at positions that the model was never trained at.
+    They run, but at positions that the model was never trained at.
     """
     for dataset in datasets:
         longer = int((dataset.lengths > max_positions).sum()) if dataset is not None else 0

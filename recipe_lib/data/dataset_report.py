@@ -2,7 +2,8 @@
 
 A SourceEncoder fills a `DataReport` for each run of samples that it tokenizes; a DatasetBuilder
 adds them up by `add`, and the sum is stored with the dataset in the cache. `format_report_lines`
-returns the log lines.
+returns the log lines. An item is a sequence, or a pair of two (chosen and rejected). A label token
+is a target that the loss counts. A bad sample is one that cannot be used.
 """
 
 from collections import Counter
@@ -22,33 +23,34 @@ PLACES = 5  # bad samples of each cause whose places are kept in any case
 class DataReport:
     """Counts of one pass over a dataset.
 
-    Tokens are targets, which the tokens of a sequence are to predict. A pair is one sample and two
-    sequences; a conversation that becomes n sequences is one sample and n sequences.
+    Tokens are counted as targets: a sequence of n + 1 ids has n. A pair is one sample and two
+    sequences; a conversation that becomes n sequences is one sample and n sequences. The int fields
+    but `max_seq_len` are summed by `add`.
     """
 
     source: str  # file, folder or hub name; of several, joined by commas
     format: str  # data.format; of several, joined by commas
     max_seq_len: int  # tokens
-    template: str = "none"  # `chat` or `plain`, once it has rendered a conversation
+    template: str = "none"  # `chat` or `plain`, once that template has rendered a conversation
     train_on: str | list[str] = "assistant"  # data.train_on
     adds_bos: bool = False  # sequences begin with BOS where no chat template decides it
     history: str = "auto"  # data.history
     falls_back: bool = False  # the plain template is used because the tokenizer has none
     samples_read: int = 0  # bad ones included
-    sequences: int = 0  # sequences in the dataset
-    pairs: int = 0  # pairs in the dataset
+    sequences: int = 0  # in the dataset; of a pair both
+    pairs: int = 0  # in the dataset
     chats: int = 0  # samples that the template has rendered: conversations and preferences
     preferences: int = 0  # pairs that samples became, those left out as too long included
     labels: int = 0  # samples with a label desirable or undesirable
     classified: int = 0  # samples with a class
-    classes: list[str] = field(default_factory=list)  # names of classes; items have their index
+    classes: list[str] = field(default_factory=list)  # names of classes, by index
     tokens: int = 0  # targets of all sequences
     trained_tokens: int = 0  # tokens that the loss counts
     prompt_tokens: int = 0  # tokens that the loss does not count, without BOS
     bad_samples: Counter[str] = field(default_factory=Counter)  # cause -> bad samples
     # Cause -> place and detail of the first such sample
     first_bad: dict[str, str] = field(default_factory=dict)
-    # (cause, place and detail) of some bad samples, see `_keep_line`
+    # (cause, place and detail) of the first bad samples, and of the first of each cause
     bad_lines: list[tuple[str, str]] = field(default_factory=list)
     truncated_sequences: int = 0  # items over max_seq_len, with data.truncation=truncate
     skipped_long_sequences: int = 0  # items over max_seq_len, left out with data.truncation=drop
@@ -56,15 +58,14 @@ class DataReport:
     long_answer_tokens: int = 0  # label tokens of items over max_seq_len, before they are cut
     lost_answer_tokens: int = 0  # label tokens that were cut off
     untrained_ends: int = 0  # answers whose beginning is trained and whose end of turn is not
-    margins: int = 0  # pairs with a margin: by how much the chosen answer is better
+    margins: int = 0  # pairs with a margin other than 0: by how much the chosen answer is better
     texts: int = 0  # documents, which are cut into sequences
-    text_tokens: int = 0  # tokens of sequences that are trained as a whole
+    text_tokens: int = 0  # tokens of sequences that are read or trained as a whole
     lacks_eos: bool = False  # texts should end with EOS, and the tokenizer has none
     # Special tokens that the samples spell out
     special: SpecialCounts = field(default_factory=SpecialCounts)
-    apart_samples: int = (
-        0  # samples encoded in pieces, as a token would reach over an answer's edge
-    )
+    # Samples encoded in pieces, as a token would reach over an answer's edge
+    apart_samples: int = 0
     unseen_samples: int = 0  # samples with a system or user message that the template leaves out
     # Conversations with messages after the last trained one, which are in no sequence
     endings: int = 0
@@ -74,8 +75,8 @@ class DataReport:
     split_tokens: int = 0  # tokens of these sequences
     unsplit_tokens: int = 0  # tokens of the same conversations if each were one sequence
     marked_answers: int = 0  # answers that the template marks by `{% generation %}`
-    marks_differing: int = 0  # marks that are not what a model would have to generate
-    first_mark: str = ""  # line about the first of these
+    marks_differing: int = 0  # of these, answers whose marks are not what generation would write
+    first_mark: str = ""  # line about the first of the differing ones
     # Name of a column or key that is not read and changes nothing -> samples with it
     idle_names: Counter[str] = field(default_factory=Counter)
     ignored: list[str] = field(default_factory=list)  # data.ignore_columns
@@ -84,7 +85,7 @@ class DataReport:
     duplicate_sequences: int = 0  # items that repeat an earlier one, token by token; they are kept
     # [place of the item, place of the earlier one] of the first PLACES of these
     duplicates: list[list[str]] = field(default_factory=list)
-    # A report for each source, if there are several
+    # A report for each source; empty: there is one source
     parts: list["DataReport"] = field(default_factory=list)
 
     @property
@@ -128,7 +129,7 @@ class DataReport:
         self.first_control = self.first_control or control
 
     def add_bad(self, cause: str, line: str) -> None:
-        """Count a bad sample. line: its place, and the error."""
+        """Count a bad sample. cause: a few words, to count by. line: its place, and the error."""
         self._keep_line(cause, line)
         self.bad_samples[cause] += 1
         self.first_bad.setdefault(cause, line)
@@ -146,7 +147,7 @@ class DataReport:
         return [line for line_cause, line in self.bad_lines if line_cause == cause][:PLACES]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
+        """Return the report as JSON values, to be stored with the dataset."""
         return vars(self) | {
             "bad_samples": dict(self.bad_samples),
             "idle_names": dict(self.idle_names),
@@ -170,7 +171,10 @@ class DataReport:
         return DataReport(**dict(content) | restored)
 
     def check_share(self) -> None:
-        """Raise DataError if no token of a source, or every one, is a label token."""
+        """Raise DataError if no token of a source, or every one, is a label token.
+
+        Texts, and sources with data.train_on=all, are not checked.
+        """
         faults = [
             f"{part.source}: {fault}, or set data.check_label_mask to false if it is meant"
             for part in self.parts or [self]
@@ -189,13 +193,13 @@ class DataReport:
             return [f"{lines[0]}; correct the sample, or set data.on_invalid to skip"]
         if bad == self.samples_read and len(self.bad_samples) == 1:
             return [f"{lines[0]}; the other samples ({bad - 1}) have the same fault"]
-        more = "" if bad == len(lines) else f", the first {len(lines)} of which stand above"
+        note = "" if bad == len(lines) else f", the first {len(lines)} of which stand above"
         return [
             *lines,
             (
                 f"{self.source}: found {bad} samples of {self.samples_read} that cannot be"
-                f" used{more}; correct them, or set data.on_invalid to skip (`tune data check` with"
-                " the same config and overrides counts them by cause)"
+                f" used{note}; correct them, or set data.on_invalid to skip (`tune data check`"
+                " with the same config and overrides counts them by cause)"
             ),
         ]
 
@@ -207,6 +211,7 @@ class DataReport:
             return f"{self.source}: found no samples, expected at least one"
         limit = f"max_seq_len={self.max_seq_len}"
         first_bad = next(iter(self.first_bad.values()), "")
+        # Of (count, text) pairs `choose_lines` returns the texts whose count is not 0 or empty.
         reasons = choose_lines(
             (self.bad_samples, f"{sum(self.bad_samples.values())} bad ({first_bad})"),
             (
@@ -228,9 +233,10 @@ class DataReport:
     def find_share_fault(self) -> str | None:
         """Return the error if all or none of a source's tokens are trained; None: some are.
 
-        Not counted are texts, which are trained as a whole; with data.train_on=all nothing is
+        Texts are trained as a whole, so they are not counted; with data.train_on=all nothing is
         checked.
         """
+        # Every token of a text is a label token.
         tokens = self.tokens - self.text_tokens
         trained = self.trained_tokens - self.text_tokens
         if self.train_on == "all" or not tokens or (trained and self.prompt_tokens):
@@ -297,7 +303,7 @@ class DataReport:
 
     @property
     def _others(self) -> int:
-        """Return the number of usable samples that are no documents."""
+        """Return the number of usable samples that are no texts, which are cut into sequences."""
         return self.samples_read - sum(self.bad_samples.values()) - self.texts
 
     def _describe_label_tokens(self) -> str:
@@ -341,7 +347,7 @@ class DataReport:
         )
 
     def _describe_losses(self) -> list[str]:
-        """Return what was cut off."""
+        """Return lines on items over max_seq_len and on answers without a trained end."""
         long = self.truncated_sequences + self.skipped_long_sequences
         share = self.lost_answer_tokens / max(1, self.long_answer_tokens)
         done = "truncated" if self.truncated_sequences else "left out"
@@ -369,12 +375,15 @@ class DataReport:
         )
 
     def _describe_oddities(self) -> list[str]:
-        """Return what is not as most would expect, and no fault.
+        """Return lines on what is unusual and no fault.
 
-        Also what samples hold that is not read, and of data.ignore_columns what none has.
+        They include columns that change nothing, and names in data.ignore_columns that no sample
+        has.
         """
-        named = ", ".join(f"{name} ({count})" for name, count in sorted(self.idle_names.items()))
-        # What a bad sample holds is not counted, so that with one nobody knows.
+        idle_counts = ", ".join(
+            f"{name} ({count})" for name, count in sorted(self.idle_names.items())
+        )
+        # The columns of bad samples are not counted, so with one a name may not be missing.
         missing = [
             name for name in self.ignored if name not in self.idle_names and not self.bad_samples
         ]
@@ -416,7 +425,7 @@ class DataReport:
                     " tokenizer.chat_template to one that writes it"
                 ),
             ),
-            (named, f"data: columns that change nothing: {named}"),
+            (idle_counts, f"data: columns that change nothing: {idle_counts}"),
             (
                 self.margins,
                 (
@@ -469,7 +478,7 @@ def format_report_lines(
     """Return the log lines of training and, if there is one, validation.
 
     Validation's begin with `validation:`. Its line on BOS is left out if it equals training's.
-    faults: see `DataReport.lines`.
+    faults: include bad samples, and duplicates.
     """
     lines = training.lines(faults=faults)
     if validation is not None:
@@ -479,7 +488,7 @@ def format_report_lines(
     return lines
 
 
-# Names of the fields that `add` sums; max_seq_len is an int too, but a setting.
+# Names of the fields that `add` sums; max_seq_len is an int too, but a setting
 _COUNTS = [
     item.name for item in fields(DataReport) if item.type is int and item.name != "max_seq_len"
 ]

@@ -1,8 +1,9 @@
 """Turn a run of samples into tokens and labels, as the work of one tokenizing process.
 
-`data.tokenize_dataset` makes a `SourceEncoder` for each source of the config and calls its `encode`
-for runs of samples, one `Task` each. It reads each row in the source's format, has it encoded, cuts
-what is too long, and counts what became of the samples in the report of the `Chunk` it returns.
+A DatasetBuilder makes a `SourceEncoder` for each source of the config and calls its `encode` for
+runs of samples, one `Task` each. It reads each row of a file in the source's format, has it
+encoded, cuts what is too long, and returns a `Chunk` with a report, which counts what became of the
+samples. A SampleFault makes one sample a bad one; a UserError ends the reading.
 """
 
 import re
@@ -38,8 +39,8 @@ from recipe_lib.data.trained_spans import pick_trained
 from recipe_lib.data.unread_names import UnreadNames, collect_texts
 from recipe_lib.errors import DataError, UserError
 
-# Control characters but tab, line feed and carriage return: a text may hold JSON's `\\b` of
-# `\\boxed`.
+# Control characters but tab, line feed and carriage return. Text with LaTeX has them by mistake:
+# JSON reads the beginning of `\boxed` as its escape `\b`, a backspace.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
@@ -49,7 +50,7 @@ class Task(NamedTuple):
     source: int  # index of the source in the config
     file: int  # index of the file among the files of all sources
     start: int  # index of the first sample in the file
-    stop: int | None  # None: the file's samples cannot be counted; reading it raises why
+    stop: int | None  # None: the samples cannot be counted; reading the file raises the reason
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Chunk:
     # fp64 for each item: a pair's margin, a class' index in `classes`, or 1 for a desirable answer
     values: array = field(default_factory=lambda: array("d"))
     classes: list[str] = field(default_factory=list)  # names of classes, in the order of first use
-    # The error that ends the reading; nothing is trained then. None: all samples were read.
+    # The error that ended the reading; nothing is trained then. None: all samples were read
     fault: UserError | None = None
 
     def append(
@@ -79,8 +80,8 @@ class Chunk:
     ) -> None:
         """Add an item of one sequence, or of two that stay together.
 
-        sample: its index in the file. encoded: (ids, trained flags) of each sequence. value: what
-        `values` keeps of the item.
+        sample: its index in the file. encoded: (ids, trained flags) of each sequence. value: its
+        entry in `values`.
         """
         ids = array("i")
         trained = bytearray()
@@ -108,9 +109,9 @@ class SourceEncoder:
     ) -> None:
         """Look up the source's format.
 
-        max_seq_len: tokens that a sequence has at most. section: the section of the config that
-        names the source, for error lines. Raises DataError for columns that the format does not
-        know.
+        encoder: of all sources, for the tokenizer and the chat template. max_seq_len: tokens that a
+        sequence has at most. section: the section of the config that names the source, for error
+        lines. Raises DataError for columns that the format does not know.
         """
         self.cfg = cfg
         self.source = source
@@ -118,10 +119,10 @@ class SourceEncoder:
         self.max_seq_len = max_seq_len
         self.section = section
         self.format = source.format or cfg.format
-        self.columns = source.columns or {}
-        self.read = get_registered("data.format", self.format)
+        self.columns = source.columns or {}  # the format's name of a column -> the file's
+        self.read = get_registered("data.format", self.format)  # a function from a row to a sample
         self.unread = UnreadNames(self.format, cfg.ignore_columns, encoder.fields)
-        self.names = find_columns(self.format)
+        self.names = find_columns(self.format)  # the columns that the format reads
         known = self.names.known
         for name in self.columns:
             if known and name not in known:
@@ -150,7 +151,8 @@ class SourceEncoder:
     def encode(self, file: SampleFile, start: int, stop: int | None) -> Chunk:
         """Encode the samples start .. stop (exclusive) of a file.
 
-        Raises nothing of a user's data: what ends the reading is the chunk's `fault`.
+        stop: None reads to the end. No UserError is raised: the one that ends the reading is the
+        chunk's `fault`, so that the samples before it are still reported.
         """
         chunk = Chunk(self.report())
         try:
@@ -163,7 +165,8 @@ class SourceEncoder:
                         raise sample
                     self._read(chunk, number, place=place, row=sample)
                 except SampleFault as fault:
-                    self.encoder.special.take()  # drops the counts of a sample that is left out
+                    # Drop the counts of special tokens, as the sample is left out.
+                    self.encoder.special.take()
                     chunk.report.add_bad(fault.cause, prefix_place(place, fault))
         except UserError as error:
             chunk.fault = error
@@ -173,9 +176,10 @@ class SourceEncoder:
         return chunk
 
     def _read(self, chunk: Chunk, number: int, place: str, row: Mapping[str, Any]) -> None:
-        """Add the items of a row to the chunk, and count the names in it that nobody reads.
+        """Add the items of a row to the chunk, and count its columns and keys that are not read.
 
-        number: index of the row in the file. place: its file and line.
+        number: index of the row in the file. place: its file and line. Raises SampleFault for a row
+        that cannot be used.
         """
         row, left_out = self.unread.leave_out(row)
         renamed = self._rename_columns(row, place)
@@ -189,9 +193,9 @@ class SourceEncoder:
         )
 
     def _rename_columns(self, sample: Mapping[str, Any], place: str) -> RenamedSample:
-        """Return the sample under the names that the format knows.
+        """Return the sample with its columns under the names that the format knows.
 
-        Raises SampleFault for a missing column.
+        Raises SampleFault for a missing column, DataError for a text file in a format of columns.
         """
         missing = [
             name
@@ -260,7 +264,10 @@ class SourceEncoder:
         place: str,
         sample: Conversation | Completion | Preference | LabeledAnswer | Classified,
     ) -> list[tuple[Encoded, ...]]:
-        """Return the items of a sample: one of two sequences for a pair, else one for each."""
+        """Return the items of a sample: for a pair one item of two sequences.
+
+        For any other sample each sequence is an item.
+        """
         if isinstance(sample, Preference | LabeledAnswer):
             return [self.encoder.encode_answers(sample)]
         if isinstance(sample, Classified):
@@ -283,7 +290,7 @@ class SourceEncoder:
         return [(encoded,) for encoded in encoded_sample.sequences]
 
     def _count_prompt_tokens(self, encoded: Encoded) -> int:
-        """Count the tokens outside of the answers, BOS left out."""
+        """Return the number of tokens outside of the answers, BOS not counted."""
         # The first token is never trained, since nothing predicts it. It belongs to no prompt where
         # it is BOS, or the first of an answer.
         is_answer = bool(encoded.answers and encoded.answers[0][0] == 0)
@@ -293,10 +300,11 @@ class SourceEncoder:
     def _truncate_item(
         self, report: DataReport, place: str, sequences: tuple[Encoded, ...]
     ) -> tuple[Encoded, ...]:
-        """Return the sequences of an item cut to max_seq_len; none, if no target is left.
+        """Return the sequences of an item cut to max_seq_len; none if no label token is left.
 
-        Both sequences of a pair are cut to the same length. Both are left out where one has no
-        target left, or where they become equal. Raises DataError with `data.truncation: error`.
+        Both sequences of a pair are left out if one has no label token left, or if they become
+        equal. An item that needs no cut is returned as it is. Raises DataError for a longer one
+        with `data.truncation: error`; `drop` leaves it out.
         """
         max_ids = self.max_seq_len + 1  # ids: the last one is only a target
         longest = max(len(encoded.ids) for encoded in sequences)
@@ -325,7 +333,7 @@ class SourceEncoder:
         return kept_sequences
 
     def _add_document(self, chunk: Chunk, number: int, text: str) -> None:
-        """Cut a text into sequences of max_seq_len tokens; the last one may be shorter.
+        """Add a text, cut into sequences of max_seq_len tokens; the last one may be shorter.
 
         Each begins with the last target of the one before, so that every id but the first is a
         target once. Raises SampleFault for a text of fewer than two ids.

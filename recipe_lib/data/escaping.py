@@ -1,9 +1,10 @@
 """Keep special tokens that a sample's text spells out from being taken for the chat template's.
 
 An `Encoder` calls `SpecialTokens.escape` before a template is rendered: it inserts a private-use
-letter into each such token, so that only the template's own special tokens are found. Then
-`encode_escaped` takes the letter out; the tokens stay text, or become tokens with
-`data.parse_special_tokens`. `SpecialCounts` counts them for the log.
+letter (of Unicode) into each such token, so that only the template's own special tokens are found.
+Then `encode_escaped` takes the letter out; the tokens stay text, or become tokens with
+`data.parse_special_tokens`. `SpecialCounts` counts them for the log. A token is foreign if it is
+one of other models' templates.
 """
 
 import re
@@ -30,15 +31,15 @@ class SpecialCounts:
     parsed: Counter[str] = field(default_factory=Counter)
     # Token -> how often it was spelled out and stayed text
     unparsed: Counter[str] = field(default_factory=Counter)
-    # The same for tokens of other tokenizers' templates, which always stay text
+    # The same for foreign tokens, which always stay text
     foreign: Counter[str] = field(default_factory=Counter)
     samples: int = 0  # samples with tokens that stay text
-    places: list[str] = field(default_factory=list)  # the first of these samples, and their tokens
+    places: list[str] = field(default_factory=list)  # the first of these: place, and tokens found
     rendered: int = 0  # samples whose texts are renderings already and are encoded as they stand
 
     def note(self, place: str, spelled: "SpecialCounts") -> None:
         """Add the counts of a sample. place: file and line of the sample."""
-        if spelled.is_empty:  # as of most samples
+        if spelled.is_empty:  # true of most samples
             return
         if spelled.split:
             spelled.samples = 1
@@ -52,7 +53,7 @@ class SpecialCounts:
 
     @property
     def split(self) -> Counter[str]:
-        """Return the counts of all tokens that stay text; they are split into pieces."""
+        """Return the counts of all tokens that stay text, which is split into several tokens."""
         return self.unparsed + self.foreign
 
     def add(self, other: "SpecialCounts") -> None:
@@ -66,7 +67,7 @@ class SpecialCounts:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "SpecialCounts":
-        """Return the counts from the JSON of their `vars`.
+        """Return the counts from JSON of the fields, by name.
 
         Raises TypeError or KeyError for other JSON.
         """
@@ -75,6 +76,7 @@ class SpecialCounts:
 
     def lines(self, chats: int) -> list[str]:
         """Return lines for the log. chats: number of samples that the template has rendered."""
+        # Of (count, line) pairs `choose_lines` returns the lines whose count is not 0 or empty.
         return choose_lines(
             (
                 self.parsed,
@@ -119,17 +121,17 @@ class SpecialCounts:
 
 def _name_tokens(counts: Counter[str]) -> str:
     """Return `'<|im_end|>' 12 times, '<s>' once`, the most frequent first."""
-    named = [
+    phrases = [
         f"{token!r} {'once' if count == 1 else f'{count} times'}"
         for token, count in counts.most_common(MAX_TOKENS)
     ]
-    return ", ".join(named) + (", ..." if len(counts) > MAX_TOKENS else "")
+    return ", ".join(phrases) + (", ..." if len(counts) > MAX_TOKENS else "")
 
 
-# Unicode's private use areas, which no text should hold.
+# Code points of Unicode's private use areas, which no text should hold
 PRIVATE_LETTERS = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
 
-TAGS = ("<think>", "</think>")  # around the thought of an answer
+TAGS = ("<think>", "</think>")  # around the thought of an answer, its reasoning
 # Special tokens as chat templates of any model write them
 _TEMPLATE_TOKENS = re.compile(r"<\|[a-z][a-z0-9_]*\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 
@@ -174,7 +176,10 @@ class SpecialTokens:
             self.spelled.foreign.update(filter(self._is_foreign, _TEMPLATE_TOKENS.findall(text)))
 
     def note_once(self, content: list[Any], parses: bool) -> None:
-        """Subtract the counts of content that was counted twice, such as the prompt of a pair."""
+        """Subtract the counts of content that was counted twice, such as the prompt of a pair.
+
+        content: nested lists and dicts of texts. parses: as it was counted.
+        """
         if self.spelled.parsed or self.spelled.unparsed:
             noted = self.spelled.parsed if parses else self.spelled.unparsed
             noted -= self._escape_content(content)[2]
@@ -204,7 +209,10 @@ class SpecialTokens:
         return letters
 
     def _is_foreign(self, token: str) -> bool:
-        """Return True if a token is no token of this tokenizer, and not in its chat template."""
+        """Return True if a token is no token of this tokenizer and not in its chat template.
+
+        token: one that looks like a template's, such as `<|im_end|>`.
+        """
         if token not in self._foreign:
             is_written = token in (self._tokenizer.chat_template or "")
             is_split = len(self._tokenizer.encode_pieces([token])[0]) > 1
@@ -224,7 +232,8 @@ class SpecialTokens:
     def _escape_content(self, content: list[Any]) -> tuple[Any, str | None, Counter[str]]:
         """Return (content with a letter in each special token, the letter, count of each token).
 
-        The tags of an answer's thought are left as they are, and not counted.
+        The letter is None if there is no such token. The tags around an answer's thought are left
+        as they are, and not counted.
         """
         counts = self._count(content)
         if self.pattern is None or not counts:
@@ -236,20 +245,21 @@ class SpecialTokens:
             return match.group()[0] + letter + match.group()[1:]
 
         changed = _change_texts(content, lambda text: special.sub(insert_letter, text))
-        if isinstance(changed[0], list):
+        if isinstance(changed[0], list):  # content is [messages, tools, variables]
             tagged_messages = [restore_tags(message, letter) for message in changed[0]]
             for before, after in zip(changed[0], tagged_messages, strict=True):
-                if after is not before:  # each tag that is back has lost a letter
+                if after is not before:
+                    # Each restored tag has lost one letter, so the difference is their number.
                     counts.subtract(TAGS[: len(before["content"]) - len(after["content"])])
             changed[0] = tagged_messages
-        return changed, letter, +counts
+        return changed, letter, +counts  # `+` drops counts of 0
 
 
 def restore_tags(message: Message, letter: str) -> Message:
     """Return the message without `letter` in the tags of its thought, where it was inserted.
 
-    Some tokenizers have these tags as special tokens, so `escape` marks them as well. At the
-    beginning of an answer they are markup, which the template and the model should see.
+    Some tokenizers have these tags as special tokens, so `escape` has put the letter into them. At
+    the beginning of an answer they are markup, which the template and the model should see.
     """
     content: Any = message.get("content")
     begin = f"<{letter}think>"
@@ -272,13 +282,13 @@ def encode_escaped(tokenizer: Tokenizer, parts: Sequence[str], escape: Escape) -
 
 def _collect_texts(content: Any) -> list[str]:
     """Return every text in nested lists and dicts, keys included."""
-    parts = [content]
-    for part in parts:  # the list grows during the iteration
-        if isinstance(part, dict):
-            parts += (*part, *part.values())
-        elif isinstance(part, list):
-            parts += part
-    return [part for part in parts if isinstance(part, str)]
+    values = [content]
+    for value in values:  # the list grows during the iteration
+        if isinstance(value, dict):
+            values += (*value, *value.values())
+        elif isinstance(value, list):
+            values += value
+    return [value for value in values if isinstance(value, str)]
 
 
 def _change_texts(content: Any, change: Callable[[str], str]) -> Any:

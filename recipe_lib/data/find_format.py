@@ -1,8 +1,9 @@
 """Find the format of samples by the columns of the first of them (`data.format: auto`).
 
-`prepare_data` of a run calls `settle_formats`, which puts the formats into the config and returns
-lines for the log; a DatasetBuilder calls `fill_in_format` for one source whose files are open.
-Samples of no format raise DataError, with the overrides that would name their columns.
+A run calls `settle_formats`, which puts the formats into the config; a DatasetBuilder calls
+`fill_in_format` for one source. A format is a function from a row (column -> value) to a sample,
+registered by its name, with the columns that it requires. Samples of no format raise DataError,
+with the overrides that would name their columns.
 """
 
 from collections import Counter
@@ -30,23 +31,23 @@ from recipe_lib.data.sources import SampleFile, open_sources
 from recipe_lib.errors import ConfigError, DataError
 from recipe_lib.units import choose_lines
 
-AUTO = "auto"  # the value of data.format that has the format found out
+AUTO = "auto"  # the value of data.format for which the format is found here
 PAIRS = "preference"  # the format of pairs of answers
 LABELED = ("kto", "classification")  # the formats of samples with a label
 MAX_VOTES = 100  # samples whose columns are looked at
 MAX_SAMPLES_TRIED = 1000  # samples of a file that are read to find MAX_VOTES readable ones
 MAX_NAMED_COLUMNS = 12  # columns that an error line names
-# If a sample has the columns of several formats, the first counts. `text` is last, because it is
-# often an extra column that holds the whole sample.
+# If a sample has the columns of several formats, the first of these counts. `text` is last, because
+# it is often an extra column that holds the whole sample.
 _FORMATS_IN_ORDER = ("preference", "messages", "sharegpt", "alpaca", "prompt_completion", "text")
-_LISTS = ("messages", "conversations")  # columns that hold lists; those of other formats do not
+_LISTS = ("messages", "conversations")  # required columns that hold lists; others hold text
 
 
 def _order_formats(samples: str) -> tuple[str, ...]:
     """Return the formats to try for a recipe, the likeliest first.
 
-    samples: what the recipe trains on, a key of SAMPLES. A format with labels is tried only if the
-    recipe can use it, and then first.
+    samples: what the recipe trains on, a key of SAMPLES, whose values are the formats that it can
+    use. A format with labels is tried only if the recipe can use it, and then first.
     """
     if set(SAMPLES[samples]) <= set(_FORMATS_IN_ORDER):
         return _FORMATS_IN_ORDER
@@ -59,7 +60,8 @@ def find_fitting_formats(
     """Return the formats whose required columns a sample has, the likeliest first.
 
     columns: `data.columns`, from a format's name of a column to the sample's. samples: what the
-    recipe trains on, a key of SAMPLES ("answers", "labeled answers", ...).
+    recipe trains on, a key of SAMPLES ("answers", "labeled answers", ...). Formats of plugins are
+    tried first.
     """
     plugin_formats = [
         name for name in list_names("data.format") if name not in BUILT_IN["data.format"][1]
@@ -71,6 +73,7 @@ def find_fitting_formats(
         values = [_find_value(name, column, sample=sample, columns=columns) for column in required]
         are_lists = [isinstance(value, list) or is_json_list(value) for value in values]
         if required and None not in values:
+            # The columns of these may hold text or messages.
             may_be_either = name in (*plugin_formats, PAIRS, *LABELED, "prompt_completion")
             fits = may_be_either or are_lists == [column in _LISTS for column in required]
             (fitting_formats if fits else other_formats).append(name)
@@ -84,7 +87,8 @@ def _find_value(
 ) -> Any:
     """Return a sample's value for a column of a format, under any of the column's names.
 
-    The first name with a value other than None counts; None: there is no value. form: the format.
+    The first value other than None counts; None: there is none. form: name of the format. columns:
+    `data.columns`.
     """
     values = (sample.get(name) for name in find_columns(form).list_spellings(column, columns))
     return next((value for value in values if value is not None), None)
@@ -93,7 +97,10 @@ def _find_value(
 def _find_formats_with_nulls(
     sample: Mapping[str, Any], columns: Mapping[str, str], samples: str
 ) -> list[str]:
-    """Return the formats whose required columns a sample has, even where their value is null."""
+    """Return the formats whose required columns a sample has, even if their value is null.
+
+    columns, samples: as for `find_fitting_formats`.
+    """
     return [
         name
         for name in _order_formats(samples)
@@ -110,9 +117,9 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
     data = cfg.data
     validation = cfg.validation
     lines = list[str]()
-    held_out = resolve_validation_source(data, validation)
-    # Decided before the format of training is set, because validation falls back to that one.
-    finds_validation = held_out is not None and held_out.format == AUTO
+    validation_source = resolve_validation_source(data, validation)
+    # Asked before the format of training is set, because validation falls back to that one
+    finds_validation = validation_source is not None and validation_source.format == AUTO
     for number, source in enumerate(resolve_sources(data)):
         section = data.sources[number] if data.sources else data
         if source.format == AUTO:
@@ -122,8 +129,9 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
                 lines.append(
                     f"data: format {section.format}, found by the columns of {source.source}"
                 )
-    if held_out is not None and finds_validation:
-        validation.format = _settle_format(cfg, held_out, "validation")
+    if validation_source is not None and finds_validation:
+        validation.format = _settle_format(cfg, validation_source, "validation")
+        # Told only if it is another format than that of training
         if validation.format not in {source.format for source in resolve_sources(data)} | {AUTO}:
             lines.append(
                 f"data: format {validation.format}, found by the columns of {validation.source}"
@@ -134,8 +142,8 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
 def _settle_format(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str:
     """Return the format of a source; `auto` if none of its samples can be read.
 
-    section: key of the source in the config, such as `data.sources[0]`. Raises DataError and
-    ConfigError as `settle_formats` does.
+    section: key of the source in the config, such as `data.sources[0]`. Raises DataError for
+    samples of no format, ConfigError for a format that the recipe cannot train on.
     """
     files = open_sources(source, cache=get_cache_root(cfg.data.cache_dir), section=section)
     format_key = f"{section}.format"
@@ -147,7 +155,7 @@ def _settle_format(cfg: FullFinetuneConfig, source: SourceConfig, section: str) 
         samples=cfg.samples,
         ignored=cfg.data.ignore_columns,
     )
-    usable = SAMPLES[cfg.samples]
+    usable = SAMPLES[cfg.samples]  # formats that the recipe can train on
     known = (*_FORMATS_IN_ORDER, *LABELED)
     faults = choose_lines(
         (
@@ -186,12 +194,13 @@ def fill_in_format(
 ) -> SourceConfig:
     """Return the source with the format of its files in place of `auto`.
 
-    section, ignored: see `find_format`. Raises DataError for samples of no format.
+    section: of the config, for errors. ignored: columns that are not looked at. Raises DataError
+    for samples of no format.
     """
     if source.format != AUTO:
         return source
     format_name = find_format(files, source.columns or {}, section=section, ignored=ignored)
-    # If no sample can be read, any format will do: reading raises what is wrong with them.
+    # If no sample can be read, any format will do: reading them raises the faults.
     return replace(source, format="messages" if format_name == AUTO else format_name)
 
 
@@ -213,9 +222,10 @@ def find_format(
         (place, {name: row[name] for name in row if name not in ignored})
         for place, row in _read_first_samples(files)
     ]
+    # For each sample the formats that fit it, of which the first has its vote
     candidates = [find_fitting_formats(sample, columns, samples) for _, sample in samples_read]
     votes = Counter(formats[0] for formats in candidates if formats)
-    # The right columns, which hold null in these samples: reading raises an error about that.
+    # The columns may be right and hold null in these samples: reading raises an error about that.
     if not votes and samples_read and not _suggest_columns(samples_read[0][1], section, samples):
         candidates = [_find_formats_with_nulls(row, columns, samples) for _, row in samples_read]
         votes = Counter(formats[0] for formats in candidates if formats)
@@ -228,7 +238,10 @@ def find_format(
 
 
 def _read_first_samples(files: Sequence[SampleFile]) -> list[tuple[str, dict[str, Any]]]:
-    """Return (file and line, sample) of the first readable samples of the first file with any."""
+    """Return [(file and line, sample)] of the first MAX_VOTES readable samples.
+
+    All are from one file, the first that has any.
+    """
     for file in files:
         readable = (
             (place, sample)
@@ -256,8 +269,10 @@ def describe_no_format(
     sample: Mapping[str, Any], columns: Mapping[str, str], section: str, samples: str = "answers"
 ) -> str:
     """Return the text of an error for a sample whose columns fit no format, and what to set."""
-    named = [f"{name} (null)" if value is None else str(name) for name, value in sample.items()]
-    found_names = ", ".join(sorted(named)[:MAX_NAMED_COLUMNS]) or "none"
+    names_with_nulls = [
+        f"{name} (null)" if value is None else str(name) for name, value in sample.items()
+    ]
+    found_names = ", ".join(sorted(names_with_nulls)[:MAX_NAMED_COLUMNS]) or "none"
     known = "; ".join(
         f"{name}:"
         f" {', '.join(columns.get(column, column) for column in find_columns(name).required)}"
@@ -271,11 +286,14 @@ def describe_no_format(
 
 
 def _suggest_columns(sample: Mapping[str, Any], section: str, samples: str) -> str:
-    """Return a remedy, overrides for columns that have another known name; "": there is none."""
+    """Return a remedy, overrides for columns that have another known name; "": there is none.
+
+    section: of the config. samples: what the recipe trains on, a key of SAMPLES.
+    """
     for name in _order_formats(samples):
-        read = find_columns(name)
-        file_names = dict[str, str]()
-        for column in read.known:
+        format_columns = find_columns(name)
+        file_names = dict[str, str]()  # column of the format -> the sample's name for it
+        for column in format_columns.known:
             free_names = [
                 free_name
                 for free_name in OTHER_NAMES.get(column, ())
@@ -287,7 +305,7 @@ def _suggest_columns(sample: Mapping[str, Any], section: str, samples: str) -> s
         renamed = {
             column: file_name for column, file_name in file_names.items() if file_name != column
         }
-        if file_names.keys() >= set(read.required) and _can_read(
+        if file_names.keys() >= set(format_columns.required) and _can_read(
             name, sample, renamed=renamed, section=section
         ):
             overrides = [f"{section}.format={name}", *format_overrides(section, renamed)]
@@ -300,7 +318,8 @@ def _can_read(
 ) -> bool:
     """Return True if a format can read a sample whose columns are named by `renamed`.
 
-    A sample with an empty text counts as read: it is a bad sample of the right format.
+    A sample with an empty text counts as read: it is a bad sample of the right format. name: of the
+    format. renamed: from the format's names to the sample's.
     """
     try:
         get_registered("data.format", name)(

@@ -1,9 +1,10 @@
-"""Readers of a dataset's samples, by the name in `data.format`.
+"""Read rows of a dataset as samples, by the format that `data.format` names.
 
-A format is a function from a sample (a dict, its columns renamed by `data.columns`) to a
-Conversation, a Completion, a Document, a Preference, a LabeledAnswer or a Classified text. A plugin
-registers its own with `@register("data.format", "name")`, and says with `@columns(...)` which
-columns it reads; it raises SampleFault for a sample that it cannot use.
+A format is a function from a row (column -> value, columns renamed by `data.columns`) to a
+Conversation, a Completion, a Document, a Preference, a LabeledAnswer or a Classified text. A
+SourceEncoder calls it for each row. It is registered with `@register("data.format", "name")`, by
+plugins too, says with `@columns(...)` which columns it reads, and raises SampleFault for a row that
+it cannot use.
 """
 
 import math
@@ -58,10 +59,10 @@ from recipe_lib.data.samples import (
 )
 from recipe_lib.data.samples import read_text_field as text_of
 
-# Plugins import `conversation` and `read_console` from here (docs/your_recipe.md).
+# Plugins import these from here (docs/your_recipe.md).
 __all__ = ["Reader", "RawSample", "columns", "conversation", "text_of"]
 
-Reader = Callable[[RawSample], Sample]
+Reader = Callable[[RawSample], Sample]  # a format
 
 
 def columns(
@@ -72,8 +73,9 @@ def columns(
 ) -> Callable[[Reader], Reader]:
     """Return a decorator that declares which columns a format reads.
 
-    instead: required column -> columns that may replace it, which the format reads itself. same:
-    column -> other names for it, which are renamed before the format sees the row.
+    required: columns that a row must have. optional: columns that it may have. instead: required
+    column -> columns that may replace it, which the format reads itself. same: column -> other
+    names for it, which are renamed before the format sees the row.
     """
 
     def add(reader: Reader) -> Reader:
@@ -85,13 +87,14 @@ def columns(
     return add
 
 
-_columns = partial(columns, same=SAME_AS)  # of the formats here
+_columns = partial(columns, same=SAME_AS)  # the decorator of the formats below
 
 
 def _build_chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
-    """Return the conversation of these turns, with system message, tools and template arguments.
+    """Return the conversation of these turns, with the row's system message, tools and variables.
 
-    asked: number of leading turns that are the prompt; 0: not known.
+    asked: number of leading turns that are the prompt; 0: not known. Raises SampleFault for a
+    conversation without an answer, or another column that cannot be used.
     """
     all_turns = prepend_system(sample, turns)
     num_added = len(all_turns.messages) - len(turns.messages)
@@ -110,7 +113,7 @@ def _build_chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation
 def read_alpaca(sample: RawSample) -> Conversation:
     """Read `instruction`, `output`, and perhaps `input`, `system` and `history`.
 
-    `input` is put under the instruction; `history` is the turns before, as pairs of texts.
+    `input` is put under the instruction. `history` has the turns before, as pairs of texts.
     """
     question = read_question(sample, "instruction")
     if not question.messages[0]["content"].strip():
@@ -126,9 +129,9 @@ def read_alpaca(sample: RawSample) -> Conversation:
 @register("data.format", "sharegpt")
 @_columns("conversations", optional=CHAT_COLUMNS)
 def read_sharegpt(sample: RawSample) -> Conversation:
-    """Read `conversations`: a list of {from, value} or {role, content}.
+    """Read `conversations`, a list of {from, value} or {role, content}.
 
-    And perhaps `system`, and `tools` (may be JSON).
+    `system` and `tools` (a list, or JSON text of one) are optional.
     """
     return _build_chat(sample, read_turns(sample, "conversations"))
 
@@ -136,9 +139,9 @@ def read_sharegpt(sample: RawSample) -> Conversation:
 @register("data.format", "messages")
 @_columns("messages", optional=CHAT_COLUMNS)
 def read_messages(sample: RawSample) -> Conversation:
-    """Read `messages`: a list of {role, content} as chat APIs have it.
+    """Read `messages`, a list of {role, content} as chat APIs have it.
 
-    And perhaps `system`, and `tools` for the chat template.
+    `system`, and `tools` for the chat template, are optional.
     """
     return _build_chat(sample, read_turns(sample, "messages", names_calls=False))
 
@@ -146,10 +149,10 @@ def read_messages(sample: RawSample) -> Conversation:
 @register("data.format", "prompt_completion")
 @_columns("prompt", "completion", optional=CHAT_COLUMNS)
 def read_prompt_completion(sample: RawSample) -> Completion | Conversation:
-    """Read `prompt` and `completion`: two texts, put together as they stand.
+    """Read `prompt` and `completion`: two texts, put together as they stand, or messages.
 
-    There is no template and no space between them. Or messages (one of the two may be text), of
-    which the completion is trained.
+    Texts have no template and no space between them. If either column holds messages, the other may
+    be a text, and both are one conversation, of which the completion is trained.
     """
     if any(isinstance(sample.get(name), (list, dict)) for name in ("prompt", "completion")):
         asked = read_column(sample, "prompt", "user")
@@ -170,7 +173,7 @@ def read_prompt_completion(sample: RawSample) -> Completion | Conversation:
 @register("data.format", "text")
 @_columns("text")
 def read_text(sample: RawSample) -> Document:
-    """Read `text`, or a whole .txt file."""
+    """Read `text`, which for a .txt file is its content."""
     text = read_text_field(sample, "text")
     if not text:
         raise SampleFault(
@@ -197,27 +200,27 @@ def read_text(sample: RawSample) -> Document:
 def read_preference(sample: RawSample) -> Preference:
     """Read `chosen` and `rejected`: two answers, or two conversations that begin alike.
 
-    An answer is a text or a message; a conversation may be a text of Human and Assistant. What
-    comes before them is `prompt` (text, or messages), `conversations`, or `instruction` with
-    `input`; where the conversations hold it already, none is needed. The prompt is all that both
-    have in common, up to the answer in which they part. `margin`: a number, by how much the chosen
-    one is better.
+    An answer is a text or a message. A conversation is a list of messages, or a text of turns of
+    `Human:` and `Assistant:`. What comes before them is `prompt` (text, or messages),
+    `conversations`, or `instruction` with `input`; conversations that hold it already need none.
+    The prompt is all that both have in common, up to the answer in which they differ. `margin` is a
+    number, by how much the chosen one is better.
     """
     sample = open_request(sample)
-    before = _read_prompt(sample, ("prompt", "conversations", "instruction"))
-    chosen = _continue_with(before, read_answer(sample, "chosen"))
-    rejected = _continue_with(before, read_answer(sample, "rejected"))
+    turns_before = _read_prompt(sample, ("prompt", "conversations", "instruction"))
+    chosen = _continue_with(turns_before, read_answer(sample, "chosen"))
+    rejected = _continue_with(turns_before, read_answer(sample, "rejected"))
     if chosen.messages == rejected.messages:
         raise SampleFault(
             "equal answers", "found chosen equal to rejected, expected two different answers"
         )
     pairs = zip(chosen.messages, rejected.messages, strict=False)
-    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))  # messages of the prompt
     no_prompt = _why_no_prompt(sample, chosen, rejected=rejected, shared=shared)
     both_texts = isinstance(sample["chosen"], str) and isinstance(sample["rejected"], str)
     if no_prompt and not (both_texts and sample["chosen"][:1] == sample["rejected"][:1]):
-        # For texts that begin alike the encoder raises it, unless they are renderings with a
-        # prompt, which it can recognize.
+        # Of texts that begin alike the encoder raises it, unless it finds them to be renderings of
+        # a chat template, in which the prompt stands.
         raise no_prompt
     tools, path = read_tools(sample)
     places = SamplePlaces(chosen.places, path), SamplePlaces(rejected.places, path)
@@ -257,9 +260,10 @@ def read_preference(sample: RawSample) -> Preference:
 def _check_end(
     sample: RawSample, name: str, turns: Turns, asked: int, cause: str, expected: str
 ) -> None:
-    """Raise SampleFault for a column that adds no message of the assistant at its end.
+    """Raise SampleFault if a column adds nothing to the prompt, or does not end in an answer.
 
-    asked: messages of the prompt.
+    turns: of the prompt and the column. asked: number of messages of the prompt. cause: a few words
+    to count the fault by. expected: the end of the error line.
     """
     last = turns.messages[-1]["role"] if len(turns.messages) > asked else "nothing"
     if last != "assistant":
@@ -271,16 +275,22 @@ def _check_end(
 def _read_prompt(sample: RawSample, names: Sequence[str]) -> Turns:
     """Return what comes before an answer: the system message, earlier turns, and the question.
 
-    names: of the columns that may hold the question.
+    names: of the columns that may hold the question. Raises SampleFault if several do, or a column
+    has another shape.
     """
-    given = [name for name in names if not is_blank(sample.get(name))]
-    given = given or [name for name in names if sample.get(name) is not None][:1]
-    if len(given) > 1:
-        raise SampleFault("two prompts", f"found {' and '.join(given)}, expected one of the two")
-    before = read_history(sample)
-    if given or not is_blank(sample.get("input")):
-        before += read_question(sample, given[0] if given else "instruction")
-    return prepend_system(sample, before)
+    question_columns = [name for name in names if not is_blank(sample.get(name))]
+    # A column with blank text counts if there is no other: the fault then names it.
+    question_columns = (
+        question_columns or [name for name in names if sample.get(name) is not None][:1]
+    )
+    if len(question_columns) > 1:
+        raise SampleFault(
+            "two prompts", f"found {' and '.join(question_columns)}, expected one of the two"
+        )
+    turns = read_history(sample)
+    if question_columns or not is_blank(sample.get("input")):
+        turns += read_question(sample, question_columns[0] if question_columns else "instruction")
+    return prepend_system(sample, turns)
 
 
 def _read_margin(value: object) -> float:
@@ -305,14 +315,13 @@ def _read_margin(value: object) -> float:
     },
 )
 def read_kto(sample: RawSample) -> LabeledAnswer:
-    """Read `prompt` (text, or messages), `completion` and `label`: true for a completion that is
-    wanted.
+    """Read `prompt` (text, or messages), `completion` and `label`, true for a desirable completion.
 
     The completion is a text, a message, or several. `instruction` with `input` is a prompt as well,
-    `output` a completion; of `messages` or `conversations` the last one is the completion.
+    `output` a completion. Of `messages` or `conversations` the last message is the completion.
     """
     label = _read_label(sample)
-    before = _read_prompt(sample, ("prompt", "instruction", *CONVERSATION_COLUMNS))
+    turns_before = _read_prompt(sample, ("prompt", "instruction", *CONVERSATION_COLUMNS))
     names = [name for name in ("completion", "output") if sample.get(name) is not None]
     if len(names) > 1:
         raise SampleFault(
@@ -320,11 +329,11 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
         )
     if names or all(sample.get(name) is None for name in CONVERSATION_COLUMNS):
         answer = read_column(sample, names[0] if names else "completion", "assistant")
-        turns = _continue_with(before, answer)
-        num_asked = len(before.messages)
+        turns = _continue_with(turns_before, answer)
+        num_asked = len(turns_before.messages)
     else:  # messages whose last one is the completion
-        turns = before
-        num_asked = max(0, len(before.messages) - 1)
+        turns = turns_before
+        num_asked = max(0, len(turns_before.messages) - 1)
     prompt = turns.messages[:num_asked]
     tools, path = read_tools(sample)
     places = SamplePlaces(turns.places, path)
@@ -367,19 +376,19 @@ def _read_label(sample: RawSample) -> bool:
 @register("data.format", "classification")
 @_columns("label", optional=("text", "prompt", "messages", *CHAT_COLUMNS))
 def read_classification(sample: RawSample) -> Classified:
-    """Read `label`, a whole number from 0 on or the class' name, and what has it.
+    """Read `label`, the name or number (from 0) of a class, and the text that has it.
 
     That is `text` as it stands, `prompt` (text of the user) or `messages`.
     """
-    given = [name for name in ("text", "prompt", "messages") if sample.get(name) is not None]
-    if len(given) != 1:
+    text_columns = [name for name in ("text", "prompt", "messages") if sample.get(name) is not None]
+    if len(text_columns) != 1:
         raise SampleFault(
             "no one text",
-            f"found {' and '.join(given) or 'none of them'}, expected one of text, prompt and"
-            " messages",
+            f"found {' and '.join(text_columns) or 'none of them'}, expected one of text, prompt"
+            " and messages",
         )
     label = _read_class(sample)
-    if given == ["text"]:
+    if text_columns == ["text"]:
         refuse_beside_text(sample, *CHAT_COLUMNS)
         text = read_text_field(sample, "text")
         if not text.strip():
@@ -388,7 +397,7 @@ def read_classification(sample: RawSample) -> Classified:
                 f"{get_path(sample, 'text')}: found an empty text, expected one with a class",
             )
         return Classified(Document(text), label)
-    turns = prepend_system(sample, read_column(sample, given[0], "user"))
+    turns = prepend_system(sample, read_column(sample, text_columns[0], "user"))
     tools, path = read_tools(sample)
     places = SamplePlaces(turns.places, path)
     check_order(turns.messages, places)
@@ -399,7 +408,10 @@ def read_classification(sample: RawSample) -> Classified:
 
 
 def _read_class(sample: RawSample) -> str:
-    """Return the name of a class; that of a number is its digits. Raises SampleFault."""
+    """Return the name of the row's class; the name of a number is its digits.
+
+    Raises SampleFault for a label that is empty, negative, or neither text nor whole number.
+    """
     value = sample.get("label")
     text = str(value).strip() if isinstance(value, (bool, int, str)) else ""
     if not text or (isinstance(value, int) and value < 0):
@@ -416,7 +428,8 @@ def _why_no_prompt(
 ) -> SampleFault | None:
     """Return the fault of two answers without a prompt, or with a system message alone.
 
-    None: they have a prompt.
+    None: they have a prompt. chosen, rejected: conversations. shared: number of messages that both
+    begin with.
     """
     answers = [turns.messages[shared:] for turns in (chosen, rejected)]
     if any(message["role"] != "system" for message in chosen.messages[:shared]) or not all(
@@ -440,7 +453,8 @@ def _why_no_prompt(
 def _continue_with(before: Turns, answer: Turns) -> Turns:
     """Return the conversation of the turns before an answer and the answer.
 
-    The answer may repeat the turns before it, or only continue them.
+    The answer may repeat the turns before it, or only continue them. Raises SampleFault if both
+    have a system message, and these differ.
     """
     num_before = len(before.messages)
     if answer.messages[:num_before] == before.messages and len(answer.messages) > num_before:
@@ -452,7 +466,8 @@ def _continue_with(before: Turns, answer: Turns) -> Turns:
             f"{answer.places[0].path}: found a system message that differs from the one before,"
             " expected one of them",
         )
-    # A dataset may repeat the question of its conversations in a separate column.
+    # A dataset may repeat the question of its conversations in a separate column: then only the
+    # system messages come before.
     if len(asked) == 1 and asked[0]["role"] == "user" and asked[0] in answer.messages:
         num_system = num_before - 1  # they come first
         return Turns(before.messages[:num_system], before.places[:num_system]) + answer

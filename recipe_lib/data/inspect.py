@@ -1,7 +1,9 @@
 """Inspect all sequences of a run: what they contain, and what is wrong with them.
 
 `tune data check` prints the counts and findings of `inspect`, `tune data show` the sequences of
-`show_item`, whose pieces it colors by whether they are trained.
+`show_item`, whose pieces it colors by whether they are trained. A finding is a fault of the samples
+that a user may allow. An item is a sequence, or a pair of two. A pack is items that share one
+sequence of max_seq_len tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +29,9 @@ class Finding:
     """Something wrong with the samples of a run."""
 
     name: str  # the name by which `--allow` of `tune data check` allows it
-    line: str  # description, with the remedy
-    count: int  # number of samples, items or answers that have it; 0: not counted
-    places: Sequence[str] = ()  # places of the first of them
+    line: str  # description, mostly with a remedy
+    count: int  # number of samples, items, answers or sequences that have it; 0: not counted
+    places: Sequence[str] = ()  # places of the first of them; empty: they are not known
     more: int = 0  # number of further places
     dataset: str = "training"  # or `validation`
 
@@ -50,13 +52,13 @@ def inspect(
 ) -> Inspection:
     """Return counts and findings of the training and the validation sequences.
 
-    `counts["validation"]` has the counts of validation samples. max_seq_len: tokens.
-    untrained_tokens: special tokens in the sequences whose embedding the checkpoint has never
-    trained; None: there is no checkpoint to look at.
+    `counts["validation"]` has the counts of validation samples. validation: None if there is none.
+    max_seq_len: tokens. untrained_tokens: special tokens in the sequences whose embedding the
+    checkpoint has never trained; None: there is no checkpoint to look at.
     """
     report = training.report
     pack_length = max_seq_len * training.group  # tokens of a pack: a pair may fill two sequences
-    packs = len(pack(training.item_lengths, pack_length))
+    packs = len(pack(training.item_lengths, pack_length))  # if the run were packed
     counts = _collect_counts(report) | {
         "shortest_sequence": int(training.lengths.min()) if len(training) else 0,
         "median_sequence": int(np.median(training.lengths)) if len(training) else 0,
@@ -66,14 +68,15 @@ def inspect(
         "packing_efficiency": float(training.item_lengths.sum()) / (max(1, packs) * pack_length),
         "validation_sequences": len(validation) if validation is not None else 0,
     }
-    shared = (
+    # Indices of the validation items that are training items too
+    overlap = (
         find_overlap(training, validation)
         if validation is not None
         else np.array([], dtype=np.int64)
     )
     counts |= {
         "duplicate_sequences": report.duplicate_sequences,
-        "overlapping_sequences": len(shared),
+        "overlapping_sequences": len(overlap),
     }
     findings = _find_faults(report, max_seq_len)
     if validation is not None:
@@ -82,13 +85,13 @@ def inspect(
             replace(finding, line=f"validation: {finding.line}", dataset="validation")
             for finding in _find_faults(validation.report, max_seq_len)
         ]
-        if len(shared):
-            both = _say(len(shared), f"validation {validation.report.noun}", "is/are")
+        if len(overlap):
+            subject = _say(len(overlap), f"validation {validation.report.noun}", "is/are")
             finding = _make_finding(
                 "overlap",
-                f"{both} in the training data as well",
-                count=len(shared),
-                places=[validation.place(item) for item in shared[:MAX_PLACES].tolist()],
+                f"{subject} in the training data as well",
+                count=len(overlap),
+                places=[validation.place(item) for item in overlap[:MAX_PLACES].tolist()],
             )
             findings.append(replace(finding, dataset="validation"))
     if untrained_tokens is not None:
@@ -138,14 +141,15 @@ def _collect_counts(report: DataReport) -> dict[str, Any]:
 
 
 def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
-    """Return the findings that follow from the counts of a dataset."""
-    parts = report.parts or [report]
-    special = report.special
-    lost = report.lost_answer_tokens
-    long = report.truncated_sequences + report.skipped_long_sequences if lost else 0
-    exceed = f"{_say(long, report.noun, 'exceeds/exceed')} {max_seq_len} tokens"
-    share = lost / max(1, report.trained_tokens + lost)
-    bad = [
+    """Return the findings that follow from the counts of a dataset. max_seq_len: tokens."""
+    source_reports = report.parts or [report]  # one for each source
+    special = report.special  # counts of special tokens that the samples spell out
+    lost_tokens = report.lost_answer_tokens
+    # Items over max_seq_len are a finding only if answer tokens were lost.
+    num_long = report.truncated_sequences + report.skipped_long_sequences if lost_tokens else 0
+    exceed = f"{_say(num_long, report.noun, 'exceeds/exceed')} {max_seq_len} tokens"
+    share = lost_tokens / max(1, report.trained_tokens + lost_tokens)
+    bad_samples = [
         _make_finding(
             "bad-samples",
             f"{pluralize(count, 'bad sample')}: {cause}",
@@ -154,11 +158,15 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
         )
         for cause, count in report.bad_samples.most_common()
     ]
-    empty = [
-        Finding(NOTHING_LEFT, nothing, 0) for part in parts if (nothing := part.why_nothing_left())
+    empty_sources = [
+        Finding(NOTHING_LEFT, reason, 0)
+        for source_report in source_reports
+        if (reason := source_report.why_nothing_left())
     ]
     by_count = [
-        Finding("truncation", f"{exceed}; {lost} answer tokens ({share:.1%}) are lost", long),
+        Finding(
+            "truncation", f"{exceed}; {lost_tokens} answer tokens ({share:.1%}) are lost", num_long
+        ),
         Finding(
             "no-answer-left",
             f"{_say(report.emptied_sequences, report.noun, 'is/are')} left out because the"
@@ -199,9 +207,9 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
         ),
     ]
     shares = [
-        Finding("label-tokens", f"{part.source}: {fault}", part.sequences)
-        for part in parts
-        if (fault := part.find_share_fault())
+        Finding("label-tokens", f"{source_report.source}: {fault}", source_report.sequences)
+        for source_report in source_reports
+        if (fault := source_report.find_share_fault())
     ]
     copies = _make_finding(
         "duplicates",
@@ -210,8 +218,8 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
         places=[f"{item} is {earlier}" for item, earlier in report.duplicates],
     )
     return [
-        *bad,
-        *empty,
+        *bad_samples,
+        *empty_sources,
         *(finding for finding in by_count if finding.count),
         *shares,
         *([copies] if copies.count else []),
@@ -219,7 +227,7 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
 
 
 def _say(count: int, noun: str, verbs: str) -> str:
-    """Return `1 pair repeats`, `2 pairs repeat`. verbs: `repeats/repeat`."""
+    """Return `1 pair repeats` or `2 pairs repeat`. verbs: singular and plural, `repeats/repeat`."""
     return f"{pluralize(count, noun)} {verbs.split('/')[count != 1]}"
 
 
@@ -230,6 +238,7 @@ def _make_finding(name: str, line: str, count: int, places: Sequence[str]) -> Fi
 def list_special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """Return id -> text of the special tokens."""
     texts = tokenizer.special_texts
+    # The ids come from encoding each text; one that becomes several ids is left out.
     return {
         ids[0]: text
         for ids, text in zip(tokenizer.encode_pieces(texts), texts, strict=True)
@@ -261,7 +270,7 @@ class ShownSequence:
     # `chosen` or `rejected` of a pair; the label in words; "": neither
     answer: str
     tokens: int  # number of tokens
-    trained: int  # number of label tokens
+    trained: int  # number of label tokens, which the loss counts
     pieces: list[Piece]  # its text, in order
 
 
@@ -296,9 +305,10 @@ def split_pieces(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piec
     The first token is never trained. Tokens of one kind are decoded together, so that a character
     of several tokens is decoded as one.
     """
-    targets = sequence.labels >= 0
-    ids = np.append(sequence.tokens, sequence.labels[-1:][targets[-1:]])
-    trained = np.append(False, targets)[: len(ids)]
+    has_label = sequence.labels >= 0
+    # The last target is not among the tokens.
+    ids = np.append(sequence.tokens, sequence.labels[-1:][has_label[-1:]])
+    trained = np.append(False, has_label)[: len(ids)]  # a label stands one place before its token
     special = np.isin(ids, list(list_special_tokens(tokenizer)))
     kinds = zip(ids.tolist(), trained.tolist(), special.tolist(), strict=True)
     for (is_trained, is_special), run in groupby(kinds, key=itemgetter(1, 2)):

@@ -1,7 +1,8 @@
 """Read samples in .json files: a list of objects, `{"data": [...]}`, or one object.
 
-`data.sources` opens a `JsonFile` for each such file. One pass decodes each item by itself to find
-where it begins and ends, so that a file may be larger than memory, and each error has its line.
+`open_sources` (sources.py) makes a `JsonFile` for each such file. One pass decodes each item by
+itself to find where it begins and ends, so that a file may be larger than memory, and each error
+has its line. Keys beside the list `data` are kept: they are a fault if they may matter.
 """
 
 import codecs
@@ -17,15 +18,15 @@ from recipe_lib.data.sample_files import IndexedFile, build_empty_fault, build_u
 from recipe_lib.data.samples import describe_kind
 from recipe_lib.errors import DataError
 
-# Bytes. A value over the limit is cut; an error this near to the cut may be caused by it, within a
-# word or an escape.
+# A value over the limit is cut so many bytes behind it. An error in the last so many characters may
+# come from the cut, within a word or an escape.
 UNSURE = 16
 
 _BLANK = re.compile(rb"[ \t\n\r]*+")
 _TOKEN = re.compile(rb'[\[\]{}]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # a bracket, or a text in quotes
 _WORD = re.compile(rb'[^\s,:\[\]{}"]*+')  # a number, or `true`
 
-TOO_LONG = object()  # in place of a value over the limit
+TOO_LONG = object()  # stands for a value over the limit
 
 
 class JsonFile(IndexedFile):
@@ -39,7 +40,7 @@ class JsonFile(IndexedFile):
             opening = scanner.skip_blanks()
             if not opening:
                 raise build_empty_fault(self.place)
-            self._list_path = "." if opening == b"[" else ".data"
+            self._list_path = "." if opening == b"[" else ".data"  # jq path of the list
             self._beside = scanner.beside
             yield from scanner.scan_items()
 
@@ -48,8 +49,8 @@ class JsonFile(IndexedFile):
 
     @property
     def keys_beside(self) -> dict[str, str]:
-        """Return the keys beside the list `data`, see SampleFile."""
-        len(self)  # they are known once the file was scanned
+        """Return {key beside the list `data`: the kind of its value}; "" if it changes nothing."""
+        len(self)  # scans the file, if that was not done yet
         return self._beside
 
 
@@ -65,18 +66,24 @@ class _Scanner:
     """
 
     def __init__(self, content: mmap, place: str, sample_limit: int) -> None:
-        """Begin after any byte order mark. sample_limit: bytes; larger values are skipped."""
+        """Begin after any byte order mark.
+
+        place: of the file, for error lines. sample_limit: bytes; larger values are skipped.
+        """
         self.content = content
         self.place = place
         self.sample_limit = sample_limit  # bytes
         self.at = len(codecs.BOM_UTF8) if content[:3] == codecs.BOM_UTF8 else 0
         self.line = 1
         self.decoder = json.JSONDecoder()
-        # Keys beside the list `data`, see SampleFile.keys_beside
+        # Key beside the list `data` -> the kind of its value; "" for one that changes nothing
         self.beside = dict[str, str]()
 
     def scan_items(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (first byte, byte after the last, line) of each sample. Raises DataError."""
+        """Yield (first byte, byte after the last, line) of each sample; line 0: the whole file.
+
+        Raises DataError for invalid JSON, or a file that is neither a list nor an object.
+        """
         opening = self.skip_blanks()
         if opening not in (b"[", b"{"):
             raise DataError(
@@ -90,7 +97,7 @@ class _Scanner:
     def scan_entries(self, closing: bytes) -> Iterator[None]:
         """Skip the list or object that begins here, up to `closing`; yield at each entry's start.
 
-        The caller has to read the entry before it asks for the next.
+        The caller has to read the entry before it asks for the next. closing: its last byte.
         """
         self.advance(self.at + 1)
         mark = closing if self.skip_blanks() == closing else b","
@@ -124,7 +131,7 @@ class _Scanner:
             if self.skip_blanks() != b'"':
                 raise self.build_fault("Expecting property name enclosed in double quotes", self.at)
             key = self.take_value()
-            num_data_keys += key == "data"
+            num_data_keys += key == "data"  # a bool
             if num_data_keys > 1:
                 raise DataError(
                     f"{self.place}:{self.line}: found the key 'data' twice, expected it once;"
@@ -152,12 +159,13 @@ class _Scanner:
         return self.content[self.at : self.at + 1]
 
     def take_value(self) -> Any:
-        """Decode the value that begins here, and move behind it; return TOO_LONG over the limit.
+        """Decode the value that begins here, move behind it and return it; TOO_LONG over the limit.
 
-        Raises DataError for invalid JSON.
+        Raises DataError for invalid JSON or UTF-8.
         """
         end, is_closed = self._find_end()
-        # A value over the limit is decoded up to the limit only, to find errors in that part.
+        # A value over the limit is decoded up to the limit only, to find errors in that part. (A
+        # cut may also fall within a character: only at the value's end is that an error.)
         cut = min(end, self.at + self.sample_limit + UNSURE)
         try:
             text, _ = codecs.utf_8_decode(self.content[self.at : cut], "strict", cut == end)
@@ -186,7 +194,7 @@ class _Scanner:
         return value
 
     def _find_end(self) -> tuple[int, bool]:
-        """Return (end of the value that begins here, whether it is closed before the file's end).
+        """Return (byte after the value that begins here, whether it ends before the file does).
 
         Only brackets and quotes are looked at; the value may be invalid.
         """
@@ -206,17 +214,21 @@ class _Scanner:
         self.at = end
 
     def build_fault(self, message: str, position: int) -> DataError:
-        """Return the error at a position, which must not be before `at`."""
+        """Return the error at a byte of the file, which must not be before `at`.
+
+        message: of Python's JSON decoder.
+        """
         line = self.line + self.content[self.at : position].count(b"\n")
-        before = self.content[self.content.rfind(b"\n", 0, position) + 1 : position].removeprefix(
-            codecs.BOM_UTF8
-        )
+        # The line up to the position
+        line_start = self.content[
+            self.content.rfind(b"\n", 0, position) + 1 : position
+        ].removeprefix(codecs.BOM_UTF8)
         remedy = (
             "; if every line is an object of its own, name the file .jsonl"
             if message == "Extra data"
             else ""
         )
-        column = len(before.decode(errors="replace")) + 1
+        column = len(line_start.decode(errors="replace")) + 1
         return DataError(
             f"{self.place}:{line}: column {column}: invalid JSON ({message}), expected a list of"
             f" objects{remedy}"

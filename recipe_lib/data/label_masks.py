@@ -1,10 +1,10 @@
 """Encode a sample as ids and a label mask, which says which of them the loss counts.
 
-`data.encoding` makes an `Encoder` and calls `encode_sample` or `encode_answers` for each sample;
-`render_prompt` makes the prompt of generation by the same rules. An answer is trained from the
-first token after that prompt up to the token that ends the turn: `data.trained_spans` finds these
-characters in the rendering of the chat template. Documents, completions and texts that are rendered
-already are encoded as they stand.
+`data.encoding` makes an `Encoder` and calls its `encode_...` methods for each sample;
+`render_prompt` makes the prompt of generation by the same rules. The chat template renders a
+conversation, in which an answer is trained from the first token after that prompt to the one that
+ends its turn. Other texts are encoded as they stand, also rendered ones, which spell out a
+template's special tokens already.
 """
 
 import re
@@ -61,7 +61,7 @@ class Encoded:
 
     ids: list[int]
     trained: list[bool]  # for each id, whether the loss counts it as a target
-    # The text was encoded in pieces, because a token of it would reach over a trained span's border
+    # Whether the text was encoded in pieces, as a token would reach over the border of a span
     apart: bool = False
     # Indices [start, end) into ids of each trained answer, with its end-of-turn token
     answers: tuple[tuple[int, int], ...] = ()
@@ -71,7 +71,10 @@ class Encoded:
     left_out: int = 0
 
     def cut(self, room: int) -> "Encoded":
-        """Return the first `room` ids; the answers that lose their end are counted."""
+        """Return the sequence cut to its first `room` ids.
+
+        An answer that loses its end counts as one of the `untrained_ends`.
+        """
         answers = tuple((start, end) for start, end in self.answers if start < room)
         return Encoded(
             ids=self.ids[:room],
@@ -88,12 +91,12 @@ class EncodedSample:
     """The sequences of a sample.
 
     A conversation becomes several where the template writes earlier answers differently once later
-    messages follow (it drops their thoughts, say).
+    messages follow: it drops their thoughts, for example.
     """
 
     sequences: Sequence[Encoded]
     whole_tokens: int = 0  # ids of the conversation rendered once; 0 if it is one sequence
-    # The answers by the template's own marks (`{% generation %}`); None for one without
+    # The answers by the template's own marks (`{% generation %}`); None: they were not used
     marked: MarkedAnswers | None = None
 
 
@@ -108,9 +111,10 @@ def encode_spans(
 ) -> Encoded:
     """Return ids of a text up to the last trained one, trained inside of the spans.
 
-    spans: characters of the text, in order. escape: as `encode_escaped` takes it, for special
-    tokens that stay text. add_bos: put BOS first, unless it is there. inside: False trains what
-    lies outside of the spans instead. Raises SampleFault if nothing is trained.
+    spans: ranges of characters of the text, in order. escape: the letter inside special tokens that
+    the sample spells out, and whether they become tokens. add_bos: put BOS first, unless it is
+    there. inside: False trains what lies outside of the spans instead. Raises SampleFault if
+    nothing is trained.
     """
     cuts = [0, *chain.from_iterable((span.start, span.end) for span in spans), len(text)]
     ids, lengths, apart = _encode_between(tokenizer, text, cuts=cuts, escape=escape)
@@ -125,7 +129,8 @@ def encode_spans(
     if True not in trained:
         raise SampleFault("no trained token", "found no label token, expected an answer")
     end = len(trained) - trained[::-1].index(True)  # after the last target nothing is trained
-    ends = list(accumulate(lengths, initial=0))
+    ends = list(accumulate(lengths, initial=0))  # [0, end of each piece, in ids]
+    # strict=False: the first list has one more entry, the end of the text
     answers = tuple(zip(ends[1::2], ends[2::2], strict=False)) if inside else ((0, end),)
     return Encoded(ids[:end], trained[:end], apart=apart, answers=answers)
 
@@ -139,10 +144,10 @@ def put_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 def _encode_between(
     tokenizer: Tokenizer, text: str, cuts: Sequence[int], escape: Escape
 ) -> tuple[list[int], list[int], bool]:
-    """Return (ids of a text, ids between each two cuts, whether it was encoded in pieces).
+    """Return (ids of a text, number of ids between each two cuts, whether it is in pieces).
 
     cuts: offsets of characters, ascending, the first 0 and the last the text's length. The text is
-    encoded in pieces, one from cut to cut, only where one of its tokens reaches over a cut.
+    encoded in pieces, one from cut to cut, only where one of its tokens would reach over a cut.
     """
     pieces = encode_escaped(tokenizer, [text[start:end] for start, end in pairwise(cuts)], escape)
     piece_ids = list(chain.from_iterable(pieces))
@@ -150,8 +155,8 @@ def _encode_between(
     text_ids = encode_escaped(tokenizer, [text], escape)[0]
     if piece_ids == text_ids:
         return piece_ids, lengths, False
-    # Pieces can differ from the whole although no token reaches over a cut, where a special token
-    # takes the white space around it. So the ids of each beginning are compared.
+    # Pieces can differ from the whole although no token reaches over a cut: a special token may
+    # take the white space around it. So the ids up to each cut are compared with the whole text's.
     ends = [0]
     for cut in cuts[1:]:
         ids_before = encode_escaped(tokenizer, [text[:cut]], escape)[0]
@@ -161,7 +166,7 @@ def _encode_between(
     return text_ids, [end - start for start, end in pairwise(ends)], False
 
 
-# Conversations whose renderings show the special tokens that the template writes.
+# Conversations whose renderings show the special tokens that the template writes
 _PROBES: tuple[Sequence[Message], ...] = (
     ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}),
     (
@@ -175,8 +180,8 @@ _PROBES: tuple[Sequence[Message], ...] = (
 class Encoder:
     """An encoder of samples for one tokenizer and template.
 
-    Special tokens that a sample spells out become tokens in the texts of columns, and stay text in
-    messages, unless `parse_special` says otherwise for both.
+    A sample's text may spell out special tokens. In a column of text they become tokens, in a
+    message they stay text, unless `parse_special` decides for both.
     """
 
     def __init__(
@@ -192,11 +197,13 @@ class Encoder:
         """Take the settings of the section `data`.
 
         template: `chat`, `plain`, or `auto` (chat if the tokenizer has a template). train_on:
-        `assistant`, `last`, `all`, or a list of roles; a message's own `train` wins. add_bos: begin
-        plain text with BOS where the tokenizer does so by itself; a chat template writes its own.
-        history: `auto`, `split` or `refuse`, see `split_sequences`. add_eos: put EOS behind texts
-        that no template writes. parse_special: True encodes special tokens that a sample's text
-        spells out as tokens, False as plain text; None: see the class.
+        `assistant`, `last` (answer), `all`, or a list of roles; a message's own `train` wins.
+        add_bos: begin text that no chat template writes with BOS, if the tokenizer does so by
+        default. history: for answers that the template writes differently once messages follow:
+        `auto` makes as few sequences as can be, `split` one for each answer, `refuse` one or a
+        SampleFault. add_eos: put EOS behind texts that no template writes. parse_special: True
+        encodes special tokens that a sample spells out as tokens, False as text; None: see the
+        class.
 
         Raises DataError for `chat` without a chat template, or a `train_on` that names no role.
         """
@@ -217,11 +224,12 @@ class Encoder:
         self.special = self._template.special
         self.add_bos = add_bos and tokenizer.bos_id is not None and tokenizer.add_bos_by_default
         self._add_eos = add_eos
-        self._parses_texts = parse_special is not False
+        self._parses_texts = parse_special is not False  # special tokens in columns become tokens
         # Special tokens at which generation stops, as text
         self._ends = self._template.stops & set(tokenizer.special_texts)
         self._puts_bos = self.add_bos and not is_chat  # before a conversation
         self._parses = parse_special is True  # special tokens in messages become tokens
+        # Which keys of messages the template reads, for the report on keys that change nothing
         self.fields = TemplateFields(tokenizer if is_chat else None)
 
     def encode(self, sample: Conversation | Completion) -> Encoded:
@@ -235,11 +243,11 @@ class Encoder:
     def encode_sample(self, sample: Conversation | Completion) -> EncodedSample:
         """Return ids and label masks of a sample's sequences.
 
-        Raises SampleFault for a sample that does not fit the template.
+        Raises SampleFault for a sample that does not fit the template or trains nothing.
         """
         if isinstance(sample, Conversation):
             picked = pick_trained(sample.messages, self.train_on, sample.places)
-            # `asked`: number of leading messages that are the prompt of the sample
+            # `asked`: number of leading messages that are the sample's prompt; 0: not known
             if sample.asked and self.train_on != "all":
                 picked[: sample.asked] = [
                     message.get("train") is True for message in sample.messages[: sample.asked]
@@ -250,8 +258,10 @@ class Encoder:
     def encode_answers(self, sample: Preference | LabeledAnswer) -> tuple[Encoded, ...]:
         """Return one sequence for each answer, behind the prompt: two of a pair, else one.
 
-        Only the answers are trained, whatever `train_on` says. Raises SampleFault.
+        Only the answers are trained, whatever `train_on` says. Raises SampleFault for a sample that
+        does not fit the template, a pair of equal answers, or one without a prompt.
         """
+        # The prompt and answers if they are columns of text; None: messages, or text stays text
         row = read_text_row(sample) if self._parses_texts else None
         if row is not None and self.is_rendered(row):
             encoded = self.encode_rendered(row)
@@ -260,7 +270,7 @@ class Encoder:
         else:
             parses = self._parses or row is not None
             encoded = [self._encode_answer(chat, parses) for chat in sample.conversations()]
-            for _ in encoded[1:]:
+            for _ in encoded[1:]:  # special tokens of a pair's prompt were counted with each answer
                 prompt = Conversation(sample.prompt, sample.tools, variables=sample.variables)
                 self.special.note_once(self._prepare_content(prompt), parses)
         if len(encoded) == 2 and encoded[0].ids == encoded[1].ids:
@@ -273,7 +283,8 @@ class Encoder:
     def _encode_answer(self, chat: Conversation, parses: bool) -> Encoded:
         """Return a prompt with an answer, which alone is trained.
 
-        parses: encode special tokens that these messages spell out as tokens. Raises SampleFault.
+        parses: encode special tokens that these messages spell out as tokens. Raises SampleFault if
+        they do not fit the template, or become several sequences.
         """
         picked = [
             number >= chat.asked
@@ -286,7 +297,8 @@ class Encoder:
     def encode_whole(self, content: Conversation | Document) -> Encoded:
         """Return a text, or the rendering of messages, with everything trained.
 
-        For classification, where the model reads all and scores it. Raises SampleFault.
+        It is for classification, where the model reads everything and scores it. Raises SampleFault
+        if the template refuses the messages, or a rendered text has something beside it.
         """
         row = (
             read_text_row(content)
@@ -297,6 +309,7 @@ class Encoder:
             content = Document(row.prompt)
         if isinstance(content, Document):
             ids = self.encode_text(content.text)
+            # Nothing stands before the first token to predict it from.
             return Encoded(ids, [False] + [True] * (len(ids) - 1))
         chat = self.open_chat(content, self._parses or row is not None)
         return encode_spans(
@@ -325,9 +338,10 @@ class Encoder:
     ) -> EncodedSample:
         """Return the sequences in which the picked messages are trained.
 
-        picked: for each message whether it is trained. only: train the picked messages alone, also
-        with `train_on: all`, which else trains all but the messages that are not picked. parses: as
-        for `_encode_answer`.
+        picked: for each message whether it is trained. only: train the picked messages alone, even
+        with `train_on: all`; that otherwise trains all text but the messages that are not picked.
+        parses: as for `_encode_answer`. Raises SampleFault if no message is picked, or the messages
+        do not fit the template.
         """
         if not any(picked):
             raise SampleFault(
@@ -336,6 +350,7 @@ class Encoder:
                 " data.train_on names or that says `train: true`",
             )
         inside = only or self.train_on != "all"
+        # Of the picked messages, or with `train_on: all` of the others, which are left untrained
         indices = [index for index, is_picked in enumerate(picked) if is_picked is inside]
         parses = parses or self._parses
         if parses:
@@ -349,7 +364,7 @@ class Encoder:
             ) from None
 
     def _strip_end_token(self, message: Message) -> Message:
-        """Return the message; of an answer, without an end token at the end of its text.
+        """Return the message, an answer without the end token that its text ends with.
 
         The template writes that token itself.
         """
@@ -364,12 +379,13 @@ class Encoder:
     ) -> EncodedSample:
         """Return the sequences that train the messages with these indices.
 
-        numbers: indices into `chat.messages`. inside: True trains these messages, in as few
-        sequences as `history` and the template allow; False everything but them, in one.
+        numbers: indices into `chat.messages`. inside: True trains these messages, False everything
+        but them, in one sequence. Answers alone may take several, as `history` says. Raises
+        SampleFault for what the template leaves out or writes in another way.
         """
         messages = chat.messages
         answers = [number for number in numbers if messages[number]["role"] == "assistant"]
-        # All at once: a template that came with a checkpoint renders in another process.
+        # In one call, since a tokenizer's template renders in another process
         chat.cache_renderings([RenderRequest(len(messages)), *list_requests(answers)])
         whole = chat.whole
         marked = None
@@ -381,13 +397,14 @@ class Encoder:
             )
             sequences = split_sequences(chat, trained_answers, self.history)
             has_all = len(answers) == sum(message["role"] == "assistant" for message in messages)
+            # With one sequence for all answers, all of the template's marks are kept as they are.
             if marked and len(sequences) == 1 and has_all:
-                parts = [marked.whole]
+                texts_with_spans = [marked.whole]
             else:
-                parts = [(sequence.text, sequence.spans) for sequence in sequences]
+                texts_with_spans = [(sequence.text, sequence.spans) for sequence in sequences]
         else:
             sequences = []
-            parts = [(whole, self._find_in_whole(chat, numbers))]
+            texts_with_spans = [(whole, self._find_in_whole(chat, numbers))]
         check_tools(chat.tools, whole, chat.places.tools)
         check_system(chat)
         left_out = count_left_out(messages, whole)
@@ -403,8 +420,9 @@ class Encoder:
         )
         encoded = [
             replace(encode(text, spans=spans), left_out=left_out, untrained_ends=num_untrained)
-            for (text, spans), num_untrained in zip(parts, untrained_ends, strict=True)
+            for (text, spans), num_untrained in zip(texts_with_spans, untrained_ends, strict=True)
         ]
+        # For the report: the tokens of the conversation if it were one sequence
         is_split = len(encoded) > 1
         whole_ids = encode_escaped(self.tokenizer, [whole], chat.escape)[0] if is_split else []
         return EncodedSample(encoded, len(whole_ids), marked)
@@ -420,7 +438,7 @@ class Encoder:
         span_by_number = dict(
             zip(other_numbers, find_other_spans(chat, other_numbers), strict=True)
         )
-        for number in sorted(set(numbers) - set(other_numbers)):
+        for number in sorted(set(numbers) - set(other_numbers)):  # the answers
             answer = find_answer(chat, number)
             remedy = (
                 "data.train_on to assistant or last, or tokenizer.chat_template to one that"
@@ -428,14 +446,15 @@ class Encoder:
             )
             check_in_whole(chat, answer, remedy)
             (span,) = answer.spans
+            # The answer's text may have an added end, which the rendering of all has not.
             span_by_number[number] = Span(span.start, min(span.end, len(chat.whole)))
         return [span_by_number[number] for number in numbers]
 
     def open_chat(self, sample: Conversation, parses: bool) -> RenderedChat:
         """Return a conversation to be rendered by the template.
 
-        Special tokens that its texts spell out are noted for the report, and escaped so that they
-        stay text. parses: as for `_encode_answer`; they are not escaped then.
+        Special tokens that its texts spell out are counted for the report, and escaped: a letter
+        inside them tells them from the template's own. parses: as for `_encode_answer`.
         """
         (messages, tools, variables), escape = self.special.escape(
             self._prepare_content(sample), parses
@@ -444,7 +463,7 @@ class Encoder:
         return RenderedChat(self._template, opened, escape)
 
     def _prepare_content(self, sample: Conversation) -> list[Any]:
-        """Return the template's inputs: [messages, tools, variables]."""
+        """Return the template's inputs: [messages, tools or None, variables]."""
         messages = [
             prepare_message(message, sample.places.at(number), self._template.features)
             for number, message in enumerate(sample.messages)
@@ -466,8 +485,8 @@ class Encoder:
     def encode_completion(self, sample: Completion, with_prompt: bool = False) -> Encoded:
         """Return prompt and completion as they stand, and EOS unless they end with an end token.
 
-        with_prompt: train the prompt as well as the completion. Raises DataError if there is no
-        EOS, SampleFault if nothing is trained.
+        with_prompt: train the prompt as well as the completion. Raises DataError if EOS is to be
+        added and there is none, SampleFault if nothing is trained.
         """
         texts = [sample.prompt, sample.completion]
         escape = Escape()
@@ -487,7 +506,8 @@ class Encoder:
     def find_end(self, text: str) -> str:
         """Return the end token that a text ends with, white space after it left out; "": none.
 
-        End tokens are the special tokens at which generation stops; the longest that fits counts.
+        End tokens are the special tokens at which generation stops. The longest that fits is
+        returned.
         """
         bare = text.rstrip()
         return max((end for end in self._ends if bare.endswith(end)), key=len, default="")
@@ -500,8 +520,8 @@ class Encoder:
     def is_rendered(self, row: TextRow) -> bool:
         """Return True if a row's texts are renderings already: they spell out a turn's tokens.
 
-        An end token behind an answer does not count. Raises SampleFault where the row has something
-        beside the texts (tools, say) that a rendering would have to contain.
+        An end token behind an answer does not count. Raises SampleFault if a rendered row has
+        something beside the texts, such as tools, that the rendering would have to contain.
         """
         turn_tokens = self._turn_tokens
         texts = [row.prompt, *map(self.strip_end, row.answers)]
@@ -529,6 +549,7 @@ class Encoder:
             if all(answer.startswith(prompt) for answer in answers):  # they repeat the prompt
                 answers = [answer.removeprefix(prompt) for answer in answers]
             encoded = [self.encode_completion(Completion(prompt, answer)) for answer in answers]
+            # Special tokens of the prompt were counted with each answer: they count once.
             self.special.note_once([prompt] * (len(encoded) - 1), parses=True)
             return encoded
         both_ids = [self.encode_document(answer) for answer in row.answers]
@@ -548,7 +569,7 @@ class Encoder:
 
     @cached_property
     def _turn_tokens(self) -> re.Pattern[str] | None:
-        """Return the pattern of the special tokens that only a rendering has; None: there are none.
+        """Return a pattern of the special tokens that show a text to be a rendering; None: none do.
 
         With a chat template: the tokens that it writes, BOS, and the end tokens. Without one: all
         special tokens.
@@ -564,6 +585,7 @@ class Encoder:
             prompt = RenderRequest(len(messages) - 1, add_generation_prompt=True)
             for text in self._template.render(messages, [RenderRequest(len(messages)), prompt]):
                 turn_tokens.update(any_special.findall(text) if isinstance(text, str) else ())
+        # A thought's tags may stand in any answer. A token of one letter may be in any text.
         return compile_alternation(token for token in turn_tokens - set(TAGS) if len(token) > 1)
 
 
@@ -584,7 +606,8 @@ def render_prompt(
 ) -> list[int]:
     """Return ids to generate an answer from, the same as training puts before that answer.
 
-    template: `chat`, `plain` or `auto`, as for `Encoder`. Raises DataError.
+    template: `chat`, `plain` or `auto`, as for `Encoder`. Raises DataError for `chat` without a
+    chat template, or if the template refuses the conversation.
     """
     return Encoder(tokenizer, template).encode_prompt(messages)
 
@@ -593,9 +616,9 @@ def why_no_system_message(tokenizer: Tokenizer, text: str) -> str | None:
     """Return why a conversation cannot begin with this system message; None: it can."""
     messages = [{"role": "system", "content": text}, {"role": "user", "content": "a"}]
     chat = Encoder(tokenizer, "auto").open_chat(Conversation(messages), parses=False)
-    (written,) = chat.render([RenderRequest(len(messages), add_generation_prompt=True)])
-    if isinstance(written, DataError):
-        return str(written)
-    if count_left_out(chat.messages[:1], written):
+    (rendering,) = chat.render([RenderRequest(len(messages), add_generation_prompt=True)])
+    if isinstance(rendering, DataError):
+        return str(rendering)
+    if count_left_out(chat.messages[:1], rendering):
         return f"{tokenizer.chat_template_place}: the chat template does not write a system message"
     return None

@@ -1,8 +1,10 @@
 """Read messages, in the spellings that samples come in, as messages of chat APIs.
 
-`read_turns` reads a column of {from, value} or {role, content}, `read_turn` one message. Calls of
-tools and descriptions of tools come in several shapes and end up in that of chat APIs. What cannot
-be used is a SampleFault.
+The formats of `data.formats` call `read_turns` for a column of {from, value} or {role, content},
+`read_turn` for one message, `read_tools` for descriptions of tools. Tool calls come in several
+shapes and leave in that of chat APIs. A row is one sample of a file. A SampleFault says why it
+cannot be used; `where` is the path in the row that it begins with. An idle key is one that changes
+nothing, which a report counts.
 """
 
 import hashlib
@@ -33,7 +35,7 @@ from recipe_lib.data.samples import (
 from recipe_lib.reading import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
-# The speakers of conversations as tools and chat APIs call them, in small letters.
+# Speaker as datasets and chat APIs call it, in small letters -> role
 SPEAKERS = (
     dict.fromkeys(("system", "developer"), "system")
     | dict.fromkeys(("human", "user", "prompter"), "user")
@@ -41,19 +43,17 @@ SPEAKERS = (
     | dict.fromkeys(("tool", "observation", "function", "ipython"), "tool")
     | dict.fromkeys(("function_response", "tool_response"), "tool")
 )
-# Keys by which tools say whether a message is trained: of the first ones true says so, of the
-# others it says no.
-TRAINED = ("train", "training", "loss")
-MASKED = ("mask", "masked")
-_FLAGS = frozenset((*TRAINED, *MASKED, "weight"))
-# Columns that hold a conversation up to its last answer.
+TRAINED = ("train", "training", "loss")  # keys of a message whose `true` says that it is trained
+MASKED = ("mask", "masked")  # keys whose `true` says that it is not
+_FLAGS = frozenset((*TRAINED, *MASKED, "weight"))  # the weight is 0 or 1
+# Columns that hold a conversation up to its last answer
 CONVERSATION_COLUMNS = ("messages", "conversations")
-# Speakers of an assistant's turn that is a call, or a list of them, as JSON.
+# Speakers of an assistant's turn that is a call, or a list of them, as JSON
 CALL_ROLES = ("function_call", "tool_call")
-# Keys of a message that hold calls; the second is the older one of OpenAI's API.
+# Keys of a message that hold calls; the second is the older one of OpenAI's API
 _CALL_KEYS = ("tool_calls", "function_call")
-_PARTS = ("text", "input_text", "output_text")  # types of a part of a content
-_PART_KEYS = ("type", "text")
+_PARTS = ("text", "input_text", "output_text")  # types of a part where a content is a list of them
+_PART_KEYS = ("type", "text")  # keys of a part that are read
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Turns:
     """Messages, and the place of each of them in its row, for error lines."""
 
     messages: list[Message] = field(default_factory=list)
-    places: list[MessagePlace] = field(default_factory=list)
+    places: list[MessagePlace] = field(default_factory=list)  # one for each message
 
     def __add__(self, other: "Turns") -> "Turns":
         return Turns([*self.messages, *other.messages], [*self.places, *other.places])
@@ -70,10 +70,10 @@ class Turns:
 def read_turns(sample: RawSample, name: str, names_calls: bool = True) -> Turns:
     """Return the messages of a column, each {from, value} or {role, content}.
 
-    Or texts of the user and the assistant in turn. A call of a tool joins the words of the
-    assistant before it, and calls after each other become one message (unless only one of the two
-    is to be trained). names_calls: calls without an id are given one, also where all are as chat
-    APIs have them.
+    The column may also be a list of texts, of the user and the assistant in turn. A turn that is a
+    tool call joins the assistant's message before it. names_calls: give an id to calls without one;
+    False: only if a turn is a call, or has the older key `function_call`. Raises SampleFault for
+    a message that cannot be read, or if a call and the message before it differ in a key.
     """
     value = sample.get(name)
     is_list = name in CONVERSATION_COLUMNS and isinstance(value, list)
@@ -85,11 +85,11 @@ def read_turns(sample: RawSample, name: str, names_calls: bool = True) -> Turns:
     for number, turn in enumerate(turns):
         where = f"{path}[{number}]"
         message = read_turn(turn, where)
-        before = messages[-1] if messages else {}
+        previous = messages[-1] if messages else {}
         turn_is_call = is_call(turn)
         names_calls = names_calls or turn_is_call or "function_call" in turn
-        if turn_is_call and before.get("role") == "assistant":
-            messages[-1] = _join_call(before, message, where)
+        if turn_is_call and previous.get("role") == "assistant":
+            messages[-1] = _join_call(previous, message, where)
         else:
             messages.append(message)
             places.append(place_of_turn(turn, where))
@@ -97,16 +97,16 @@ def read_turns(sample: RawSample, name: str, names_calls: bool = True) -> Turns:
 
 
 def _join_call(before: Message, call: Message, where: str) -> Message:
-    """Return the assistant's words, or calls, and the call that comes after them as one message.
+    """Return a message of the assistant and the call that comes after it as one message.
 
-    Raises SampleFault where one message cannot say what the two do.
+    Raises SampleFault if they differ in a key of which one message has one value.
     """
-    asked = [
+    call_keys = [
         key
         for key in call
         if key not in ("role", "content", "tool_calls") and not is_idle_key(key, call[key])
     ]
-    shared_keys = [key for key in asked if key in before or key in THOUGHT_KEYS]
+    shared_keys = [key for key in call_keys if key in before or key in THOUGHT_KEYS]
     for key in ("train", *shared_keys):
         if before.get(key) != call.get(key):
             raise SampleFault(
@@ -118,11 +118,15 @@ def _join_call(before: Message, call: Message, where: str) -> Message:
 
 
 def _read_texts(texts: Sequence[str], path: str) -> Turns:
-    """Return turns that are nothing but texts, the first one of the user."""
+    """Return turns that are nothing but texts, the first one of the user.
+
+    path: of the column, in jq's notation.
+    """
     turns = Turns()
     for number, text in enumerate(texts):
         where = f"{path}[{number}]"
         content = read_text_field({"text": text}, "text", where=where)
+        # `ROLES[1]` is the user, `ROLES[2]` the assistant.
         turns += Turns(
             [{"role": ROLES[1 + number % 2], "content": content}], [MessagePlace(where, where)]
         )
@@ -130,7 +134,7 @@ def _read_texts(texts: Sequence[str], path: str) -> Turns:
 
 
 def place_of_turn(turn: RawSample, where: str) -> MessagePlace:
-    """Return where a message of either spelling is, and its content."""
+    """Return where a message of either spelling is, and its content. where: its path."""
     return MessagePlace(where, f"{where}.{'value' if 'from' in turn else 'content'}")
 
 
@@ -143,13 +147,14 @@ def make_text_turn(sample: RawSample, name: str, role: str) -> Turns:
 
 
 def read_turn(turn: RawSample, where: str) -> Message:
-    """Return one message, {from, value} or {role, content}.
+    """Return one message, {from, value} or {role, content}, as chat APIs have it.
 
     where: its path in the sample, for faults. content may be a list of text parts, or null next to
-    tool_calls.
+    tool_calls. Raises SampleFault for a message of another shape.
     """
-    is_api = "from" not in turn
+    is_api = "from" not in turn  # spelled as chat APIs do
     role_key, text_key = ("role", "content") if is_api else ("from", "value")
+    # In the APIs' spelling `role` and `content` stay among the other keys, and are replaced below.
     other_keys = _read_other_keys(turn, where, *(() if is_api else (role_key, text_key)))
     if not is_api and ("role" in other_keys or "content" in other_keys):
         raise SampleFault(
@@ -176,7 +181,7 @@ def read_turn(turn: RawSample, where: str) -> Message:
 
 
 def is_call(turn: RawSample) -> bool:
-    """Return True if a turn is only a call of a tool."""
+    """Return True if a turn is only tool calls, by its speaker."""
     return turn.get("from", turn.get("role")) in CALL_ROLES
 
 
@@ -185,7 +190,7 @@ def _read_call_turn(
 ) -> Message:
     """Return a turn that is nothing but calls as a message of the assistant.
 
-    other_keys: what it holds besides them.
+    text_key: of the JSON with the calls. other_keys: the turn's other keys, with their values.
     """
     text = read_text_field(turn, text_key, where=where)
     if second := next((key for key in _CALL_KEYS if key in other_keys), None):
@@ -197,7 +202,10 @@ def _read_call_turn(
 
 
 def _read_calls(other_keys: dict[str, Any], role: str, where: str) -> dict[str, Any]:
-    """Return the other keys of a message, its calls as chat APIs have them. Raises SampleFault."""
+    """Return the other keys of a message, with its calls as chat APIs have them.
+
+    Raises SampleFault for calls of another shape, of another role, or under both keys.
+    """
     keys = [key for key in _CALL_KEYS if key in other_keys]
     if not keys:
         return other_keys
@@ -218,7 +226,7 @@ def _read_calls(other_keys: dict[str, Any], role: str, where: str) -> dict[str, 
             )
         calls = [_read_call(call, f"{path}[{number}]") for number, call in enumerate(calls_value)]
     elif not isinstance(calls_value, dict) or "function" in calls_value:
-        # The older key holds the function itself.
+        # The older key `function_call` holds the function itself.
         is_object = isinstance(calls_value, dict)
         found_words = "an object with function" if is_object else describe_kind(calls_value)
         raise SampleFault(_CAUSE, f"{path}: found {found_words}, expected {_FUNCTION}")
@@ -233,7 +241,7 @@ def _read_calls(other_keys: dict[str, Any], role: str, where: str) -> dict[str, 
 
 
 def _read_role(message: RawSample, key: str, where: str) -> str:
-    """Return the name of the speaker as chat APIs have it. Raises SampleFault."""
+    """Return the role of a message's speaker. Raises SampleFault for an unknown one."""
     role = message.get(key)
     known_role = SPEAKERS.get(role) or SPEAKERS.get(role.lower()) if isinstance(role, str) else None
     if known_role is None:
@@ -249,9 +257,9 @@ def _read_role(message: RawSample, key: str, where: str) -> str:
 
 
 def _read_other_keys(message: RawSample, where: str, *read_keys: str) -> dict[str, Any]:
-    """Return what else a message holds; what says nothing is left out.
+    """Return the keys of a message but `read_keys`; blank values are left out.
 
-    `train` is what its flags say, whatever they are called.
+    Flags of all names become one key `train`. Raises SampleFault for flags that differ.
     """
     other_keys = {
         name: value
@@ -272,13 +280,15 @@ def _read_other_keys(message: RawSample, where: str, *read_keys: str) -> dict[st
     if False in flags.values():
         return {"train": False} | other_keys
     if flags.keys().isdisjoint(TRAINED):
-        return other_keys  # a weight of 1, or no mask, is any message's
+        # A weight of 1, or no mask, leaves it to the role whether the message is trained.
+        return other_keys
     return {"train": True} | other_keys
 
 
 def _read_flag(name: str, value: Any, where: str) -> bool:
-    """Return True if a flag says that its message is trained; 0 and 1 are false and true, as in
-    tables.
+    """Return True if a flag says that its message is trained.
+
+    0 and 1 are false and true, as in tables. Raises SampleFault for another value.
     """
     truth = read_truth(int(value) if name == "weight" and value in (0.0, 1.0) else value)
     if truth is None:
@@ -300,8 +310,9 @@ def build_conversation(
 ) -> Conversation:
     """Return a conversation that has an answer, and no tool's result without a call.
 
-    places: where in the sample the messages are, for the fault. variables, asked: as `Conversation`
-    has them. Raises SampleFault.
+    places: where in the row the messages are, for the fault. variables: of the chat template, by
+    name. asked: number of leading messages that are the prompt. Raises SampleFault if no answer
+    follows the prompt, an answer is empty, or a tool's result follows no answer.
     """
     places = places or SamplePlaces()
     check_order(messages, places)
@@ -318,19 +329,20 @@ def build_conversation(
 
 
 def check_order(messages: Sequence[Message], places: SamplePlaces) -> None:
-    """Raise SampleFault for a tool's result that neither an answer nor another result comes before.
+    """Raise SampleFault for a tool's result that follows neither an answer nor another result.
 
-    Any other order is the chat template's business: whether it can be written, it says itself.
+    Any other order is left to the chat template, which raises an exception for one that it cannot
+    write.
     """
-    before = "the start"  # the role of the message before, for the error line
+    previous_role = "the start"  # for the error line
     for number, message in enumerate(messages):
-        if message["role"] == "tool" and before not in ("assistant", "tool"):
+        if message["role"] == "tool" and previous_role not in ("assistant", "tool"):
             raise SampleFault(
                 "wrong role order",
-                f"{places.at(number)}: found tool after {before}, expected it after assistant or"
-                " tool",
+                f"{places.at(number)}: found tool after {previous_role}, expected it after"
+                " assistant or tool",
             )
-        before = message["role"]
+        previous_role = message["role"]
 
 
 def check_answers(messages: Sequence[Message], first: int, places: SamplePlaces) -> None:
@@ -346,8 +358,9 @@ def check_answers(messages: Sequence[Message], first: int, places: SamplePlaces)
 
 
 def _collect_part_keys(parts: Sequence[Any]) -> dict[str, Any]:
-    """Return what the parts of a content hold beside their text, as keys of the message to be
-    counted.
+    """Return what the parts of a content hold beside their text, as keys `content.KEY`.
+
+    They are added to the message, so that a checker of unread keys counts them.
     """
     part_keys = dict[str, Any]()
     for part in parts:
@@ -379,21 +392,25 @@ def _read_text_part(part: Any, where: str) -> str:
     )
 
 
-# Shapes of tool calls, for error lines.
+# Shapes of tool calls, for error lines
 _FUNCTION = '{"name": ..., "arguments": {...}}'
 _CALL = f'{{"function": {_FUNCTION}}}'
-_CALL_FIELDS = ("id", "type", "function")
-_FUNCTION_KEYS = ("name", "arguments")
-_BARE_KEYS = ("name", "arguments", "id", "type")  # of a call that is a function itself
-_CAUSE = "tool call of another shape"
+_CALL_FIELDS = ("id", "type", "function")  # keys of a call that are read
+_FUNCTION_KEYS = ("name", "arguments")  # keys of its function that are read
+_BARE_KEYS = ("name", "arguments", "id", "type")  # keys of a bare call, which is a function itself
+_CAUSE = "tool call of another shape"  # by which such faults are counted
 
+# Raises SampleFault for a key of a call that is not read and may matter
 _check_keys = partial(
     refuse_keys, owner="a tool call", expected=f"which is not read, expected {_FUNCTION}"
 )
 
 
 def _read_call(call: Any, where: str) -> dict[str, Any]:
-    """Return one call as chat APIs have it. Raises SampleFault."""
+    """Return one call as chat APIs have it. where: its path.
+
+    Raises SampleFault for a call of another shape.
+    """
     if not isinstance(call, dict):
         raise SampleFault(_CAUSE, f"{where}: found {describe_kind(call)}, expected a call {_CALL}")
     is_bare = "function" not in call
@@ -419,9 +436,9 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return calls with nothing in them but what is read, and what else they held.
+    """Return (calls with the keys that are read alone, {`tool_calls.KEY`: value} of the others).
 
-    The latter changes nothing, and is named `tool_calls.KEY`.
+    The others change nothing: any key that may matter was refused before.
     """
     clean_calls = list[dict[str, Any]]()
     idle = dict[str, Any]()
@@ -438,11 +455,15 @@ def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[st
 
 def check_arguments(function: RawSample, where: str) -> None:
     """Raise SampleFault for arguments of a call that are no object, nor JSON text of one."""
-    given = function.get("arguments")
-    if isinstance(given, dict) or (isinstance(given, str) and parse_arguments(given) is not None):
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict) or (
+        isinstance(arguments, str) and parse_arguments(arguments) is not None
+    ):
         return
     found_words = (
-        describe_field(function, "arguments") if not isinstance(given, str) else format_value(given)
+        describe_field(function, "arguments")
+        if not isinstance(arguments, str)
+        else format_value(arguments)
     )
     raise SampleFault(
         "tool call's arguments are no JSON",
@@ -451,9 +472,9 @@ def check_arguments(function: RawSample, where: str) -> None:
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a call that are written as JSON; None: it is no object.
+    """Return the arguments of a call that are written as JSON; None: it is no JSON object.
 
-    An empty text means none.
+    An empty text means no arguments, {}.
     """
     try:
         arguments = parse_json(text or "{}")
@@ -463,8 +484,9 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 
 
 def parse_calls(text: str, where: str) -> list[dict[str, Any]]:
-    """Return the calls that a `function_call` turn holds as JSON: one {name, arguments}, or a
-    list.
+    """Return the calls that a `function_call` turn holds as JSON: one {name, arguments}, or a list.
+
+    where: path of the text. Raises SampleFault for another text.
     """
     try:
         content = parse_json(text)
@@ -491,13 +513,13 @@ def parse_calls(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def name_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with an id for each call that has none, and tools' answers with that id.
+    """Return the messages with an id for each call that has none, and tools' results with that id.
 
     Chat APIs give calls an id and some templates write it (Mistral's: 9 letters or digits);
-    sharegpt samples have none. An id follows from the call and its place in the conversation.
+    sharegpt samples have none. An id is made of the call and its position in the conversation.
     """
     named_messages = list[Message]()
-    open_calls = list[str]()
+    open_calls = list[str]()  # ids of calls of which no result has come yet
     for number, message in enumerate(messages):
         calls = [
             call if "id" in call else {"id": _make_call_id(number, position, call), **call}
@@ -513,15 +535,18 @@ def name_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def _make_call_id(number: int, position: int, call: RawSample) -> str:
-    """Return an id for a message's call. position: of the call among those of the message."""
+    """Return an id for a call. number: index of its message. position: index in the message."""
     content = json.dumps([number, position, call], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:9]
+    return hashlib.sha256(content.encode()).hexdigest()[
+        :9
+    ]  # as many as Mistral's templates ask for
 
 
 def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
-    """Return the column `tools`, and its path: a list of descriptions, or one as JSON text.
+    """Return (descriptions in the column `tools`, None without any; the column's path).
 
-    A bare function is put as chat APIs have it. Raises SampleFault.
+    The column is a list of descriptions, a list as JSON text, or a list of JSON texts. A bare
+    function is put as chat APIs have it. Raises SampleFault for a column of another shape.
     """
     path = get_path(sample, "tools")
     tools: Any = sample.get("tools")
@@ -540,9 +565,9 @@ def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
 
 
 def _read_tool(tool: RawSample) -> RawSample:
-    """Return a description as chat APIs have it.
+    """Return a description as chat APIs have it, {type, function}.
 
-    It may be that of a bare function, or of one with its type beside its name.
+    tool: the same, or a bare function, which may have the key `type`.
     """
     if "name" not in tool or "function" in tool:
         return tool

@@ -1,8 +1,9 @@
 """Read the columns of a row that a conversation is made of, besides its list of messages.
 
-The readers in `data.formats` call these functions for the system message, earlier turns, the
-question, one answer, and the variables of the chat template, and add up the `Turns` they return.
-All of them raise SampleFault for a column of another shape.
+The formats in `data.formats` call these functions for the system message, earlier turns, the
+question, one answer, and the variables of the chat template. Most return `Turns` (messages and
+their places in the row), which add up with `+`. All raise SampleFault for a column of another
+shape. `sample` is a row: column -> value, under the names that a format knows.
 """
 
 import re
@@ -27,7 +28,7 @@ from recipe_lib.data.samples import (
 
 # Optional columns of every format of conversations
 CHAT_COLUMNS = ("system", "tools", "chat_template_kwargs", "documents")
-# Names that `chat_template_kwargs` may not have: they have columns of their own, or are the run's
+# Names that `chat_template_kwargs` may not have: they are columns of a row, or set by the run
 _RESERVED = (
     "messages",
     "tools",
@@ -36,6 +37,7 @@ _RESERVED = (
     "tokenize",
     "chat_template",
 )
+# Where a turn begins in a conversation that is one text
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):[ ]?")
 
 
@@ -64,7 +66,7 @@ def prepend_system(sample: RawSample, turns: Turns) -> Turns:
 def read_history(sample: RawSample) -> Turns:
     """Return the turns of the column `history`: pairs of a question and its answer.
 
-    They come as a list or its JSON text.
+    The column is a list of pairs, or JSON text of one. Raises SampleFault for anything else.
     """
     if is_blank(sample.get("history")):
         return Turns()
@@ -78,6 +80,7 @@ def read_history(sample: RawSample) -> Turns:
                 "history is no pairs", f"{where}: found {found_kind}, expected [question, answer]"
             )
         for index, role in enumerate(("user", "assistant")):
+            # An object with the index as its key, so that a fault has the path of the text
             text = read_text_field({str(index): pair[index]}, str(index), where=where)
             place = MessagePlace(where, f"{where}[{index}]")
             turns += Turns([{"role": role, "content": text}], [place])
@@ -87,8 +90,8 @@ def read_history(sample: RawSample) -> Turns:
 def read_question(sample: RawSample, name: str) -> Turns:
     """Return the question: the text of a column, and under it the text of `input`.
 
-    One of the two may be missing; the column may also hold messages. They are joined by a line end,
-    as LLaMA-Factory does.
+    One of the two may be missing. They are joined by a line end, as LLaMA-Factory does. Any column
+    but `instruction` may also hold messages; `input` has to be blank then.
     """
     if name != "instruction" and not isinstance(sample.get(name), (str, type(None))):
         turns = read_column(sample, name, "user")
@@ -107,7 +110,7 @@ def read_question(sample: RawSample, name: str) -> Turns:
 
 
 def read_column(sample: RawSample, name: str, role: str) -> Turns:
-    """Return a column as messages: a list of them, one of them, or a text of the given role."""
+    """Return the messages of a column: a list of them, one of them, or a text of the given role."""
     value = sample.get(name)
     if isinstance(value, list):
         return read_turns(sample, name)
@@ -125,7 +128,8 @@ def read_column(sample: RawSample, name: str, role: str) -> Turns:
 def open_request(sample: RawSample) -> RawSample:
     """Return the sample with a request in `input` moved to the columns `prompt` and `tools`.
 
-    OpenAI's preference pairs have one: {messages, tools}. Raises SampleFault.
+    OpenAI's preference pairs have one: {messages, tools}. Raises SampleFault for other keys in it,
+    or if the row has one of these columns as well.
     """
     request = sample.get("input")
     if not isinstance(request, dict):
@@ -144,12 +148,13 @@ def open_request(sample: RawSample) -> RawSample:
             )
     opened = RenamedSample({**sample, "input": None} | columns, columns={}, section="data")
     given_columns = sample.columns if isinstance(sample, RenamedSample) else {}
+    # For the paths in faults: the columns are still where they were in the file.
     opened.columns = {**given_columns, "prompt": f"{path}.messages", "tools": f"{path}.tools"}
     return opened
 
 
 def read_answer(sample: RawSample, name: str) -> Turns:
-    """Return a column as messages of the assistant.
+    """Return the messages of a column that holds an answer; a text is one of the assistant.
 
     A text that begins with `\\n\\nHuman:` is a whole conversation.
     """
@@ -157,7 +162,8 @@ def read_answer(sample: RawSample, name: str) -> Turns:
     if not isinstance(text, str) or not text.startswith("\n\nHuman:"):
         return read_column(sample, name, "assistant")
     path = get_path(sample, name)
-    parts = _SPEAKER.split(read_text_field(sample, name))[1:]  # a speaker, then the words
+    # Speakers and their words in turn; before the first speaker the text is empty.
+    parts = _SPEAKER.split(read_text_field(sample, name))[1:]
     roles = ["user" if speaker == "Human" else "assistant" for speaker in parts[::2]]
     messages: list[Message] = [
         {"role": role, "content": words} for role, words in zip(roles, parts[1::2], strict=True)
@@ -170,7 +176,7 @@ def read_answer(sample: RawSample, name: str) -> Turns:
 def read_variables(sample: RawSample) -> dict[str, Any]:
     """Return the row's variables for the chat template: `chat_template_kwargs` and `documents`.
 
-    Raises SampleFault.
+    Raises SampleFault for arguments that are no object, or have a reserved name.
     """
     if "chat_template_kwargs" not in sample and "documents" not in sample:
         return {}

@@ -1,8 +1,9 @@
 """Read files of samples by index: the interface `SampleFile`, and .txt, .jsonl and .csv files.
 
-`data.sources` opens them, and a SourceEncoder calls `read` for a run of samples. No object here
-keeps samples in memory: it keeps where each of them is in the file (24 bytes a sample) and reads
-those that are asked for. The processes of a machine share the system's page cache.
+`open_sources` (sources.py) makes the objects, and a SourceEncoder calls `read` for a run of
+samples. No object keeps samples in memory: it keeps where each of them is in the file (24 bytes a
+sample) and reads those that are asked for. A sample is a row of the file, column -> value; a
+SampleFault says why one cannot be used.
 """
 
 import codecs
@@ -38,8 +39,8 @@ LocatedSample = tuple[str, dict[str, Any] | SampleFault]
 class SampleFile(ABC):
     """The samples of one file (or of one split of a hub dataset), read by index.
 
-    An object has no open file and no sample, so it may be pickled, and used by several processes
-    after a fork. Call `len` before the fork: the index of the file is then made once. Any method
+    An object holds no open file and no sample, so it may be pickled, and used by several processes
+    after a fork. Call `len` before the fork, so that the index of the file is made once. Any method
     raises DataError if the file as a whole cannot be read (no permission, invalid JSON, empty,
     ...). A sample over the limit is a SampleFault, and is never read into memory.
     """
@@ -49,7 +50,7 @@ class SampleFile(ABC):
         self.sample_limit = sample_limit  # most bytes of a sample
 
     def build_size_fault(self, size: int) -> SampleFault:
-        """Return the fault of a sample of so many bytes."""
+        """Return the fault of a sample over the limit. size: its bytes."""
         return SampleFault(
             "too large",
             f"found a sample of {format_bytes(size)}, expected at most"
@@ -75,25 +76,25 @@ class SampleFile(ABC):
     def place_of(self, sample: int) -> str:
         """Return the place of a sample, the same as `read` yields, without reading it.
 
-        It is the file with the sample's line, from 1, or its index, from 0, as a jq path:
-        `rows.jsonl:7`, `rows.json:9: .[6]`, `rows.parquet: .[6]`.
+        It is the file with the sample's line (from 1), or its index (from 0) as a jq path, or both:
+        `rows.jsonl:7`, `rows.parquet: .[6]`, `rows.json:9: .[6]`.
         """
         return f"{self.place}: .[{sample}]"
 
     @property
     def keys_beside(self) -> dict[str, str]:
-        """Return the file's keys beside its list of samples, each with the kind of its value.
+        """Return {key beside the list of samples: the kind of its value, in words}.
 
-        The kind is "" for a key that may be ignored.
+        A .json file may have such keys. The kind is "" for a key that changes nothing.
         """
         return {}
 
     @property
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """Return what identifies the file: `name`, `size` in bytes, `sha256` of the content.
+        """Return `name`, `size` in bytes and `sha256` of the file, which enter a cache key.
 
-        The first call takes one pass over the file; the index is not needed.
+        The first call reads the whole file; the index is not needed.
         """
 
 
@@ -103,7 +104,11 @@ class LocalFile(SampleFile):
     def __init__(
         self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None
     ) -> None:
-        """Take the path. place: name of the file for error lines, if it was unpacked to `path`."""
+        """Take the path.
+
+        sample_limit: bytes. place: name of the file for error lines, if it was unpacked to `path`;
+        None: the path.
+        """
         super().__init__(place or str(path), sample_limit)
         self.path = path
 
@@ -118,13 +123,14 @@ class IndexedFile(LocalFile):
     One pass by `scan` finds where the samples are; then each can be read by itself.
     """
 
-    line_end = 0  # most bytes of a line's end, which do not count for the limit of a sample
+    # Most bytes of the line end that `scan` includes; they do not count for the limit of a sample
+    line_end = 0
 
     @abstractmethod
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
         """Yield (first byte, byte after the last, line) of each sample; line 0: the whole file.
 
-        Raises DataError for errors of the file, when it comes to them.
+        file: just opened. Raises DataError for an error of the file, after the samples before it.
         """
 
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
@@ -154,22 +160,21 @@ class IndexedFile(LocalFile):
         self, file: BinaryIO, rows: Iterable[Sequence[int]], first: int
     ) -> Iterator[LocatedSample]:
         """Yield the samples at rows of the index. first: index of the first sample."""
-        # Position of the file. Adjacent samples are read without seeking, which would drop the
-        # file's buffer.
-        at = -1
+        # Adjacent samples are read without seeking, which would drop the file's buffer.
+        position = -1  # of the file; -1: not known
         for number, (start, end, line) in enumerate(rows, first):
             size = end - start
             if size > self.sample_limit + self.line_end:
                 yield self.locate(number, line), self.build_size_fault(size)
                 continue
-            if at != start:
+            if position != start:
                 file.seek(start)
-            at = end
+            position = end
             yield self.locate(number, line), self.decode(file.read(size), number)
 
     @cached_property
     def _index(self) -> np.ndarray:
-        """Return (first byte, byte after the last, line) of the samples, int64 `[samples, 3]`."""
+        """Return (first byte, byte after the last, line) of each sample, int64 `[samples, 3]`."""
         with open_checked(self.path) as file:
             return np.fromiter(chain.from_iterable(self.scan(file)), np.int64).reshape(-1, 3)
 
@@ -181,7 +186,7 @@ class TextFile(IndexedFile):
         yield 0, os.fstat(file.fileno()).st_size, 0
 
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
-        """Return the text, as IndexedFile says. Raises DataError."""
+        """Return {"text": the content}. Raises DataError if that is empty or no UTF-8."""
         content = content.removeprefix(codecs.BOM_UTF8)
         if not content.strip():
             raise build_empty_fault(self.place)
@@ -224,7 +229,7 @@ class JsonLinesFile(IndexedFile):
             return self.build_size_fault(len(content))
         sample = parse_sample(content)
         is_list = number == 0 and content.lstrip().startswith(b"[")
-        if is_list and isinstance(sample, SampleFault):  # it may be the whole file
+        if is_list and isinstance(sample, SampleFault):  # the whole file may be one list
             return SampleFault(
                 sample.cause, f"{sample}; if the file is one list of objects, name it .json"
             )
@@ -232,13 +237,13 @@ class JsonLinesFile(IndexedFile):
 
 
 def skip_mark(file: BinaryIO) -> int:
-    """Move a file that was just opened behind its byte order mark, if any; return the position."""
+    """Move a file that was just opened behind its byte order mark, if any; return the offset."""
     has_mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
     return file.seek(len(codecs.BOM_UTF8) if has_mark else 0)
 
 
 def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
-    """Return the object in the JSON of a line, or of a list's item; or the fault."""
+    """Return the object in the JSON of a line, or of a list's item; or why it cannot be used."""
     try:
         sample = parse_object(line.decode("utf-8"))
     except SampleFault as fault:
@@ -250,7 +255,7 @@ def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
         )
     except ValueError as error:
         message = str(error).removeprefix("line 1 ")
-        if "JSON" not in message:  # of a number that is too long
+        if "JSON" not in message:  # it is the message for a number with too many digits
             message = f"found {message}"
         return SampleFault("invalid JSON", f"{message}, expected an object a line")
     if isinstance(sample, dict):
@@ -263,7 +268,10 @@ def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
 
 @contextmanager
 def open_checked(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; raise DataError for it, and for an OSError inside."""
+    """Open a regular file for reading.
+
+    Raises DataError if it cannot be opened, and for an OSError inside the block.
+    """
     try:
         with open_regular(path) as file:
             yield file
@@ -276,7 +284,7 @@ def open_checked(path: Path) -> Iterator[BinaryIO]:
 def hash_contents(*paths: Path) -> dict[str, Any]:
     """Return `size` in bytes and `sha256`, in hex, of the content of one file or several.
 
-    Raises DataError.
+    Raises DataError if one cannot be read.
     """
     digest = hashlib.sha256()
     size = 0
@@ -302,7 +310,7 @@ def build_line_fault(place: str, line: int) -> DataError:
 
 
 def build_utf8_fault(place: str, line: int, byte: int) -> DataError:
-    """Return the fault of a file with a byte that is no UTF-8."""
+    """Return the fault of a file with a byte that is no UTF-8. byte: its value."""
     return DataError(
         f"{place}:{line}: found the byte 0x{byte:02x}, expected UTF-8; convert the file"
     )
@@ -325,7 +333,7 @@ class CsvFile(IndexedFile):
         header, delimiter = self._header
         is_empty = True
         rows = _read_csv_rows(file, self.place, delimiter)
-        for _, start, end, line in islice(rows, 1, None):  # behind the header
+        for _, start, end, line in islice(rows, 1, None):  # the first row is the header
             is_empty = False
             yield start, end, line
         if is_empty:
@@ -349,7 +357,10 @@ class CsvFile(IndexedFile):
 
     @cached_property
     def _header(self) -> tuple[list[str], str]:
-        """Return (names of the columns, delimiter). Raises DataError."""
+        """Return (names of the columns, delimiter).
+
+        Raises DataError for an empty file, or a name that is there twice.
+        """
         with open_checked(self.path) as file:
             skip_mark(file)
             first = file.readline(LINE_LIMIT).decode("utf-8", errors="replace")
@@ -376,12 +387,12 @@ def _read_csv_rows(
 
     file: just opened. Raises DataError for quotes that are not closed, and for invalid UTF-8.
     """
-    at = skip_mark(file)
+    byte_offset = skip_mark(file)  # byte at which the next line begins
     line = 1
 
     def read_lines() -> Iterator[str]:
-        # The csv reader takes as many lines as a row has; `at` and `line` are its position.
-        nonlocal at, line
+        # The csv reader takes as many lines as a row has; `byte_offset` and `line` follow it.
+        nonlocal byte_offset, line
         while content := file.readline(LINE_LIMIT + 1):
             if len(content) > LINE_LIMIT:
                 raise build_line_fault(place, line)
@@ -389,13 +400,13 @@ def _read_csv_rows(
                 text = content.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise build_utf8_fault(place, line, content[error.start]) from None
-            at += len(content)
+            byte_offset += len(content)
             line += 1
             yield text
 
     reader = csv.reader(read_lines(), delimiter=delimiter, strict=True)
     while True:
-        start = at
+        start = byte_offset
         first_line = line
         try:
             cells = next(reader, None)
@@ -407,4 +418,4 @@ def _read_csv_rows(
         if cells is None:
             return
         if cells:
-            yield cells, start, at, first_line
+            yield cells, start, byte_offset, first_line

@@ -1,8 +1,9 @@
 """Define the kinds of samples, the fault of one that cannot be used, and readers of a row's fields.
 
-A format of `data.formats` makes a Conversation, Completion, Document, Preference, LabeledAnswer or
-Classified of a row, by the functions below. A SampleFault names its place in the row as a jq path
-(`.messages[1].content`), with the names that the file has.
+A row is what a file holds (`RawSample`), with columns by name; a format of `data.formats` makes a
+Conversation, Completion, Document, Preference, LabeledAnswer or Classified of it, by the functions
+below. A SampleFault names its place in the row as a jq path (`.messages[1].content`), with the
+names that the file has. `data.columns` of the config renames columns.
 """
 
 import json
@@ -34,12 +35,12 @@ class SamplePlaces:
     """Where a sample's messages and tools are in its row, for error lines."""
 
     messages: Sequence[MessagePlace] = ()  # one for each message; empty: not known
-    tools: str = ".tools"  # path of the tools, in jq's notation
+    tools: str = ".tools"  # jq path of the tools
 
     def at(self, number: int, field: str = "") -> str:
         """Return where a message is, or one of its fields (`.train`): the start of an error line.
 
-        number: index of the message.
+        number: index of the message. field: jq path inside of it.
         """
         if number < len(self.messages):
             return self.messages[number].path + field
@@ -63,17 +64,17 @@ class SamplePlaces:
 class Conversation:
     """Messages of the roles system, user, assistant and tool."""
 
-    messages: Sequence[Message]
+    messages: Sequence[Message]  # in order
     tools: Sequence[Mapping[str, Any]] | None = None  # descriptions that the template may show
     places: SamplePlaces = field(default=SamplePlaces(), compare=False)  # for error lines
     # Variables of the chat template, by name, such as `enable_thinking`
     variables: Mapping[str, Any] = field(default_factory=dict)
-    # Number of leading messages that are the prompt. Of these only data.train_on=all, or their own
-    # key `train`, trains any
+    # Number of leading messages that are the prompt; 0: not known. Only data.train_on=all or a
+    # message's own key `train` trains these
     asked: int = 0
 
     def conversations(self) -> "list[Conversation]":
-        """Return a list of the conversation alone, as other samples return theirs."""
+        """Return a list of the conversation alone: other samples have several."""
         return [self]
 
 
@@ -81,7 +82,7 @@ class Conversation:
 class Completion:
     """Text as it stands, without a template; trained are the completion and the EOS after it."""
 
-    prompt: str
+    prompt: str  # the completion follows it without a space
     completion: str
 
 
@@ -97,9 +98,9 @@ class Preference:
     """Two answers to the same prompt; each ends with a message of the assistant."""
 
     prompt: Sequence[Message]
-    chosen: Sequence[Message]
-    rejected: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] | None = None
+    chosen: Sequence[Message]  # the better answer, without the prompt
+    rejected: Sequence[Message]  # the worse one
+    tools: Sequence[Mapping[str, Any]] | None = None  # descriptions that the template may show
     # Places of the messages of the prompt with the chosen answer, and with the rejected one
     places: tuple[SamplePlaces, SamplePlaces] = field(
         default=(SamplePlaces(), SamplePlaces()), compare=False
@@ -129,9 +130,9 @@ class LabeledAnswer:
     """A desirable answer to a prompt (label True), or an undesirable one, as KTO trains them."""
 
     prompt: Sequence[Message]
-    completion: Sequence[Message]
-    label: bool
-    tools: Sequence[Mapping[str, Any]] | None = None
+    completion: Sequence[Message]  # the answer, without the prompt
+    label: bool  # whether the answer is desirable
+    tools: Sequence[Mapping[str, Any]] | None = None  # descriptions that the template may show
     places: SamplePlaces = field(default=SamplePlaces(), compare=False)  # for error lines
     variables: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
 
@@ -152,8 +153,8 @@ class LabeledAnswer:
 class Classified:
     """A text, or messages, and the name of their class."""
 
-    content: Conversation | Document
-    label: str
+    content: Conversation | Document  # read as a whole and scored
+    label: str  # name of the class
 
 
 def list_conversations(sample: "Sample") -> list[Conversation]:
@@ -173,18 +174,22 @@ _PROMPT_ROLES: tuple[list[str], ...] = ([], ["user"], ["system"], ["system", "us
 class TextRow:
     """A row whose prompt and answers are texts of columns, and not messages.
 
-    Such texts may be renderings of a chat template already.
+    Such texts may be renderings of a chat template already: they spell out its special tokens.
     """
 
     prompt: str  # "" if there is none
     answers: Sequence[str]  # one answer; or (chosen, rejected); or none
-    beside: str  # name of a column that a rendering would contain, such as `tools`; "": none
+    # Name of a column with a value that a rendering would contain, such as `tools`; "": none
+    beside: str
 
 
 def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow | None:
-    """Return the texts of a sample's row; None if the row has messages."""
+    """Return the texts of a sample's row; None if the row has messages.
+
+    A Conversation counts as a prompt without answers: it is read as a whole, for classification.
+    """
     chats = sample.conversations()
-    first = chats[0]
+    first = chats[0]  # of a pair, the one with the chosen answer
     asked = len(first.messages) if isinstance(sample, Conversation) else first.asked
     prompt = first.messages[:asked]
     answers = [
@@ -207,7 +212,8 @@ def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow 
     )
 
 
-# No Error by name: an outcome of reading a sample, which becomes a DataError or is counted.
+# It has no Error in its name: it is an outcome of reading a sample, and is counted or becomes a
+# DataError.
 class SampleFault(Exception):  # noqa: N818
     """The reason why a sample cannot be used."""
 
@@ -247,20 +253,20 @@ def format_value(value: Any) -> str:
 def prefix_place(place: str, detail: object) -> str:
     """Return the text of a fault with the sample's place before it.
 
-    If both are jq paths they are joined: `rows.json:4: .[1]` and `.text` give
-    `rows.json:4: .[1].text`.
+    place: file, and line or jq path. detail: the fault. If both are jq paths they are joined:
+    `rows.json:4: .[1]` and `.text` give `rows.json:4: .[1].text`.
     """
     text = str(detail)
     is_path = text.startswith(".") and "/" not in text.partition(": ")[0]  # no relative file path
     return place + text if is_path and place.endswith("]") else f"{place}: {text}"
 
 
-RawSample = Mapping[str, Any]
+RawSample = Mapping[str, Any]  # a row of a file: name of a column -> value
 
-_WORD = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
+_WORD = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)  # a name that a jq path has without quotes
 
 
-# Column of a format -> other common names for it, which an error's remedy suggests
+# Column of a format -> other common names for it. An error suggests to name such a column
 OTHER_NAMES = {
     "instruction": ("question", "query", "problem", "input", "prompt", "inputs"),
     "input": ("context", "query"),
@@ -304,7 +310,7 @@ def parse_object(text: str) -> Any:
 class Columns:
     """The columns that a format reads; one without any, such as a plugin's, accepts all rows."""
 
-    required: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()  # each is in a row, or one of its `instead` or `same`
     optional: tuple[str, ...] = ()
     # Required column -> other columns that the format reads in its place
     instead: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -327,14 +333,14 @@ class Columns:
 
 
 def find_columns(form: str) -> Columns:
-    """Return the columns that the format of this name reads."""
+    """Return the columns that a format reads. form: its name in `data.format`."""
     return getattr(get_registered("data.format", form), "columns", Columns())
 
 
 def find_column(column: str, sample: RawSample, aliases: Sequence[str]) -> str | None:
     """Return the sample's name of a column, which is the column's or one of its aliases.
 
-    Case does not matter. None: the sample has no such column, or it holds null.
+    The sample's names are compared in lower case. None: it has no such column, or null in it.
     """
     names_by_lower = {
         str(name).lower(): str(name) for name, value in sample.items() if value is not None
@@ -357,16 +363,16 @@ class RenamedSample(dict[str, Any]):
         """Rename the columns.
 
         columns: `data.columns`, from a format's name to the file's. section: of the config, in
-        which they are. required: the format's required columns; a column of the file that has one
-        of these names also stays under it.
+        which they are, such as `data`. required: the format's required columns; a column of the
+        file that has one of these names also stays under it.
         """
         file_names = set(columns.values())
         moved_names = file_names - set(columns) - set(required)
         super().__init__({name: value for name, value in sample.items() if name not in moved_names})
         self.update({name: sample[column] for name, column in columns.items() if column in sample})
-        self.columns = columns
+        self.columns = columns  # format's name of a column -> the file's
         self.section = section
-        # Columns of the file whose name is now that of another column
+        # Name -> value of the file's columns whose name is now that of another column
         self.hidden = {
             name: sample[name] for name in columns if name in sample and name not in file_names
         }
@@ -387,9 +393,10 @@ def format_path(name: str) -> str:
 
 
 def get_columns_section(section: str) -> str:
-    """Return the section whose key `columns` applies to a source of this section.
+    """Return the config's section whose key `columns` applies to a source of this section.
 
-    That of validation is `data`, as validation has no columns of its own.
+    section: `data`, `data.sources[0]` etc., or `validation`, which has no columns of its own: those
+    of `data` apply.
     """
     return "data" if section == "validation" else section
 
@@ -439,7 +446,7 @@ def read_text_field(
 
 
 def read_object_list(sample: RawSample, name: str) -> tuple[list[RawSample], str]:
-    """Return (list of objects in a column, its path), to which `[index]` can be appended.
+    """Return (list of objects in a column, its path, to which `[index]` can be appended).
 
     Raises SampleFault for anything but a list of objects, or a JSON text of one.
     """
@@ -459,9 +466,10 @@ def read_object_list(sample: RawSample, name: str) -> tuple[list[RawSample], str
 
 
 def open_json_list(sample: RawSample, name: str) -> tuple[Any, str]:
-    """Return (value of a column, its path); a text that looks like a JSON list is parsed.
+    """Return (value of a column, its path); a text that begins like a JSON list is parsed.
 
-    Tables hold lists as text. Raises SampleFault if such a text is no JSON.
+    Tables hold lists as text. The path is jq's, for text `.column|fromjson|.`. Raises SampleFault
+    if such a text is no JSON.
     """
     value = sample.get(name)
     path = get_path(sample, name)
@@ -480,8 +488,8 @@ def refuse_keys(
 ) -> None:
     """Raise SampleFault for a key of an object that is not read and may change its meaning.
 
-    where: the object's path. owner: the object in words, to count the fault by. expected: what was
-    expected, the end of the error line.
+    where: the object's path. owner: the object in words, to count the fault by. expected: the end
+    of the error line. A blank value, or a name known to change nothing (`id`, `source`), passes.
     """
     for name, value in holder.items():
         if name not in read_keys and not is_blank(value) and not is_idle(name, value):
@@ -493,9 +501,10 @@ def refuse_keys(
 
 
 def parse_column(text: str, name: str, path: str, expected: str = "a list of objects") -> Any:
-    """Return the value of the JSON text in a column. Raises SampleFault if it is no JSON.
+    """Return the value of the JSON text in a column.
 
-    name, path: of the column. expected: what the text should be, for the error line.
+    name, path: of the column. expected: what the text should be, for the error line. Raises
+    SampleFault if it is no JSON, or repeats a key.
     """
     try:
         return parse_object(text)

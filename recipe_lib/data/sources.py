@@ -1,7 +1,7 @@
 """Open sources of samples: files, folders of files, Parquet tables, datasets of the hub.
 
-`open_sources` returns the SampleFiles of a source. Several processes read samples from any place of
-a file, which compressed files do not allow: these are unpacked once into the cache. Parquet is read
+A DatasetBuilder calls `open_sources`, which returns the SampleFiles of a source, read by index.
+Compressed files cannot be read by index, so they are unpacked once into the cache. Parquet is read
 by pyarrow, a dataset of the hub by `datasets`, a batch at a time; both come with the extra
 `datasets`. What a file says it unpacks to is checked against its size before it is unpacked.
 """
@@ -49,16 +49,17 @@ from recipe_lib.reading import open_regular, suggest_remedy
 from recipe_lib.report.phases import phase
 from recipe_lib.units import GIB, MIB, format_bytes
 
-ROWS_AT_ONCE = 256  # most rows of a batch
+ROWS_AT_ONCE = 256  # most samples of a batch, which is read from a table at once
 BYTES_AT_ONCE = 512 * MIB  # bytes that a batch may unpack to
 # A file of repeated values, made to fill disks, unpacks to thousands of times its size; samples are
-# packed to a third or a tenth. Small tables may unpack to MAX_UNPACKED_BYTES in any case.
-MAX_UNPACKED_BYTES = 256 * MIB
-MAX_RATIO = 200  # bytes that a file unpacks to, over its size
+# packed to a third or a tenth.
+MAX_UNPACKED_BYTES = 256 * MIB  # bytes that a table may unpack to in any case
+MAX_RATIO = 200  # bytes that a larger file may unpack to, over its size
 MAX_ROW_BYTES = GIB  # bytes that the average sample of a row group may unpack to
 MAX_ROWS_PER_BYTE = 1000  # samples for each byte of the file
 PARQUET_MAGIC = b"PAR1"  # at both ends of the file
-# A name on the hub. A path is refused, because `datasets` would read it as a local folder.
+# A name on the hub, with an optional subset. A path is refused, because `datasets` would read it as
+# a local folder.
 HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^/:]+)?")
 
 
@@ -70,7 +71,7 @@ class ParquetFile(LocalFile):
     ) -> None:
         super().__init__(path, sample_limit, place)
         try:
-            import pyarrow.parquet  # noqa: F401  (is it missing, before anything is read)
+            import pyarrow.parquet  # noqa: F401  (a missing package is told before any reading)
         except ImportError:
             raise DataError(describe_missing_reader(path)) from None
 
@@ -78,13 +79,17 @@ class ParquetFile(LocalFile):
         return int(self._ends[-1])
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
-        """Yield samples as SampleFile says, without the fields that hold null."""
+        """Yield (place, sample) of samples start .. stop (exclusive), without null fields.
+
+        A SampleFault stands for a sample over the limit.
+        """
         stop = len(self) if stop is None else min(stop, len(self))
         if start >= stop:
             return
+        # Indices of the row groups with the first and the last sample
         first = int(np.searchsorted(self._ends, start, side="right"))
         last = int(np.searchsorted(self._ends, stop, side="left"))
-        number = int(self._ends[first - 1]) if first else 0
+        number = int(self._ends[first - 1]) if first else 0  # index of the next sample
         with _open_parquet(self.path) as file:
             for group in range(first, last + 1):
                 rows_at_once = self._count_rows_at_once(file.metadata.row_group(group))
@@ -109,7 +114,7 @@ class ParquetFile(LocalFile):
                 column = group.column(index)
                 column_bytes = column.total_uncompressed_size
                 if column.has_dictionary_page:
-                    # The largest value of the dictionary is stored once and may be every sample's.
+                    # A value of the dictionary is stored once and may be every sample's.
                     value_bytes = min(_read_dictionary_size(file, column), column_bytes)
                     column_bytes = max(column_bytes, value_bytes * column.num_values)
                 sample_bytes += column_bytes / max(1, group.num_rows)
@@ -162,7 +167,7 @@ def _read_dictionary_size(file: BinaryIO, column: Any) -> int:
     for position, byte in enumerate(header[3:8]):
         value |= (byte & 0x7F) << (7 * position)
         if byte < 0x80:
-            return min(column_bytes, value >> 1)
+            return min(column_bytes, value >> 1)  # zigzag has twice a positive number
     return column_bytes
 
 
@@ -193,11 +198,11 @@ def _open_parquet(path: Path) -> Iterator[Any]:
 def _read_batch(file: SampleFile, batch: Any) -> Iterator[dict[str, Any] | SampleFault]:
     """Yield the samples of a batch, or the faults of those over the limit.
 
-    batch: an Arrow table or batch. One over the limit is split, so that each sample is converted by
-    itself.
+    batch: an Arrow table or batch. If it is over the limit of one sample, its samples are converted
+    one by one.
     """
     is_large = batch.nbytes > file.sample_limit
-    for part in [batch.slice(at, 1) for at in range(len(batch))] if is_large else [batch]:
+    for part in [batch.slice(index, 1) for index in range(len(batch))] if is_large else [batch]:
         if part.nbytes > file.sample_limit:
             yield file.build_size_fault(part.nbytes)
         else:
@@ -217,7 +222,10 @@ def _leave_out_nulls(value: Any) -> Any:
 
 
 class HubSamples(SampleFile):
-    """One split of `hub:OWNER/NAME`, or of the subset that `hub:OWNER/NAME:SUBSET` names."""
+    """One split of `hub:OWNER/NAME`, or of the subset that `hub:OWNER/NAME:SUBSET` names.
+
+    key: of the config, for error lines. Raises DataError for another name, or without `datasets`.
+    """
 
     def __init__(
         self, source: str, split: str, sample_limit: int = SAMPLE_LIMIT, key: str = "data.source"
@@ -229,7 +237,7 @@ class HubSamples(SampleFile):
                 f"{key}: found {source!r}, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME:SUBSET"
             )
         try:
-            import datasets  # noqa: F401  (a missing package is said before anything is read)
+            import datasets  # noqa: F401  (a missing package is told before any reading)
         except ImportError:
             raise DataError(describe_missing_datasets(source, key)) from None
 
@@ -237,7 +245,10 @@ class HubSamples(SampleFile):
         return len(self._samples)
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
-        """Yield samples as SampleFile says, without the fields that hold null."""
+        """Yield (place, sample) of samples start .. stop (exclusive), without null fields.
+
+        A SampleFault stands for a sample over the limit.
+        """
         samples = self._samples
         stop = len(samples) if stop is None else min(stop, len(samples))
         for first in range(start, stop, ROWS_AT_ONCE):
@@ -247,7 +258,7 @@ class HubSamples(SampleFile):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return the identity, see SampleFile, of the files in which `datasets` has the samples."""
+        """Return `name`, `size` in bytes and `sha256` of the files that `datasets` has cached."""
         name = f"{self.place} {self.split}"
         files = [Path(file["filename"]) for file in self._samples.cache_files]
         if files:
@@ -276,6 +287,7 @@ class HubSamples(SampleFile):
             ) from None
 
 
+# Suffix -> class of a file, made of (path, limit of a sample in bytes, place for error lines)
 _KINDS: dict[str, Callable[[Path, int, str], SampleFile]] = {
     ".csv": CsvFile,
     ".json": JsonFile,
@@ -294,7 +306,7 @@ def open_sources(
 ) -> list[SampleFile]:
     """Return the files of one source, sorted by name; their samples have this order.
 
-    Nothing is read yet, but compressed files are unpacked. cfg: its `source` and `split`.
+    Nothing is read yet, but compressed files are unpacked. cfg: has `source` and `split`.
     sample_limit: bytes; a larger sample is a SampleFault. cache: folder of the cache; None: the
     default one. section: of the config, for error lines. Raises DataError if there is no file, or
     one of an unknown kind.
@@ -332,6 +344,7 @@ def unpack_once(path: Path, root: Path) -> Path:
         raise DataError(
             f"{path}: the file cannot be read ({error.strerror}); {suggest_remedy(error)}"
         ) from None
+    # The name of the unpacked file is a hash of the state of the compressed one.
     state = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
     folder = root / "unpacked"
     target = (
@@ -348,7 +361,7 @@ def unpack_once(path: Path, root: Path) -> Path:
         ):
             _unpack(path, partial, progress.advance)
     except OSError as error:
-        if error.filename == str(path):
+        if error.filename == str(path):  # reading failed; else writing
             raise DataError(
                 f"{path}: the file cannot be read ({error.strerror}); {suggest_remedy(error)}"
             ) from None
@@ -360,9 +373,10 @@ def unpack_once(path: Path, root: Path) -> Path:
 
 
 def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
-    """Write the content of a compressed file to `target`. advance: called with bytes written.
+    """Write the content of a compressed file to `target`.
 
-    Raises DataError for a damaged file, or one that unpacks to too much.
+    advance: called with the number of bytes of each block, to show progress. Raises DataError for a
+    damaged file, or one that unpacks to too much.
     """
     blocks = _read_gzip_blocks(path) if path.suffix == ".gz" else _read_zstd_blocks(path)
     size = 0

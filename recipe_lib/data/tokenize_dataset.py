@@ -2,7 +2,8 @@
 
 A run calls `build_datasets` before it has a process group or a device context, because it forks.
 `build_dataset` builds one dataset. The lower half is a pool of forks: `map_in_order` runs a
-function on many pieces and yields the results in order.
+function on many pieces and yields the results in order. An item of a dataset is a sequence, or a
+pair of two.
 """
 
 import gc
@@ -40,8 +41,9 @@ from recipe_lib.report.phases import phase
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.units import MIB
 
-SAMPLES_PER_TASK = 256
-BYTES_PER_WORKER = 2**20  # of the sources; for less, starting a process takes longer than it saves
+SAMPLES_PER_TASK = 256  # samples that a worker tokenizes at a time
+# Bytes of the sources for each process; for less, starting one takes longer than it saves
+BYTES_PER_WORKER = 2**20
 
 # (dataset of training, dataset of validation or None)
 PreparedData = tuple[Dataset, Dataset | None]
@@ -58,9 +60,10 @@ def build_dataset(
     """Return all samples of all sources, tokenized; out of the cache if they are there.
 
     max_seq_len: tokens that a sequence has at most. validation: a source that is read in place of
-    those in `cfg`. may_be_empty: accept a source of which no sample is left; nothing is cached
-    then. Raises DataError for a missing file, a bad or too long sample where `cfg` makes these
-    errors, no sample that trains anything, or a source of which no token or every token is trained.
+    those in `cfg`; None: read those. may_be_empty: accept a source of which no sample is left; the
+    cache is not used then. Raises DataError for a missing file, a bad or too long sample where
+    `cfg` makes these errors, no sample that trains anything, or (with `check_label_mask`) a source
+    of which no token or every token is trained.
     """
     return DatasetBuilder(
         cfg, tokenizer, max_seq_len=max_seq_len, validation=validation, may_be_empty=may_be_empty
@@ -72,7 +75,8 @@ def build_validation_dataset(
 ) -> Dataset | None:
     """Return the dataset of `validation.source`; None if it is not set.
 
-    may_be_empty and what is raised: see `build_dataset`.
+    may_be_empty: accept a source of which no sample is left. Raises DataError as `build_dataset`
+    does.
     """
     source = resolve_validation_source(cfg.data, cfg.validation)
     if source is None:
@@ -87,9 +91,10 @@ def build_datasets(
 ) -> PreparedData:
     """Return the datasets of training and of `validation.source` (None if that is not set).
 
-    may_be_empty: see `build_dataset`. Works with `data.num_proc` processes, or with one once there
-    is a process group or a device context. With a cache one of a machine's ranks does the work, and
-    the others map its files. Raises DataError with the faults of both datasets.
+    may_be_empty: accept a source of which no sample is left. Works with `data.num_proc` processes,
+    or with one once there is a process group or a device context. With a cache one of a machine's
+    ranks does the work, and the others map its files. Raises DataError with the faults of both
+    datasets, for what `build_dataset` does.
     """
     training: Dataset | None = None
     validation: Dataset | None = None
@@ -101,6 +106,7 @@ def build_datasets(
     try:
         validation = build_validation_dataset(cfg, tokenizer, may_be_empty)
     except DataError as error:
+        # The same faults of both, such as of a setting that both have, are told once.
         faults += [] if list(error.faults) == faults else error.faults
     if faults:
         raise DataError(*faults)
@@ -119,9 +125,10 @@ class DatasetBuilder:
         validation: SourceConfig | None = None,
         may_be_empty: bool = False,
     ) -> None:
-        """Look up the files of the sources. Only `format: auto` reads samples of them.
+        """Look up the files of the sources, and with `format: auto` read their first samples.
 
-        validation, may_be_empty: see `build_dataset`. Raises DataError.
+        validation, may_be_empty: as for `build_dataset`. Raises DataError for no source, a missing
+        file, samples of no format, or settings that the tokenizer does not allow.
         """
         sources = (
             {"validation": validation} if validation is not None else list_sources_by_section(cfg)
@@ -151,7 +158,7 @@ class DatasetBuilder:
                 section=get_columns_section(section),
                 ignored=cfg.ignore_columns,
             )
-        self.sources = list(sources.values())
+        self.sources = list(sources.values())  # in the order of the config, with their formats
         self.encoder = Encoder(
             tokenizer,
             template=cfg.template,
@@ -161,7 +168,7 @@ class DatasetBuilder:
             add_eos=cfg.add_eos,
             parse_special=cfg.parse_special_tokens,
         )
-        self.encoders = [
+        self.encoders = [  # one for each source
             SourceEncoder(cfg, source, self.encoder, max_seq_len=max_seq_len, section=section)
             for section, source in sources.items()
         ]
@@ -176,8 +183,8 @@ class DatasetBuilder:
         if not self.cfg.cache or self.may_be_empty:  # a run could not use an empty one
             return None
         cfg = self.cfg
-        # These decide which samples are read and how. The fingerprint is made of the result, so it
-        # needs none of them; the key is looked up before there is a result.
+        # These decide which samples are read and how. The dataset's fingerprint needs none of them,
+        # as it is made of the result; the key is needed before there is a result.
         reading = {
             "max_sample_mib": cfg.max_sample_mib,
             "history": cfg.history,
@@ -191,7 +198,11 @@ class DatasetBuilder:
         )
 
     def build(self) -> Dataset:
-        """Return the dataset: from the cache, or tokenized now. Raises DataError."""
+        """Return the dataset: from the cache, or tokenized now.
+
+        Raises DataError for bad samples where the config makes these errors, for a source that
+        trains nothing, or (with `check_label_mask`) one that trains no token or every one.
+        """
         stored = load_or_make(get_cache_root(self.cfg.cache_dir), self.find_key(), self._make)
         arrays = stored.arrays
         if self.cfg.check_label_mask:
@@ -203,6 +214,7 @@ class DatasetBuilder:
             report=stored.report,
             settings=self._list_settings(),
             group=2 if stored.report.pairs else 1,
+            # For each item the index of its source
             source_of=np.array(self.source_of_file, dtype=np.int16)[arrays["file_of"]],
             weights=[source.weight for source in self.sources],
             origin=self._make_origin(arrays),
@@ -213,13 +225,15 @@ class DatasetBuilder:
     def _list_settings(self) -> dict[str, Any]:
         """Return the settings that decide the tokens, which enter the dataset's fingerprint."""
         cfg = self.cfg
-        # Left out at their defaults, so that the fingerprint stays that of versions without these
-        # keys, whose runs can be resumed then.
-        newer = {
+        # Key -> (value, default). At the default they are left out, so that the fingerprint stays
+        # that of versions without these keys, whose runs can then be resumed.
+        newer_keys = {
             "add_eos": (cfg.add_eos, True),
             "parse_special_tokens": (cfg.parse_special_tokens, None),
         }
-        return {name: value for name, (value, default) in newer.items() if value != default} | {
+        return {
+            name: value for name, (value, default) in newer_keys.items() if value != default
+        } | {
             "formats": [encoder.format for encoder in self.encoders],
             "template": self.encoder.template,
             "train_on": cfg.train_on,
@@ -234,14 +248,14 @@ class DatasetBuilder:
     def _make(self, writer: ArrayWriter) -> DataReport:
         """Tokenize all samples into the writer's arrays, and return the report.
 
-        Raises DataError with the bad samples of all sources, up to the first fault that ends the
-        reading.
+        Raises DataError with the bad samples of all sources, if `data.on_invalid` is `error`. A
+        fault of a whole file ends the reading, and is the last of them.
         """
         reports = [encoder.report() for encoder in self.encoders]
         tasks = self._split_tasks()
         num_samples = sum((task.stop or 0) - task.start for task in tasks)
-        # Without a cache (`folder`) each rank of this machine tokenizes for itself, in memory, and
-        # they share its cores.
+        # Without a folder in the cache each rank of this machine tokenizes for itself, in memory,
+        # and they share its cores.
         shared_by = 1 if writer.folder else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         num_workers = min(
             count_workers(self.cfg.num_proc, shared_by),
@@ -252,16 +266,18 @@ class DatasetBuilder:
             closing(map_in_order(self._encode, tasks, num_workers)) as chunks,
         ):
             for task, chunk in zip(tasks, chunks, strict=True):
-                if chunk.fault is not None:
+                if chunk.fault is not None:  # a file cannot be read any further
                     bad_lines = list[str]()
                     if self.cfg.on_invalid == "error":
-                        for part in reports:
-                            bad_lines += [line for _, line in part.bad_lines[:MOST_BAD_LINES]]
+                        for source_report in reports:
+                            bad_lines += [
+                                line for _, line in source_report.bad_lines[:MOST_BAD_LINES]
+                            ]
                     raise DataError(*bad_lines, *chunk.fault.faults) if bad_lines else chunk.fault
                 reports[task.source].add(chunk.report)
                 writer.append(chunk, task.file)
                 progress.advance(chunk.report.samples_read)
-        faults = [line for part in reports for line in self._list_faults(part)]
+        faults = [line for source_report in reports for line in self._list_faults(source_report)]
         if faults:
             raise DataError(*faults)
         report = self._sum_reports(reports)
@@ -281,10 +297,10 @@ class DatasetBuilder:
         return report
 
     def _list_faults(self, part: DataReport) -> list[str]:
-        """Return the faults of one source.
+        """Return the faults of one source; empty: it has none.
 
-        These are its bad samples, where `data.on_invalid` makes them errors; else that nothing is
-        left to train on, unless that is allowed.
+        They are its bad samples, where `data.on_invalid` makes these errors. Else the only fault
+        is that nothing is left to train on, unless that is allowed.
         """
         if part.bad_samples and self.cfg.on_invalid == "error":
             return part.list_sample_faults()
@@ -294,6 +310,7 @@ class DatasetBuilder:
     def _split_tasks(self) -> list[Task]:
         """Split all samples into tasks, in order and the same for any number of workers."""
         tasks: list[Task] = []
+        # For each source the samples that may still be taken; None: no limit
         samples_left = [source.max_samples for source in self.sources]
         for number, file in enumerate(self.files):
             source = self.source_of_file[number]
@@ -346,7 +363,7 @@ class DatasetBuilder:
 
 
 def _estimate_bytes(file: SampleFile) -> int:
-    """Return the bytes of a local file; for a hub dataset a size that allows all workers."""
+    """Return the bytes of a local file; for a hub dataset 1 TiB, which allows all workers."""
     path = Path(file.place)
     return path.stat().st_size if path.is_file() else 2**40
 
@@ -356,7 +373,8 @@ Result = TypeVar("Result")
 
 PIECES_AHEAD = 4  # pieces for each process that may be done before the first of them is taken
 
-# The function that a worker runs. A global of the fork: an argument would be pickled for each piece
+# The function that a worker runs, set in each fork: as an argument it would be pickled with every
+# piece
 _work: Callable[[Any], Any] | None = None
 
 
@@ -394,7 +412,7 @@ def map_in_order(
     """Yield `work` of each piece, in the order of the pieces, by forks of this process.
 
     workers: number of forks; 1: this process does the work. Pieces and results are pickled, `work`
-    is not. Raises SetupError if a worker is killed.
+    is not. Raises SetupError if a worker is killed, and what `work` raises.
     """
     workers = min(workers, len(pieces))
     if workers <= 1:
@@ -425,10 +443,10 @@ def start_forks(
     Pieces and results are pickled, `work` is not. Futures raise BrokenProcessPool if a fork was
     killed.
     """
-    # Collects the process group that an earlier run has left: a fork in which its last reference
-    # goes away crashes or hangs (docs/upstream/gloo_group_in_fork.md).
+    # Collect the process group that an earlier run has left, before the fork: a fork that drops its
+    # last reference crashes or hangs (docs/upstream/gloo_group_in_fork.md).
     if has_dead_groups():
-        gc.unfreeze()
+        gc.unfreeze()  # frozen objects would not be collected
         gc.collect()
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(
@@ -448,7 +466,7 @@ def _begin_worker(work: Callable[[Any], Any]) -> None:
     """Prepare a fork for `work`: its garbage, its signals, and its end with the parent."""
     global _work
     _work = work
-    gc.freeze()  # what the parent left for collection is not ours to end
+    gc.freeze()  # the fork must not finalize objects that belong to the parent
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not come along in the fork
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -460,7 +478,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
-        os._exit(1)
+        os._exit(1)  # at once: nobody is left to read a result
 
 
 def _run_piece(piece: Any) -> Any:

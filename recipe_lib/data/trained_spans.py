@@ -1,11 +1,11 @@
 """Find which characters of a rendered conversation are trained.
 
-`data.label_masks` asks `pick_trained` which messages are, and `find_answer` (or
-`find_marked_answers`) where they stand. An answer is what a model must write after the prompt that
-generation is given. Both are renderings of the chat template: the prompt of the messages before the
-answer, with `add_generation_prompt`, the answer of the messages up to and including it. Any other
-message is found by a private-use letter that is rendered in its place. A SampleFault says what a
-template leaves out, or writes differently once more messages follow.
+An `Encoder` (label_masks.py) asks `pick_trained` which messages are trained, and `find_answer` or
+`find_marked_answers` where an answer stands: it is what a model must write after the prompt of
+generation. Both are renderings: the prompt of the messages before the answer, the answer of the
+messages up to and including it; `RenderRequest(n)` renders the first n. `find_other_spans` finds
+any other message, by a letter that is rendered in its place. A SampleFault says why a sample cannot
+be used.
 """
 
 import json
@@ -63,18 +63,21 @@ def pick_trained(
 ) -> list[bool]:
     """Return for each message whether it is trained: by role, unless it has a key `train`.
 
-    An answer that begins the conversation is not, as no prompt asks for it. places: file and line
-    of each message, for errors. Raises SampleFault for a `train` that is no bool.
+    An answer that begins the conversation is not trained, as no prompt asks for it, unless
+    `train_on` is `all`. places: where each message is in its row, for errors. Raises SampleFault
+    for a `train` that is no bool.
     """
     roles = ("assistant",) if isinstance(train_on, str) else tuple(train_on)
-    chosen = [message["role"] in roles for message in messages]
+    are_trained = [message["role"] in roles for message in messages]
     if messages[0]["role"] == "assistant":
-        chosen[0] = False
+        are_trained[0] = False
     if train_on == "all":
-        chosen = [True] * len(messages)
+        are_trained = [True] * len(messages)
     elif train_on == "last":
-        last = max((number for number, is_answer in enumerate(chosen) if is_answer), default=-1)
-        chosen = [number == last for number in range(len(messages))]
+        last = max(
+            (number for number, is_answer in enumerate(are_trained) if is_answer), default=-1
+        )
+        are_trained = [number == last for number in range(len(messages))]
     for number, message in enumerate(messages):
         train = message.get("train")
         if train is not None and not isinstance(train, bool):
@@ -83,15 +86,15 @@ def pick_trained(
                 f"{places.at(number, '.train')}: found {format_value(train)}, expected true or"
                 " false",
             )
-        chosen[number] = chosen[number] if train is None else train
-    return chosen
+        are_trained[number] = are_trained[number] if train is None else train
+    return are_trained
 
 
 def find_other_spans(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
     """Return the span of each of these messages, none of them an answer, in the rendering of all.
 
-    numbers: indices of the messages. Raises SampleFault where the template refuses, or does not
-    write a message exactly once and by its text alone.
+    numbers: indices of the messages. Raises SampleFault where the template raises an exception, or
+    does not write a message exactly once, with everything around it the same for any text.
     """
     if not numbers:
         return []
@@ -105,29 +108,32 @@ def find_other_spans(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
 def _list_requests(chat: RenderedChat, number: int) -> list[RenderRequest]:
     """Return the renderings that tell where a message stands.
 
-    The first has a letter in its place and so tells where the text begins. The second tells where
-    what follows begins: it ends with the prompt of the answer after the message, or has a second
-    letter in the place of the next message. The last message has no second one.
+    The first has a letter in place of the message, and tells where its text begins and ends. The
+    second tells where the next message begins: it ends with the prompt of the answer that comes
+    next, or has a second letter in place of the next message. The last message has no second one.
     """
     num_messages = len(chat.messages)
     first, second = chat.letters
-    alone = RenderRequest(num_messages, replacements=((number, first),))
+    with_letter = RenderRequest(num_messages, replacements=((number, first),))
     if number + 1 == num_messages:
-        return [alone]
+        return [with_letter]
     if chat.messages[number + 1]["role"] == "assistant":
-        return [alone, RenderRequest(number + 1, add_generation_prompt=True)]
+        return [with_letter, RenderRequest(number + 1, add_generation_prompt=True)]
     return [
-        alone,
+        with_letter,
         RenderRequest(num_messages, replacements=((number, first), (number + 1, second))),
     ]
 
 
 def _find_span(chat: RenderedChat, number: int) -> Span:
-    """Return a message's span, with the special token that ends its turn, if there is one."""
+    """Return a message's span, with the special token that ends its turn, if there is one.
+
+    Raises SampleFault as `find_other_spans` does.
+    """
     whole = chat.whole
     first, second = chat.letters
-    alone, *after = _list_requests(chat, number)
-    around = chat.get_text(alone).split(first)
+    with_letter, *for_next_message = _list_requests(chat, number)
+    around = chat.get_text(with_letter).split(first)  # [text before the message, text after it]
     if len(around) != 2 or not whole.startswith(around[0]) or not whole.endswith(around[1]):
         raise SampleFault(
             "message not found",
@@ -140,13 +146,13 @@ def _find_span(chat: RenderedChat, number: int) -> Span:
     while start and whole[start - 1] == " ":  # most tokenizers join a space and the word after it
         start -= 1
     limit = len(whole)  # the end-of-turn token is searched for from `end` up to here
-    if after and after[0].add_generation_prompt:
-        before = chat.get_text(after[0])
-        limit = len(before) if whole.startswith(before) else end
-    elif after:
-        next_at = chat.get_text(after[0]).find(second)
-        between = next_at - len(around[0]) - len(first)
-        limit = end + between if next_at >= 0 and between >= 0 else end
+    if for_next_message and for_next_message[0].add_generation_prompt:
+        next_prompt = chat.get_text(for_next_message[0])
+        limit = len(next_prompt) if whole.startswith(next_prompt) else end
+    elif for_next_message:
+        next_start = chat.get_text(for_next_message[0]).find(second)
+        num_between = next_start - len(around[0]) - len(first)  # characters between the messages
+        limit = end + num_between if next_start >= 0 and num_between >= 0 else end
     special = chat.template.special.pattern
     token = special.search(whole, end, limit) if special else None
     return Span(start, token.end() if token else end)
@@ -156,7 +162,7 @@ def check_written(message: Message, written: str, where: str) -> None:
     """Raise SampleFault if the template leaves out text, a thought or a tool call of an answer.
 
     The model would learn to write nothing in its place. written: the part of the rendering that
-    holds the message. where: file and line of the message.
+    holds the message. where: path of the message in its row, which begins the error line.
     """
     squeezed = _remove_white_space(written)
     for key in ("content", *THOUGHT_KEYS):
@@ -181,24 +187,25 @@ def check_written(message: Message, written: str, where: str) -> None:
 def count_left_out(messages: Sequence[Message], whole: str) -> int:
     """Count the messages of the system and the user that the template does not write.
 
-    This is reported and no SampleFault: some templates are of models that were trained without a
-    system message. whole: the rendering of all messages.
+    It is no SampleFault: some models were trained without a system message, and their templates
+    write none. whole: the rendering of all messages.
     """
-    squeezed = ""  # made once, and only where a text does not stand in the rendering as it is
+    squeezed = ""  # `whole` without white space; made only where a text is not in `whole` as it is
     num_left_out = 0
     for message in messages:
         text = message.get("content")
         if message["role"] not in ("system", "user") or not isinstance(text, str) or text in whole:
             continue
         squeezed = squeezed or _remove_white_space(whole)  # templates strip and indent
-        num_left_out += _remove_white_space(text) not in squeezed
+        num_left_out += _remove_white_space(text) not in squeezed  # a bool
     return num_left_out
 
 
 def check_system(chat: RenderedChat) -> None:
-    """Raise SampleFault if a conversation has a later system message and one is not written.
+    """Raise SampleFault for a system message that is not written, if any is not the first message.
 
-    A single one at the start is counted by `count_left_out`: there are templates that know none.
+    A single one at the start is no fault, since some templates write none: `count_left_out` counts
+    it.
     """
     messages = chat.messages
     system_indices = [
@@ -221,7 +228,7 @@ def check_system(chat: RenderedChat) -> None:
 def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str, where: str) -> None:
     """Raise SampleFault if the template leaves out a tool, which the model would not know to call.
 
-    whole: the rendering of all messages. where: file, line and key of the tools.
+    whole: the rendering of all messages. where: path of the tools in the row, for the error.
     """
     for number, tool in enumerate(tools or ()):
         name = get_function_name(tool)
@@ -244,10 +251,10 @@ def get_function_name(described: Any) -> str | None:
 def prepare_message(message: Message, where: str, features: TemplateFeatures) -> dict[str, Any]:
     """Return the message as the template reads it.
 
-    The key `train` is dropped, a thought goes into the field that the template reads, and arguments
-    of tool calls become objects (most templates write the JSON themselves), or text where
-    `features` says so. where: file and line of the message. Raises SampleFault for arguments that
-    are text and no JSON object.
+    The key `train` is dropped. A thought (an answer's reasoning) goes into the key that the
+    template reads. Arguments of tool calls become objects, since most templates write the JSON
+    themselves, or text where `features` says so. where: path of the message in its row. Raises
+    SampleFault for arguments that are text and no JSON object.
     """
     changed = move_thought(
         {key: value for key, value in message.items() if key != "train"}, features
@@ -258,17 +265,21 @@ def prepare_message(message: Message, where: str, features: TemplateFeatures) ->
     for call in message["tool_calls"]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping) and "arguments" in function:
-            given = function["arguments"]
-            arguments = parse_arguments(given) if isinstance(given, str) else given
-            if arguments is None and isinstance(given, str):
+            raw_arguments = function["arguments"]
+            arguments = (
+                parse_arguments(raw_arguments) if isinstance(raw_arguments, str) else raw_arguments
+            )
+            if arguments is None and isinstance(raw_arguments, str):
                 raise SampleFault(
                     "tool call's arguments are no JSON",
-                    f"{where}: found the arguments {format_value(given)} of a tool call, expected a"
-                    " JSON object",
+                    f"{where}: found the arguments {format_value(raw_arguments)} of a tool call,"
+                    " expected a JSON object",
                 )
             if features.text_arguments:
                 arguments = (
-                    given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+                    raw_arguments
+                    if isinstance(raw_arguments, str)
+                    else json.dumps(raw_arguments, ensure_ascii=False)
                 )
             call = {**call, "function": {**function, "arguments": arguments}}
         calls.append(call)
@@ -276,20 +287,24 @@ def prepare_message(message: Message, where: str, features: TemplateFeatures) ->
 
 
 def describe_difference(found: Sequence[str], expected: Sequence[str]) -> str:
-    """Describe the first token in which two lists of tokens differ, for an error line."""
+    """Describe the first token in which two lists of tokens differ, for an error line.
+
+    found, expected: texts of the tokens.
+    """
     num_equal = len(commonprefix([list(found), list(expected)]))
-    left, right = (
+    found_token, expected_token = (
         repr(tokens[num_equal]) if num_equal < len(tokens) else "the end"
         for tokens in (found, expected)
     )
-    return f"at token {num_equal + 1} found {left}, expected {right}"
+    return f"at token {num_equal + 1} found {found_token}, expected {expected_token}"
 
 
 def _remove_white_space(text: str) -> str:
     return "".join(text.split())
 
 
-# A variable of templates whose prompt otherwise begins with an empty thought.
+# Rendering options for templates with a switch for thoughts, whose prompt for an answer otherwise
+# ends in an empty thought.
 _THINKING = {"variables": {"enable_thinking": True}}
 
 
@@ -298,16 +313,19 @@ class Answer:
     """An answer of a conversation as text."""
 
     number: int  # index of its message
-    prompt: str  # what generation is given
+    prompt: str  # the text that generation is given
     text: str  # the prompt and what a model must write after it, to the end of the turn
-    spans: tuple[Span, ...]  # the characters of the text that are trained
-    # End of the text that the template writes only once another message follows; "": it has none
+    spans: tuple[Span, ...]  # the characters of `text` that are trained
+    # End of `text` that the template writes only once another message follows; "": there is none
     added: str
-    ends: bool  # whether generation stops at its last token
+    ends: bool  # whether generation stops at the last token of `text`
 
 
 def list_requests(numbers: Sequence[int]) -> list[RenderRequest]:
-    """Return the renderings that `find_answer` needs for the messages with these indices."""
+    """Return the renderings that `find_answer` needs for the messages with these indices.
+
+    A caller has them all rendered in one call, as a template renders in another process.
+    """
     prompts = [RenderRequest(number, add_generation_prompt=True) for number in numbers]
     return [*prompts, *(RenderRequest(number + 1) for number in numbers)]
 
@@ -315,17 +333,22 @@ def list_requests(numbers: Sequence[int]) -> list[RenderRequest]:
 def find_answer(chat: RenderedChat, number: int) -> Answer:
     """Return the answer in the message with this index.
 
-    Raises SampleFault if its rendering does not begin with the prompt, or leaves a part out;
-    DataError if the template ends answers with no special token.
+    Raises SampleFault if the prompt cannot be found in its rendering, or if that leaves a part out.
+    Raises DataError if the template ends answers with no special token.
     """
     message = chat.messages[number]
     prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
-    alone = chat.get_text(RenderRequest(number + 1))
+    alone = chat.get_text(RenderRequest(number + 1))  # without the messages after the answer
     if not alone.startswith(prompt):
         prompt, alone = _go_on_from_thought(chat, number, prompt=prompt, alone=alone)
     text, added = _take_to_end(chat, number, alone=alone, start=len(prompt))
-    begun = OPEN_THOUGHT.search(prompt)
-    check_written(message, text[begun.start() if begun else len(prompt) :], chat.places.at(number))
+    # A thought that the prompt begins belongs to the answer.
+    open_thought = OPEN_THOUGHT.search(prompt)
+    check_written(
+        message,
+        text[open_thought.start() if open_thought else len(prompt) :],
+        chat.places.at(number),
+    )
     span = Span(len(prompt), len(text))
     ends = bool(added) or ends_with_stop(chat, text)
     return Answer(number, prompt, text, spans=(span,), added=added, ends=ends)
@@ -341,7 +364,8 @@ def _build_difference(
 ) -> SampleFault:
     """Return the fault of a rendering that is not as expected.
 
-    what: `the past` or `an answer`. remedy: what to set.
+    what: `the past` (the messages before an answer) or `an answer`. number: index of the message.
+    expected, found: renderings. remedy: what to set, the end of the error line.
     """
     is_past = what == "the past"
     then = (
@@ -363,22 +387,22 @@ def _go_on_from_thought(
 ) -> tuple[str, str]:
     """Return (prompt, prompt and answer) where the rendered answer does not begin with the prompt.
 
-    The prompt may end in a thought that is begun, which the model has to end, or in an empty one,
-    which asks for none. alone: the rendering in which the answer comes last.
+    The prompt may end in a begun thought, which the model has to go on with, or in an empty one,
+    after which it writes none. alone: the rendering in which the answer comes last.
     """
     message = chat.messages[number]
     thought, _ = split_thought(message)
-    closed = EMPTY_THOUGHT.search(prompt)
-    if closed and thought:  # the prompt asks for no thought: take the one that asks for it
+    empty_thought = EMPTY_THOUGHT.search(prompt)
+    if empty_thought and thought:  # the answer has a thought: take the prompt that asks for one
         request = RenderRequest(number, add_generation_prompt=True)
         (rendering,) = chat.render([request], options=_THINKING)
         prompt = require_text(rendering)
         if alone.startswith(prompt):
             return prompt, alone
-    elif closed and alone.startswith(prompt[: closed.start()]):
-        return prompt, prompt + strip_thought(alone[closed.start() :])
-    opened = OPEN_THOUGHT.search(prompt)
-    if opened is None or not alone.startswith(prompt[: opened.start()]):
+    elif empty_thought and alone.startswith(prompt[: empty_thought.start()]):
+        return prompt, prompt + strip_thought(alone[empty_thought.start() :])
+    open_thought = OPEN_THOUGHT.search(prompt)
+    if open_thought is None or not alone.startswith(prompt[: open_thought.start()]):
         return prompt, prompt + _take_after_turn_begins(chat, number, prompt=prompt, alone=alone)
 
     def render_with(replacement: Message) -> str:
@@ -388,7 +412,7 @@ def _go_on_from_thought(
 
     return prompt, prompt + complete_thought(
         alone,
-        begin=prompt[: opened.start()],
+        begin=prompt[: open_thought.start()],
         message=message,
         features=chat.template.features,
         letter=chat.letters[0],
@@ -399,38 +423,44 @@ def _go_on_from_thought(
 def _take_after_turn_begins(chat: RenderedChat, number: int, prompt: str, alone: str) -> str:
     """Return the answer's text where the messages before it are written differently in the prompt.
 
-    So they are by a template that writes the system message into the last question, and leaves it
-    out once the answer follows. The answer begins after the prompt's last special token and what
-    comes behind it, as these are found in `alone`. Raises SampleFault if they are not.
+    Some templates write the system message into the last question, and leave it out once the answer
+    follows. The answer begins behind what ends the prompt, from its last special token on, where
+    `alone` has the same. alone: the rendering in which the answer comes last. Raises SampleFault if
+    the end of the prompt is not in it.
     """
     special = chat.template.special.pattern
     tokens = list(special.finditer(prompt)) if special else []
     turn_start = prompt[tokens[-1].start() :] if tokens else ""
-    at = alone.rfind(turn_start) if turn_start else -1
-    if at < 0:
+    start = alone.rfind(turn_start) if turn_start else -1
+    if start < 0:
         remedy = "tokenizer.chat_template to one that does not"
         raise _build_difference(
             chat, "the past", number, expected=prompt, found=alone, remedy=remedy
         )
-    rest = alone[at + len(turn_start) :]
-    check_written(chat.messages[number], rest, chat.places.at(number))
-    return rest
+    answer_text = alone[start + len(turn_start) :]
+    check_written(chat.messages[number], answer_text, chat.places.at(number))
+    return answer_text
 
 
 def _take_to_end(chat: RenderedChat, number: int, alone: str, start: int) -> tuple[str, str]:
     """Return (text to the end of the answer's turn, the end that had to be added to it).
 
-    A template may not end the turn itself; the token that begins the next turn is added then.
-    start: where the answer begins in `alone`, the rendering in which it comes last.
+    Where a template does not end the turn itself, the token that begins the next turn is added. If
+    none was added, the second text is empty. alone: the rendering in which the answer comes last.
+    start: index of the answer in it. Raises SampleFault for a tool call, DataError for any other
+    answer, after which no token could be added.
     """
     template = chat.template
     special = template.special.pattern
     closing = template.end.closing
     is_call = bool(chat.messages[number].get("tool_calls"))
+    # `closing` is text after the turn's last token, which only the end of a conversation has.
     body = alone.removesuffix(closing) if len(alone) - len(closing) >= start else alone
     tokens = list(special.finditer(body, start)) if special else []
     end = tokens[-1].end() if tokens and not body[tokens[-1].end() :].strip() else None
     next_turn = template.features.after_call if is_call else template.end.next_turn
+    # A special token at the end of the answer ends the turn, unless generation does not stop at it
+    # but at the token that begins the next turn.
     if end is not None and (
         tokens[-1].group() in template.stops or next_turn not in template.stops
     ):
@@ -453,9 +483,9 @@ def _take_to_end(chat: RenderedChat, number: int, alone: str, start: int) -> tup
 
 @dataclass(frozen=True)
 class RenderedSequence:
-    """One sequence as text, to the end of its last answer."""
+    """One training sequence as text."""
 
-    text: str
+    text: str  # to the end of its last answer
     answers: Sequence[Answer]  # the answers that are trained in it, in order
 
     @property
@@ -469,9 +499,10 @@ def split_sequences(
 ) -> list[RenderedSequence]:
     """Return the sequences of a conversation, in the order of their last answers.
 
-    Several are needed where a template writes an answer differently once messages follow it. An
-    answer may share a sequence whose text begins with the answer's own. history: `auto` makes as
-    few as can be, `split` one for each answer, `refuse` one, or raises SampleFault.
+    Several are needed where a template writes an answer differently once messages follow it. A
+    sequence holds all answers whose own text it begins with. history: `auto` makes as few sequences
+    as can be, `split` one for each answer, `refuse` one, and raises SampleFault if that does not
+    hold all.
     """
     if history == "split":
         return [RenderedSequence(answer.text, [answer]) for answer in answers]
@@ -501,9 +532,10 @@ def split_sequences(
 def check_in_whole(chat: RenderedChat, answer: Answer, remedy: str) -> None:
     """Raise SampleFault if the rendering of all messages does not begin with the answer's text.
 
-    It would not be trained as it is generated. remedy: which settings avoid it, for the error.
+    In that rendering the answer would not be trained as it is generated. remedy: which settings
+    avoid it, for the error.
     """
-    written = answer.text[: len(answer.text) - len(answer.added)]
+    written = answer.text[: len(answer.text) - len(answer.added)]  # by the template itself
     for what, expected in (("the past", answer.prompt), ("an answer", written)):
         if not chat.whole.startswith(expected):
             raise _build_difference(
@@ -516,9 +548,8 @@ class MarkedAnswers:
     """The answers of a conversation as the template marks them by `{% generation %}`."""
 
     answers: list[Answer]  # their spans are the marks
-    whole: tuple[str, list[Span]]  # the rendering of all messages, and all marks in it
-    # A line for each answer that `find_answer` would train differently, where they differ by more
-    # than white space after the end
+    whole: tuple[str, list[Span]]  # (rendering of all messages, all marks in it)
+    # A line for each answer that `find_answer` finds elsewhere; white space at its end not counted
     differing: list[str]
 
 
@@ -529,6 +560,7 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> MarkedAns
     """
     whole_request = RenderRequest(len(chat.messages))
     requests = [whole_request, *(RenderRequest(number + 1) for number in numbers)]
+    # Rendered anew, since the marks are asked for by an option: two letters, written around them.
     renderings = chat.render(requests, options={"marks": list(chat.letters)})
     by_request = dict(zip(requests, renderings, strict=True))
     closing = chat.template.end.closing  # it comes with the last answer of a conversation alone
@@ -537,12 +569,12 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> MarkedAns
     for number in numbers:
         prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
         text, spans = _remove_marks(by_request[RenderRequest(number + 1)], chat.letters)
-        before = len(commonprefix([text, prompt]))  # marks before it are of earlier answers
-        written = len(text) - (len(closing) if closing.strip() and text.endswith(closing) else 0)
+        start = len(commonprefix([text, prompt]))  # marks before it are of earlier answers
+        text_end = len(text) - (len(closing) if closing.strip() and text.endswith(closing) else 0)
         answer_spans = [
-            Span(span.start, min(span.end, written))
+            Span(span.start, min(span.end, text_end))
             for span in spans
-            if span.end > before and span.start < written
+            if span.end > start and span.start < text_end
         ]
         if not answer_spans:
             raise SampleFault(
@@ -551,11 +583,11 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> MarkedAns
                 " generation, expected the answer; set tokenizer.chat_template to one that marks"
                 " every answer, or none",
             )
-        check_written(chat.messages[number], text[before:], chat.places.at(number))
-        marked = text[: answer_spans[-1].end]
-        ends = ends_with_stop(chat, marked)
+        check_written(chat.messages[number], text[start:], chat.places.at(number))
+        marked_text = text[: answer_spans[-1].end]
+        ends = ends_with_stop(chat, marked_text)
         prompt = text[: answer_spans[0].start]
-        answer = Answer(number, prompt, marked, spans=tuple(answer_spans), added="", ends=ends)
+        answer = Answer(number, prompt, marked_text, spans=tuple(answer_spans), added="", ends=ends)
         answers.append(answer)
         differing += _list_differences(chat, answer)
     return MarkedAnswers(
@@ -564,7 +596,7 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> MarkedAns
 
 
 def _list_differences(chat: RenderedChat, marked: Answer) -> list[str]:
-    """Return a line if the marks are not what generation would be asked for, else nothing."""
+    """Return [a line] if the marks are not what a model would have to generate, else []."""
     marks = " and ".join(_quote_ends(marked.text[span.start : span.end]) for span in marked.spans)
     line = f"{chat.places.at(marked.number)}: the template marks {marks}"
     try:
@@ -587,12 +619,14 @@ def _quote_ends(text: str) -> str:
 def _remove_marks(rendered: str | DataError, letters: Sequence[str]) -> tuple[str, list[Span]]:
     """Return (rendering without the letters, spans of what they enclosed).
 
-    letters: the private-use letters that begin and end a mark.
+    letters: the one that begins a mark, and the one that ends it. Raises SampleFault for an error
+    in place of a rendering.
     """
     begin, end = letters
     parts = list[str]()
     spans = list[Span]()
     length = 0  # characters of `parts`
+    # Each part but the first begins with the text of a mark, which the letter `end` follows.
     for number, part in enumerate(require_text(rendered).split(begin)):
         marked_text, closed, rest = part.partition(end) if number else ("", "", part)
         if closed and spans and spans[-1].end == length:  # two marks that touch are one span

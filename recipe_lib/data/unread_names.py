@@ -1,9 +1,10 @@
 """Check columns of a row and keys of its messages that the format does not read.
 
 A SourceEncoder calls `UnreadNames.find` for each row, so that nothing that could matter is dropped
-silently. A column or key is either known to change nothing, and counted ("idle"), or it raises a
-SampleFault. `data.column_names` knows by the name; under any other name a text is idle if it only
-repeats texts that are read of the same row.
+silently. A row is a sample as the file has it. A column or key that is not read is either idle
+(known to change nothing) and counted, or it raises a SampleFault. The tables of column_names.py
+decide by the name; under any other name a text is idle if it only repeats texts of the row that are
+read.
 """
 
 import json
@@ -45,9 +46,9 @@ from recipe_lib.data.samples import (
 )
 from recipe_lib.errors import DataError
 
-_WORD = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
+_WORD = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)  # a name that an override has without quotes
 _TEXT_KEYS = frozenset(("content", *THOUGHT_KEYS))  # keys of a message whose values are its texts
-_LABEL_KEYS = ("role", "from", "type")  # keys of a message whose texts say nothing of their own
+_LABEL_KEYS = ("role", "from", "type")  # keys of a message whose texts are no part of what it says
 # Role -> keys that are read in messages of this role alone
 _KEYS_BY_ROLE = {"assistant": THOUGHT_KEYS, "tool": ("tool_call_id",)}
 
@@ -63,13 +64,13 @@ class UnreadNames:
         reads.
         """
         columns = find_columns(form)
-        self.known = frozenset(columns.known)
+        self.known = frozenset(columns.known)  # columns that the format reads; empty: not declared
         self.ignored = tuple(ignored)
         self._ignored_keys = {name for name in ignored if name.startswith("messages.")}
         self._optional = frozenset(columns.optional)
         self._fields = fields
-        self._not_read = f", which the format {form} does not read"
-        self._column_by_alias = dict[str, str]()
+        self._not_read = f", which the format {form} does not read"  # the end of a fault
+        self._column_by_alias = dict[str, str]()  # other name of a column -> the format's name
         for column, aliases in columns.same.items():
             if column in self.known:
                 self._column_by_alias |= {
@@ -89,14 +90,15 @@ class UnreadNames:
     def _leave_out_keys(self, value: Any, left_out: set[str]) -> Any:
         """Return a column's value without the keys of messages that data.ignore_columns names.
 
-        left_out: these keys are added to it. Only an object with a role is a message: a tool's
-        description may have keys of the same names, which stay.
+        left_out: the names of these keys are added to it, in place. Only an object with a role is a
+        message: a tool's description may have keys of the same names, which stay.
         """
         if is_json_list(value):
             try:
                 messages = parse_column(value, "", "")
             except SampleFault:
-                return value  # a text that begins with a bracket, or a fault that the format names
+                # It is a text that begins with a bracket, or the format raises the fault later.
+                return value
             remaining = self._leave_out_keys(messages, left_out)
             return value if remaining == messages else json.dumps(remaining, ensure_ascii=False)
         if isinstance(value, list):
@@ -127,20 +129,21 @@ class UnreadNames:
             if is_blank(value) or not is_blank(row.get(column)):
                 continue
             if column == "tools" and not (isinstance(value, list) or is_json_list(value)):
-                continue  # no description: the name of the one function that was called
+                continue  # no descriptions: a column `function` may name the one that was called
             row[column] = row.pop(alias)
             row.columns = {**row.columns, column: alias}
 
     def find(self, row: RenamedSample, sample: Sample, texts: Sequence[str]) -> list[str]:
         """Return the names of unread columns and keys that are known to change nothing.
 
-        The name of a key of messages is `messages.KEY`. texts: all texts of the sample, of
-        `collect_texts`. Raises SampleFault for anything else that is not read.
+        row: with columns under the format's names. sample: what the format has made of it. texts:
+        all texts of the sample, from `collect_texts`. The name of a key of messages is
+        `messages.KEY`. Raises SampleFault for anything else that is not read.
         """
         if not self.known:
             return []
         idle_names = list[str]()
-        faults = dict[str, str]()
+        faults = dict[str, str]()  # name -> what was found
         unread = [(name, value) for name, value in row.items() if name not in self.known]
         for name, value in (*unread, *row.hidden.items()):
             if is_blank(value):
@@ -162,8 +165,8 @@ class UnreadNames:
     def find_beside(self, keys: Mapping[str, str], place: str) -> list[str]:
         """Return the names of the keys beside a file's list of samples, as `file.KEY`.
 
-        keys: of SampleFile.keys_beside. Raises DataError for a key that may change something, since
-        it is no fault of a sample.
+        keys: key -> kind of its value in words, "" for an idle one. place: the file. Raises
+        DataError for a key that may change something: it is no fault of one sample.
         """
         faults = {
             f"file.{key}": f"{format_path(key)}: found {kind}"
@@ -181,7 +184,10 @@ class UnreadNames:
     def _why_not_idle(
         self, name: str, value: Any, row: RenamedSample, is_text: bool, texts: Sequence[str]
     ) -> str:
-        """Return the kind of a column that is not read and may matter; "": it changes nothing."""
+        """Return what is found in a column that is not read and may matter; "": it is idle.
+
+        is_text: the row is a document. texts: all texts of the sample.
+        """
         column = self._column_by_alias.get(name)
         if column is not None and row.get(column) is not None:
             if row[column] == value:
@@ -189,16 +195,17 @@ class UnreadNames:
             return f"another {column} than the one in {get_path(row, column)}"
         if why := why_not_column(name, value, is_text):
             return why
-        word = normalize_name(name)
-        if word in UNWANTED:
-            # If the chosen answer is trained, the rejected one may be left out.
+        normalized = normalize_name(name)
+        if normalized in UNWANTED:
+            # A rejected answer may be left out if the chosen one is trained.
             chosen = row.get("chosen")
             is_trained = not is_blank(chosen) and _is_repeated(chosen, texts)
             return "" if is_trained else "an answer that is not wanted"
         if is_idle(name, value) or is_neutral_label(name, value) or isinstance(value, (date, time)):
             return ""
-        if isinstance(value, str) and word in RENDERED:
-            # A template may separate texts that a format joins, as an instruction and its input.
+        if isinstance(value, str) and normalized in RENDERED:
+            # Idle if it contains all texts of the sample, or all of the row: its template may
+            # separate texts that a format joins, such as an instruction and its input.
             column_texts = [row[name] for name in self.known if isinstance(row.get(name), str)]
             if any(
                 parts and all(text.strip() in value for text in parts)
@@ -210,7 +217,10 @@ class UnreadNames:
         return describe_kind(value) + self._not_read
 
     def _suggest_columns(self, row: RenamedSample, faults: Mapping[str, str]) -> str:
-        """Return a remedy for columns that the format may know by another name; "": none."""
+        """Return a remedy for columns that the format may know by another name; "": none.
+
+        faults: name -> what was found.
+        """
         free_names = [name for name in sorted(self.known) if is_blank(row.get(name))]
         if not free_names or not any(fault.endswith(self._not_read) for fault in faults.values()):
             return ""
@@ -240,19 +250,20 @@ class UnreadNames:
     def _find_keys(self, chats: Sequence[Conversation]) -> list[str]:
         """Return the names of unread keys of messages that change nothing, as `find` does.
 
-        Keys such as `content.KEY`, which a reader has added to be counted, are deleted.
+        Keys such as `content.KEY`, which a reader of messages has added to have them counted, are
+        deleted in place.
         """
         idle_names = list[str]()
-        faults = dict[str, str]()
+        faults = dict[str, str]()  # name -> place and what was found
         for chat in chats:
             for number, message in enumerate(chat.messages):
-                if message.keys() <= MESSAGE_READ:  # as nearly every message
+                if message.keys() <= MESSAGE_READ:  # true of nearly every message
                     continue
                 role = message["role"]
                 unread = {key: message[key] for key in message if key not in MESSAGE_READ}
                 for key, value in unread.items():
                     name = f"messages.{key}"
-                    # The reader has put these there to be counted: no template may see them.
+                    # Added by the reader to be counted: no template may see them.
                     if key.startswith(("content.", "tool_calls.")) and isinstance(message, dict):
                         del message[key]  # of the reader's own copy
                     elif key in _KEYS_BY_ROLE.get(role, ()) or self._fields.reads_key(
@@ -275,6 +286,7 @@ class UnreadNames:
         for name, value in variables.items():
             if is_blank(value) or name in self._fields.names:
                 continue
+            # `documents` has a column of its own; any other variable is a key of this one.
             column = "documents" if name == "documents" else "chat_template_kwargs"
             full_name = name if name == column else f"{column}.{name}"
             if full_name not in self.ignored and (name == column or not is_label(value)):
@@ -311,7 +323,10 @@ def _has_text(value: Any) -> bool:
 
 
 def _is_repeated(value: Any, texts: Sequence[str]) -> bool:
-    """Return True if every text in a value is contained in one of `texts`."""
+    """Return True if every text in a value is contained in one of `texts`.
+
+    Roles and types in messages are not compared.
+    """
     if isinstance(value, str):
         stripped = value.strip()
         return any(stripped in text for text in texts)

@@ -1,6 +1,4 @@
-"""Tokenizers: sentencepiece, tiktoken and tokenizer.json behind one class, and sandboxed chat
-templates.
-"""
+"""Encode text by sentencepiece, tiktoken or tokenizer.json; render chat templates in a sandbox."""
 
 from recipe_lib.tokenizers.template_process import RenderRequest
 from recipe_lib.tokenizers.tokenizer import StreamDecoder, Tokenizer, load_tokenizer

@@ -1,13 +1,10 @@
 """Render chat templates in a sandbox, and match patterns; as a program, in a separate process.
 
-`chat_template` starts this file as a program, which reads requests as lines of JSON from standard
+chat_template.py starts this file as a program, which reads requests as lines of JSON from standard
 input and answers each with a line. It can open no file or socket, and has bounded memory and time,
 because a checkpoint's template is somebody else's code. Only Jinja and the standard library are
-imported, so that it starts quickly and holds no secrets.
-
-Templates see what transformers gives them: `messages`, `add_generation_prompt`, `tools`, the
-special tokens by role, `raise_exception`, `strftime_now`, `tojson`, `{% break %}`, and
-`{% generation %}` (which marks the text of an answer).
+imported, so that it starts quickly and holds no secrets. Templates see what transformers gives
+them, and `{% generation %}`, which marks the text of an answer.
 """
 
 import contextlib
@@ -27,8 +24,8 @@ try:
 except ImportError:  # a system without limits still has the sandbox and the time limit
     resource = None  # type: ignore[assignment]
 
-# html.entities, pprint and textwrap are for Jinja, which imports them when it first uses them: no
-# file can be opened by then (see `_warm_up` for the rest).
+# html.entities, pprint and textwrap are imported for Jinja, which would do so when it first uses
+# them: no file can be opened by then. `_warm_up` imports the rest.
 
 # `strftime_now` has a fixed date. With today's, the same samples would have other tokens tomorrow,
 # and a run could not be resumed. It is the date that Llama 3's templates use without a clock.
@@ -43,16 +40,17 @@ class RenderRequest(NamedTuple):
 
     num_messages: int  # number of leading messages to render
     add_generation_prompt: bool = False  # whether a prompt for the next answer follows
-    # (index of a message, text that replaces its content)
+    # For each message with another content: (index of the message, the content)
     replacements: Sequence[tuple[int, str]] = ()
 
 
-# `marks`: two letters to write around the contents of `{% generation %}`; `variables`: further
-# variables of the template, by name
+# Key `marks`: two letters to write around the contents of `{% generation %}`. Key `variables`:
+# further variables of the template, by name
 Options = Mapping[str, Any]
 
 
-# No error by name: an outcome, which whoever asks turns into a DataError.
+# It has no Error in its name: it is sent as a text to the process that asks, which makes a
+# DataError of it.
 class TemplateFault(Exception):  # noqa: N818
     """Raised for a template that is not valid Jinja or fails.
 
@@ -62,7 +60,7 @@ class TemplateFault(Exception):  # noqa: N818
 
 def _make_sandbox() -> Any:
     """Return a Jinja environment in which a template can do no harm."""
-    # Here, since this module is imported with tokenizers, also where no template is rendered.
+    # Imported here, since every process that has a tokenizer imports this module.
     import jinja2.ext
     import jinja2.nodes
     import jinja2.parser
@@ -72,7 +70,7 @@ def _make_sandbox() -> Any:
         """The tag `{% generation %} ... {% endgeneration %}`, which renders as its contents.
 
         They have a scope of their own, as in transformers. The environment's `marks`, two letters
-        or two empty texts, are written around them.
+        or two empty texts, are written around the contents.
         """
 
         tags = {"generation"}
@@ -94,15 +92,15 @@ def _make_sandbox() -> Any:
     class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Jinja's sandbox, which also refuses products that would fill the memory at once."""
 
-        intercepted_binops = frozenset({"*", "**"})
-        largest = SPARE_CHARACTERS
+        intercepted_binops = frozenset({"*", "**"})  # operators that Jinja hands to call_binop
+        largest = SPARE_CHARACTERS  # most items of a product: characters of a text, or list items
 
         def call_binop(
             self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
         ) -> Any:
             sides = (left, right)
             are_numbers = all(isinstance(side, (int, float)) for side in sides)
-            # Refuses large powers (9**9**9 never ends), and texts or lists repeated too often.
+            # Refuse all powers (9**9**9 never ends), and texts or lists repeated too often.
             if operator == "**" or not are_numbers:
                 sizes = [len(side) if hasattr(side, "__len__") else abs(side) for side in sides]
                 if operator == "**" or sizes[0] * sizes[1] > self.largest:
@@ -139,7 +137,7 @@ class Renderer:
         from jinja2 import TemplateSyntaxError
 
         self._tokens = dict(tokens)
-        self._length = len(source)
+        self._length = len(source)  # characters
         environment = _make_sandbox()
         environment.filters["tojson"] = _dump_json
         environment.globals["raise_exception"] = _raise_exception
@@ -165,22 +163,24 @@ class Renderer:
     ) -> str:
         """Return the rendering that a request asks for.
 
-        Raises TemplateFault, with the template's own message if it raises one.
+        messages: {role, content, ...}. tools: descriptions of functions; None: none. options: see
+        `Options`. Raises TemplateFault for a template that fails, with its own message if it raises
+        an exception.
         """
         # Unpacked by position, since a request that has come as JSON is a list.
         num_messages, add_generation_prompt, replacements = request
-        shown = list(messages[:num_messages])
+        rendered_messages = list(messages[:num_messages])
         for number, content in replacements:
             if number < num_messages:
-                shown[number] = {**shown[number], "content": content}
+                rendered_messages[number] = {**rendered_messages[number], "content": content}
         options = options or {}
         self._environment.marks = options.get("marks") or ("", "")  # type: ignore[attr-defined]
-        input_length = self._length + len(json.dumps([shown, tools], default=str))
-        max_length = SPARE_CHARACTERS + 16 * input_length
+        input_length = self._length + len(json.dumps([rendered_messages, tools], default=str))
+        max_length = SPARE_CHARACTERS + 16 * input_length  # characters of the rendering
         variables: dict[str, Any] = {**self._tokens, "documents": None}
         variables |= options.get("variables") or {}
         # Set last, so that no sample's variables replace the conversation itself.
-        variables["messages"] = shown
+        variables["messages"] = rendered_messages
         variables["add_generation_prompt"] = add_generation_prompt
         variables["tools"] = tools
         parts = []
@@ -200,7 +200,7 @@ class Renderer:
             message = " ".join(str(error).split()) or type(error).__name__
             raise TemplateFault(f"the chat template failed ({message})") from None
         text = "".join(parts)
-        # A lone surrogate, which no tokenizer can encode.
+        # A lone surrogate, which no tokenizer can encode
         if not text.isascii() and re.search("[\ud800-\udfff]", text):
             raise TemplateFault("the chat template failed (it writes half of a character)")
         return text
@@ -212,7 +212,7 @@ def match_patterns(
     """Return for each name the index of the first pattern that matches it, None without one.
 
     If a pattern is no regular expression, return a text instead, the end of an error line. whole: a
-    pattern has to match a whole name; else its end, after a dot.
+    pattern has to match a whole name; else the name's end, after a dot or from its start.
     """
     compiled = []
     for pattern in patterns:
@@ -236,6 +236,7 @@ def _warm_up() -> None:
     import jinja2.constants
     import jinja2.debug  # noqa: F401
 
+    # A filter, a date, an undefined name, and below a syntax error: Jinja imports a part for each.
     warm = Renderer("{{ 'a\\n\u00e9' | tojson }}{{ strftime_now('%d %b') }}{{ ''.a.b }}", {})
     with contextlib.suppress(TemplateFault):
         warm.render([], RenderRequest(0))
@@ -247,7 +248,7 @@ def _limit_process() -> None:
     """Limit this process for good: no new or growing files, cores or children, little memory."""
     if resource is None:
         return
-    limits = {
+    limits = {  # names in `resource` -> soft and hard limit
         "RLIMIT_AS": MEMORY,
         "RLIMIT_FSIZE": 0,
         "RLIMIT_NOFILE": 3,  # the three standard streams, which are open
@@ -264,9 +265,11 @@ def _limit_process() -> None:
 def _answer_request(request: Any, renderers: dict[str, Renderer]) -> Any:
     """Match patterns, compile the template `name`, or render with it; return the answer.
 
-    request: has the keys `patterns`, `names`, `whole` to match; `name`, `source`, `tokens`,
-    `remedy` to compile; or `name`, `messages`, `wanted` (RenderRequests), `tools`, `options` to
-    render. renderers: compiled templates by name, to which a new one is added.
+    A request to match has the keys `patterns`, `names`, `whole`; the answer is that of
+    `match_patterns`. One to compile has `name`, `source`, `tokens`, `remedy`; the answer is None,
+    or the fault. One to render has `name`, `messages`, `wanted` (RenderRequests), `tools`,
+    `options`; the answer is [text, None] or [None, fault] for each RenderRequest. renderers:
+    compiled templates by name, to which a new one is added.
     """
     if "patterns" in request:
         return match_patterns(request["patterns"], request["names"], request["whole"])
@@ -297,10 +300,11 @@ def _answer_request(request: Any, renderers: dict[str, Renderer]) -> Any:
 def _serve() -> None:
     renderers: dict[str, Renderer] = {}
     _warm_up()
-    _limit_process()
+    _limit_process()  # after the imports, which open files
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # then the kernel ends the process
+        # After this time SIGALRM, which has no handler, ends the process.
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])
         answer = json.dumps(_answer_request(request, renderers))
         sys.stdout.buffer.write(answer.encode("ascii") + b"\n")
         sys.stdout.buffer.flush()

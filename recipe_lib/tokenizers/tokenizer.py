@@ -1,8 +1,9 @@
 """Define a tokenizer: a vocabulary, its special tokens, and the chat template that came with it.
 
 `load_tokenizer` returns the `Tokenizer` of a checkpoint folder or tokenizer file, whose kind it
-finds by its contents; `read_settings` reads special tokens, added tokens and chat template from the
-folder's JSON files. A `StreamDecoder` decodes ids while they are generated.
+finds by its contents. `read_settings` reads special tokens and the chat template from the folder's
+JSON files. A `StreamDecoder` decodes ids while they are generated. An added token is one beside the
+vocabulary of ordinary text; a special one is found in a text only if that is allowed.
 """
 
 import codecs
@@ -37,7 +38,7 @@ from recipe_lib.tokenizers.vocabulary import (
 TEMPLATE_LIMIT = 2**24  # bytes; the longest template in use has some 20 KB
 # Keys of tokenizer_config.json that name a special token
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-# `strftime_now("...")` of a chat template with a plain format, which is group 2
+# `strftime_now("...")` of a chat template, with a plain literal as format, which is group 2
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])([^"'\\{}]*)\1\s*\)""")
 KEPT_TEXTS = 256  # texts whose ids are cached
 KEPT_LENGTH = 16_384  # characters of a text whose ids are cached, at most
@@ -47,7 +48,7 @@ KEPT_LENGTH = 16_384  # characters of a text whose ids are cached, at most
 class Settings:
     """The settings of a tokenizer, from all JSON files of its folder."""
 
-    # `bos_token` etc. -> its text; None: a file says that there is none
+    # Role (`bos_token` etc.) -> text of the token; None: a file says that there is none
     roles: dict[str, str | None] = field(default_factory=dict)
     # Text -> token, of added_tokens.json, which has nothing but ids
     listed: dict[str, AddedToken] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class Settings:
     add_bos: bool | None = None
     # Whether text after a special token is encoded like the start of a text (Llama 2)
     legacy: bool = True
-    # Ids at which generation stops
+    # Ids at which generation stops, of config.json and generation_config.json
     stop_ids: set[int] = field(default_factory=set)
     eos_id: int | None = None  # of config.json or generation_config.json
     bos_id: int | None = None  # of the same files
@@ -73,21 +74,21 @@ class Tokenizer:
     """An encoder of text as ids, and decoder of ids.
 
     vocabulary: encodes ordinary text. vocab_size: one more than the largest id. ordinary_size: the
-    same, of ids that are not special. bos_id, eos_id, pad_id: None where the tokenizer has none.
-    add_bos_by_default: whether the tokenizer itself begins texts with BOS. place: its file, for
-    error lines.
+    same, of the vocabulary and the added tokens that are not special. bos_id, eos_id, pad_id: None
+    if the tokenizer has none. add_bos_by_default: whether texts begin with BOS by the tokenizer's
+    own settings. place: its file, for error lines.
     """
 
     def __init__(self, vocabulary: Vocabulary, settings: Settings, place: str) -> None:
         self.place = place
         self.vocabulary = vocabulary
-        # A sample is encoded both whole and in pieces, and templates repeat texts, so most texts
-        # come again soon.
+        # Cached: a sample is encoded both whole and in pieces, and templates repeat texts, so most
+        # texts come again soon.
         self._encode = lru_cache(maxsize=KEPT_TEXTS)(self._encode_text)
         declared = {token.content: token for token in vocabulary.added}
-        # Later sources win, since they know more of a token than its id.
+        # Text -> added token. Later sources win, since they know more of a token than its id.
         self._added = settings.listed | declared | settings.added
-        self._by_id = {token.id: token for token in self._added.values()}
+        self._by_id = {token.id: token for token in self._added.values()}  # id -> added token
         self.bos_id = self._find_role_id(settings, "bos_token", settings.bos_id)
         self.eos_id = self._find_role_id(settings, "eos_token", settings.eos_id)
         self.pad_id = self._find_role_id(settings, "pad_token", None)
@@ -107,25 +108,28 @@ class Tokenizer:
         eos_ids = set() if self.eos_id is None else {self.eos_id}
         self._known_stops = frozenset(settings.stop_ids | eos_ids)
         self._special_ids = frozenset(token.id for token in self._by_id.values() if token.special)
-        # Added tokens that are not special are found in any text, by the vocabulary or by us.
-        found_by_vocabulary = declared if vocabulary.matches_added else {}
+        # Added tokens that are not special are found in any text, by the vocabulary or here.
+        matched_by_vocabulary = declared if vocabulary.matches_added else {}
         always_matched = {
             content: token
             for content, token in self._added.items()
             if not token.special
             and token.id >= vocabulary.size
-            and content not in found_by_vocabulary
+            and content not in matched_by_vocabulary
         }
+        # Their ids; they are not special, but the vocabulary does not have their bytes.
         self._always_ids = frozenset(token.id for token in always_matched.values())
         specials = {content: token for content, token in self._added.items() if token.special}
         # The texts of the special tokens
         self.special_texts = tuple(specials)
-        # All tokens that are not ordinary tokens of the vocabulary
+        # All added tokens, special ones included
         self.added_tokens = tuple(self._added.values())
+        # (pattern of the tokens to find in a text, text -> token): without the special tokens, and
+        # with them
         self._split_ordinary = (compile_alternation(always_matched), always_matched)
         always_or_special = always_matched | specials
         self._split_special = (compile_alternation(always_or_special), always_or_special)
-        # Jinja source; None: the tokenizer has no chat template
+        # Jinja source; None: there is no chat template
         self.chat_template = settings.chat_template
         # The file that the template came from; without a template, the tokenizer's file
         self.chat_template_place = settings.chat_template_place or place
@@ -157,13 +161,19 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Return the ids that end an answer: configured ones, EOS, the template's end of a turn."""
+        """Return the ids that end an answer: configured ones, EOS, the template's end of a turn.
+
+        Where a template ends a turn by the next one's first token, it is that token.
+        """
         end = self.turn_end.token or self.turn_end.next_turn
         return self._known_stops | ({self._added[end].id} if end else set())
 
     @cached_property
     def turn_end(self) -> TurnEnd:
-        """Return how the chat template ends an answer; an empty TurnEnd without a template."""
+        """Return how the chat template ends an answer; an empty TurnEnd without a template.
+
+        Found by rendering two conversations, once.
+        """
         if self._template is None:
             return TurnEnd()
         stops = {
@@ -203,7 +213,7 @@ class Tokenizer:
         ids_of_pieces: list[list[int]] = []
         splitter = self._split_special if allow_special else self._split_ordinary
         position = TextPosition.START
-        strip_next = False
+        strip_next = False  # whether the last token drops the white space after it
         for piece in pieces:
             ids: list[int] = []
             for text, token in _split(piece, splitter):
@@ -257,9 +267,12 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[str | DataError]:
-        """Return several renderings of a conversation, as `ChatTemplate.render_many` does.
+        """Return a rendering of a conversation for each request, or the error of one that fails.
 
-        Raises DataError if there is no template, or it cannot be run.
+        messages: {role, content, ...}. tools: descriptions of functions. options: `marks`, two
+        letters to write around the contents of `{% generation %}`, and `variables`, further
+        variables of the template. Raises DataError if there is no template, or it had to be
+        stopped.
         """
         if self._template is None:
             raise DataError(
@@ -271,7 +284,7 @@ class Tokenizer:
     def eats_space(self, token_before: int | None) -> bool:
         """Return True if the tokenizer puts a space before a text that follows this id.
 
-        Decoding has to drop that space. token_before: None: the text is at the start.
+        Decoding has to drop that space. token_before: None if the text is at the start.
         """
         if token_before is None or token_before == self.bos_id:
             return self.vocabulary.eats_first_space
@@ -280,8 +293,8 @@ class Tokenizer:
     def _find_role_id(self, settings: Settings, role: str, config_id: int | None) -> int | None:
         """Return the id of the special token of a role, such as `bos_token`; None: there is none.
 
-        It is found by its text in the settings, else it is the vocabulary's, else `config_id`.
-        Raises DataError for a text that is no token.
+        It is found by its text in the settings, else it is the vocabulary's, else `config_id`, the
+        id in config.json or generation_config.json. Raises DataError for a text that is no token.
         """
         if role in settings.roles:
             content = settings.roles[role]
@@ -295,7 +308,7 @@ class Tokenizer:
                     f"{self.place}: found {role} {content!r}, which is no token of the vocabulary; "
                     f"correct {role} in tokenizer_config.json"
                 )
-            # A piece of the vocabulary that has a role is special.
+            # An ordinary token of the vocabulary becomes special by its role.
             self._added[content] = self._by_id[token] = AddedToken(content, token)
             return token
         ids = {"bos_token": self.vocabulary.bos_id, "eos_token": self.vocabulary.eos_id}
@@ -307,7 +320,8 @@ class StreamDecoder:
     """A decoder of ids to text, one id at a time.
 
     An incomplete character is held back until the rest of its bytes has come. prompt: the ids
-    before the text, which decide whether its first space is the tokenizer's and is dropped.
+    before the text, which decide whether the tokenizer itself has put a space before it; that space
+    is dropped. skip_special: leave out special tokens.
     """
 
     def __init__(
@@ -318,22 +332,24 @@ class StreamDecoder:
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
         last = prompt[-1] if prompt else None
         is_after_text = last is not None and not tokenizer.is_special(last)
-        # Whether the next token begins with a space that the tokenizer itself has put there
+        # Whether the next token begins with a space that the tokenizer itself has put there. It is
+        # so at the start and after special tokens.
         self._drop_space = not is_after_text and tokenizer.eats_space(last)
 
     def push(self, token: int) -> str:
         """Return the text that this id completes; empty while a character is incomplete."""
         tokenizer = self._tokenizer
         if tokenizer.is_special(token):
-            text = self._bytes.decode(b"", final=True)  # no character goes on after it
+            # No character goes on after it: what is incomplete becomes U+FFFD.
+            text = self._bytes.decode(b"", final=True)
             self._bytes.reset()
             self._drop_space = tokenizer.eats_space(token)
             return text if self._skip else text + tokenizer.get_token_bytes(token).decode()
-        written = tokenizer.get_token_bytes(token)
-        if self._drop_space and written:
-            written = written[1:] if written.startswith(b" ") else written
+        token_bytes = tokenizer.get_token_bytes(token)
+        if self._drop_space and token_bytes:
+            token_bytes = token_bytes[1:] if token_bytes.startswith(b" ") else token_bytes
             self._drop_space = False
-        return self._bytes.decode(written)
+        return self._bytes.decode(token_bytes)
 
     def finish(self) -> str:
         """Return U+FFFD for an incomplete last character; else an empty text."""
@@ -345,7 +361,7 @@ def _split(
 ) -> Iterable[tuple[str, AddedToken | None]]:
     """Yield (text before a token, the token) in order; the last pair has None for the token.
 
-    splitter: pattern of the tokens' texts, None: there are none; and text -> token.
+    splitter: (pattern of the tokens' texts, text -> token); the pattern is None without tokens.
     """
     pattern, tokens = splitter
     start = 0
@@ -364,9 +380,9 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Return the tokenizer in a folder, or of a tokenizer file with the files next to it.
 
-    chat_template: a Jinja file that replaces the tokenizer's own template. by_key: errors name the
-    keys `tokenizer.path` and `tokenizer.chat_template` as the remedy; else the folder. Raises
-    DataError.
+    chat_template: a Jinja file that replaces the tokenizer's own template; None: keep that. by_key:
+    errors name the config keys `tokenizer.path` and `tokenizer.chat_template` as the remedy; else
+    the folder. Raises DataError if a file is missing, damaged or of no known kind.
     """
     file = find_tokenizer(Path(path), by_key=by_key)
     settings = read_settings(file.parent, OTHER_TEMPLATE if by_key else TEMPLATE_IN_FOLDER)
@@ -381,7 +397,7 @@ def _read_vocabulary(file: Path, settings: Settings) -> Vocabulary:
         content = reading.read_bytes(file, MAX_BYTES).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror}); copy the file again") from None
-    head = content[:4096]
+    head = content[:4096]  # enough to tell the kind of file
     if not head.strip():
         raise DataError(f"{file}: the file is empty; copy it again")
     if head.startswith(b"version https://git-lfs"):
@@ -390,6 +406,7 @@ def _read_vocabulary(file: Path, settings: Settings) -> Vocabulary:
         )
     if head.lstrip()[:1] == b"{":
         return JsonVocabulary(file, content)
+    # tiktoken: lines of `base64 rank`
     if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\s", head):
         tiktoken = TiktokenVocabulary(file, content)
         _add_llama3_tokens(tiktoken, settings, file)
@@ -417,7 +434,8 @@ def _add_tokens_of_json(settings: Settings, folder: Path) -> None:
 def _add_llama3_tokens(vocabulary: TiktokenVocabulary, settings: Settings, file: Path) -> None:
     """Add Llama 3.1's 256 special tokens to a vocabulary of Llama 3's size, if none are listed.
 
-    Meta's own folders have no tokenizer_config.json.
+    Meta's own folders have no tokenizer_config.json. Raises DataError if no tokens are listed and
+    the vocabulary has another size.
     """
     if settings.added:
         return
@@ -427,8 +445,8 @@ def _add_llama3_tokens(vocabulary: TiktokenVocabulary, settings: Settings, file:
             f" 3's {LLAMA3_SIZE} or a tokenizer_config.json with added_tokens_decoder next to the"
             " file"
         )
-    # Offset -> name; the other offsets are reserved tokens, which are numbered in order.
-    named = {
+    # Offset from LLAMA3_SIZE -> name; the other offsets are reserved tokens, numbered in order
+    name_by_offset = {
         0: "begin_of_text",
         1: "end_of_text",
         4: "finetune_right_pad_id",
@@ -440,15 +458,19 @@ def _add_llama3_tokens(vocabulary: TiktokenVocabulary, settings: Settings, file:
     }
     reserved = iter(range(256))
     for offset in range(256):
-        name = named.get(offset) or f"reserved_special_token_{next(reserved)}"
+        name = name_by_offset.get(offset) or f"reserved_special_token_{next(reserved)}"
         settings.added[f"<|{name}|>"] = AddedToken(f"<|{name}|>", LLAMA3_SIZE + offset)
     settings.roles.setdefault("bos_token", "<|begin_of_text|>")
     settings.roles.setdefault("eos_token", "<|end_of_text|>")
+    # end_of_text, eom_id, eot_id
     settings.stop_ids |= {LLAMA3_SIZE + 1, LLAMA3_SIZE + 8, LLAMA3_SIZE + 9}
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file. Raises DataError with line and column."""
+    """Return the content of a JSON file.
+
+    Raises DataError if it cannot be read or is no JSON; the latter has line and column.
+    """
     try:
         return reading.read_json(path)
     except OSError as error:
@@ -461,7 +483,9 @@ def read_settings(folder: Path, template_remedy: str = OTHER_TEMPLATE) -> Settin
     """Read the settings from the files of a tokenizer's folder; each of them may be missing.
 
     They are tokenizer_config.json, special_tokens_map.json, added_tokens.json,
-    generation_config.json, config.json and chat_template.jinja. Raises DataError.
+    generation_config.json, config.json and chat_template.jinja. template_remedy: what to do about a
+    template that cannot be used, for error lines. Raises DataError for a file that cannot be read,
+    or is no JSON object.
     """
     settings = Settings(template_remedy=template_remedy)
     config_file = folder / "tokenizer_config.json"
@@ -480,11 +504,11 @@ def read_settings(folder: Path, template_remedy: str = OTHER_TEMPLATE) -> Settin
     for source in (_read_object(folder / "special_tokens_map.json"), config):
         for role in ROLES:
             if role in source:
-                spelled = source[role]
-                text = spelled.get("content") if isinstance(spelled, dict) else spelled
+                role_entry = source[role]  # a text, or an object with it
+                text = role_entry.get("content") if isinstance(role_entry, dict) else role_entry
                 settings.roles[role] = text if isinstance(text, str) and text else None
     settings.add_bos = config.get("add_bos_token")
-    settings.legacy = config.get("legacy") is not False
+    settings.legacy = config.get("legacy") is not False  # true unless the file says otherwise
     _read_ids(settings, folder)
     _read_template(settings, folder, config)
     return settings
@@ -531,21 +555,22 @@ def _read_template(settings: Settings, folder: Path, config: dict[str, Any]) -> 
         return
     template = config.get("chat_template")
     if isinstance(template, list):  # several, each with a name
-        named = {
+        template_by_name = {
             entry.get("name"): entry.get("template")
             for entry in template
             if isinstance(entry, dict)
         }
-        template = named.get("default")
+        template = template_by_name.get("default")
     if isinstance(template, str) and template:
         settings.chat_template = template
         settings.chat_template_place = f"{folder / 'tokenizer_config.json'}: chat_template"
 
 
 def read_template(path: Path, remedy: str = "set tokenizer.chat_template to a Jinja file") -> str:
-    """Return the text of a Jinja file. Raises DataError.
+    """Return the text of a Jinja file.
 
-    remedy: what to do if there is none that can be read, for the error.
+    remedy: what to do if it cannot be read, for the error. Raises DataError for a file that cannot
+    be read, or is no UTF-8 text.
     """
     try:
         return reading.read_text(path, TEMPLATE_LIMIT)

@@ -1,9 +1,9 @@
 """Define the three kinds of vocabulary behind one class: sentencepiece, tiktoken, tokenizer.json.
 
 A `Tokenizer` has one `Vocabulary`, which encodes ordinary text as ids and returns the bytes of an
-id. Special tokens, BOS and decoding are the Tokenizer's: no text is encoded as a special token
-here. A tokenizer.json may make a text longer without bound, so `read_growth` and `check_length`
-check it before the tokenizers library allocates the memory.
+id. No text is encoded as a special token here; special tokens, BOS and decoding are the
+Tokenizer's. A tokenizer.json may make a text longer without bound, so `read_growth` and
+`check_length` check it before the tokenizers library allocates the memory.
 """
 
 import base64
@@ -51,7 +51,7 @@ class AddedToken:
         """Return the token of an object in tokenizer.json or tokenizer_config.json.
 
         where: file, for error lines. id: used in place of the object's; None: it has one. Raises
-        DataError.
+        DataError for an entry without text, or without an id from 0 to MAX_VOCABULARY - 1.
         """
         try:
             number = entry["id"] if id is None else id
@@ -74,7 +74,7 @@ class AddedToken:
 class TextPosition(Enum):
     """The position of a piece of ordinary text.
 
-    Some vocabularies put a space before the first word of a text.
+    It matters as some vocabularies put a space before the first word of a text.
     """
 
     START = "start of the text"
@@ -96,7 +96,10 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def encode(self, text: str, position: TextPosition) -> list[int]:
-        """Return the ids of a piece of ordinary text."""
+        """Return the ids of a piece of ordinary text.
+
+        position: decides whether a space is put before it.
+        """
 
     @abstractmethod
     def find(self, piece: str) -> int | None:
@@ -109,7 +112,8 @@ class Vocabulary(ABC):
     def puts_bos_first(self, bos_id: int) -> bool:
         """Return True if this tokenizer puts BOS before a text by default.
 
-        Models are trained with it.
+        Models are trained with it. bos_id: the tokenizer's BOS. A subclass whose file decides it
+        overrides this.
         """
         return True
 
@@ -118,19 +122,20 @@ class SentencePieceVocabulary(Vocabulary):
     """A sentencepiece model (protobuf), encoded by the sentencepiece library."""
 
     # Appended to the protobuf, where a later field wins: normalizer_spec {add_dummy_prefix: false,
-    # remove_extra_whitespaces: false}. Text that goes on from other text must not get a leading
-    # space.
+    # remove_extra_whitespaces: false}. Text inside of other text must not get a leading space.
     NO_PREFIX = b"\x1a\x04\x18\x00\x20\x00"
 
     def __init__(self, path: Path, model: bytes, legacy: bool, special: Iterable[str]) -> None:
-        """Read the model and find out how it treats spaces. Raises DataError.
+        """Read the model and find out how it treats spaces.
 
         path: named in errors. model: content of the file. legacy: text after a special token begins
         like a new text (the Llama-2 convention of Hugging Face). special: strings that ordinary
-        text must not turn into one token, even where the model would.
+        text must not turn into one token, even where the model would. Raises DataError if the
+        content is no sentencepiece model.
         """
         try:
             self.model = SentencePieceProcessor(model_proto=model)  # as the file has it
+            # For text inside of other text
             self._inner = SentencePieceProcessor(model_proto=model + self.NO_PREFIX)
         except RuntimeError as error:
             raise DataError(
@@ -148,17 +153,21 @@ class SentencePieceVocabulary(Vocabulary):
         )
         # Try how the model treats spaces: the protobuf may leave out fields at their default.
         pieces = self.model.encode("a", out_type=str)
-        self.eats_first_space = bool(pieces) and pieces[0].startswith("▁")
+        self.eats_first_space = bool(pieces) and pieces[0].startswith("▁")  # "▁" stands for a space
         self.eats_space_after_special = self.eats_first_space and legacy
         self.collapses_spaces = self.model.encode("a  a") == self.model.encode("a a")
-        greedy = [
+        # Special tokens that the model itself would find in ordinary text
+        encoded_as_special = [
             s for s in special if len(s) > 1 and self.model.piece_to_id(s) in self._inner.encode(s)
         ]
-        self._breakable = compile_alternation(greedy)
+        self._breakable = compile_alternation(encoded_as_special)
         self._bytes = [self._decode_piece(i) for i in range(self.size)]
 
     def encode(self, text: str, position: TextPosition) -> list[int]:
-        """Return the ids of a piece of ordinary text."""
+        """Return the ids of a piece of ordinary text.
+
+        A special token that it spells out is cut after its first letter, so that it stays text.
+        """
         ids: list[int] = []
         for part in _break_matches(text, self._breakable):
             if position is TextPosition.START or (
@@ -180,8 +189,9 @@ class SentencePieceVocabulary(Vocabulary):
 
     def _decode_piece(self, token: int) -> bytes:
         piece = self.model.id_to_piece(token)
-        if self.model.is_byte(token):
+        if self.model.is_byte(token):  # spelled `<0x0A>`
             return bytes([int(piece[3:5], 16)])
+        # The library decodes an unknown token as this text.
         text = " ⁇ " if self.model.is_unknown(token) else piece.replace("▁", " ")
         return text.encode()
 
@@ -189,6 +199,7 @@ class SentencePieceVocabulary(Vocabulary):
 class TiktokenVocabulary(Vocabulary):
     """Base64 lines of a byte-level BPE, encoded by the tiktoken library with Llama 3's pattern."""
 
+    # Splits a text into words before the BPE merges
     LLAMA3_PATTERN = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
         r" ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -198,7 +209,10 @@ class TiktokenVocabulary(Vocabulary):
     LONG_SPACE = re.compile(r"\s{500000}")
 
     def __init__(self, path: Path, content: bytes) -> None:
-        """Read the lines of a file. path: named in errors. Raises DataError."""
+        """Read the lines of a file. path: named in errors.
+
+        Raises DataError for a line of another form, or if pieces are missing.
+        """
         ranks = _read_ranks(path, content)
         self.size = len(ranks)
         self._ids = ranks
@@ -208,7 +222,7 @@ class TiktokenVocabulary(Vocabulary):
         )
 
     def encode(self, text: str, position: TextPosition) -> list[int]:
-        """Return the ids of a piece of ordinary text."""
+        """Return the ids of a piece of ordinary text, the same for any position."""
         cuts = [0, *(match.end() for match in self.LONG_SPACE.finditer(text)), len(text)]
         parts = (text[start:stop] for start, stop in itertools.pairwise(cuts))
         return list(itertools.chain.from_iterable(map(self._encoding.encode_ordinary, parts)))
@@ -224,9 +238,10 @@ class JsonVocabulary(Vocabulary):
     matches_added = True
 
     def __init__(self, path: Path, content: bytes) -> None:
-        """Read and build the tokenizer. Raises DataError.
+        """Read and build the tokenizer.
 
-        path: named in errors. content: of the file.
+        path: named in errors. content: of the file. Raises DataError if it is no tokenizer, or may
+        make a text longer without bound.
         """
         # Texts are encoded one by one, so threads for batches would be idle.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -234,7 +249,7 @@ class JsonVocabulary(Vocabulary):
         text = content.decode("utf-8", errors="replace")
         try:
             fields = parse_json(text)
-            # Checked before the library reads the file, which may make it allocate all memory.
+            # Checked before the library reads the file: that may already take all memory.
             self._growth = read_growth(path, fields)
             with _catch_panics(path):
                 self._first = _build_tokenizer(text)
@@ -248,6 +263,8 @@ class JsonVocabulary(Vocabulary):
             AddedToken.read(entry, str(path)) for entry in fields.get("added_tokens") or []
         )
         self._after_special = self._build_variant(fields, keep_always=True)
+        # Position of a text -> the tokenizer for it: the file may put a space before the first text
+        # alone, or after special tokens as well, but never inside
         self._variants = {
             TextPosition.START: self._first,
             TextPosition.AFTER_SPECIAL: self._after_special,
@@ -266,13 +283,15 @@ class JsonVocabulary(Vocabulary):
         self.eats_first_space = any(map(_drops_first_space, _list_decoders(fields.get("decoder"))))
         self.eats_space_after_special = self.eats_first_space and self._after_special is self._first
         with _catch_panics(path):
+            # [the id that the file's post-processor puts before a text], or []
             self._puts_first = self._first.encode("", add_special_tokens=True).ids[:1]
         self._to_bytes = _make_piece_decoder(fields.get("decoder"))
 
     def encode(self, text: str, position: TextPosition) -> list[int]:
         """Return the ids of a piece of ordinary text.
 
-        Added tokens that are not special are found in it.
+        Added tokens that are not special are found in it. Raises DataError if the text becomes too
+        long by normalization, or the library panics.
         """
         tokenizer = self._variants[position]
         with _catch_panics(self._path):
@@ -297,46 +316,50 @@ class JsonVocabulary(Vocabulary):
         """Return the same tokenizer without the space that it puts before a text.
 
         fields: JSON of the file. keep_always: drop only a space that is put once, at the start of a
-        text, and keep one that is put before every piece.
+        text, and keep one that is put after every special token as well.
         """
-        parts = {name: fields.get(name) for name in ("normalizer", "pre_tokenizer")}
-        changed = copy.deepcopy(parts)
+        sections = {name: fields.get(name) for name in ("normalizer", "pre_tokenizer")}
+        changed = copy.deepcopy(sections)
         _drop_prefix(changed, keep_always)
-        return self._first if changed == parts else _build_tokenizer(json.dumps(fields | changed))
+        return (
+            self._first if changed == sections else _build_tokenizer(json.dumps(fields | changed))
+        )
 
 
 def _build_tokenizer(text: str) -> Any:
     """Return the tokenizer of a tokenizer.json, without truncation and padding."""
-    built = tokenizers.Tokenizer.from_str(text)
-    built.no_truncation()
-    built.no_padding()
-    built.encode_special_tokens = True  # special tokens in ordinary text stay text
-    return built
+    tokenizer = tokenizers.Tokenizer.from_str(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # special tokens in ordinary text stay text
+    return tokenizer
 
 
 def _drop_prefix(fields: dict[str, Any], keep_always: bool) -> None:
     """Change a tokenizer.json's fields, in place, so that no leading space is put before a text.
 
-    keep_always: leave a space that is put before every piece of text.
+    keep_always: leave a space that is put before every piece of text between added tokens.
     """
+    # Metaspace has `prepend_scheme` ("first", "always" or "never"), ByteLevel `add_prefix_space`,
+    # as older files have for Metaspace too.
     for section, kind in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
         outer = fields.get(section) or {}
         is_sequence = outer.get("type") == "Sequence"
-        parts = (outer.get(kind) or []) if is_sequence else [outer]
-        for part in list(parts):
-            is_prepend = part.get("type") == "Prepend"
-            is_put_once = part.get("prepend_scheme") == "first"
-            is_put_always = is_prepend or part.get("add_prefix_space") or "prepend_scheme" in part
+        steps = (outer.get(kind) or []) if is_sequence else [outer]
+        for step in list(steps):
+            is_prepend = step.get("type") == "Prepend"
+            is_put_once = step.get("prepend_scheme") == "first"
+            is_put_always = is_prepend or step.get("add_prefix_space") or "prepend_scheme" in step
             if not (is_put_once or (is_put_always and not keep_always)):
                 continue
             if is_prepend and is_sequence:
-                parts.remove(part)
+                steps.remove(step)
             elif is_prepend:
                 fields[section] = None
-            elif "prepend_scheme" in part:
-                part["prepend_scheme"] = "never"
+            elif "prepend_scheme" in step:
+                step["prepend_scheme"] = "never"
             else:
-                part["add_prefix_space"] = False
+                step["add_prefix_space"] = False
 
 
 def _drops_first_space(decoder: dict[str, Any]) -> bool:
@@ -355,7 +378,7 @@ def _make_piece_decoder(decoder: dict[str, Any] | None) -> Any:
     """Return a function from a piece as the file spells it to the bytes it stands for."""
     steps = _list_decoders(decoder)
     kinds = {step.get("type") for step in steps}
-    if "ByteLevel" in kinds:
+    if "ByteLevel" in kinds:  # a letter of the piece stands for a byte
         table = _build_byte_level_table()
 
         def decode_byte_level(piece: str) -> bytes:
@@ -416,7 +439,10 @@ def compile_alternation(strings: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _break_matches(text: str, pattern: re.Pattern[str] | None) -> list[str]:
-    """Return the text cut after the first letter of each match, so that no part contains one."""
+    """Return the text cut after the first letter of each match, so that no part contains one.
+
+    pattern: None cuts nothing.
+    """
     if pattern is None:
         return [text]
     cuts = [0, *(match.start() + 1 for match in pattern.finditer(text)), len(text)]
@@ -425,7 +451,10 @@ def _break_matches(text: str, pattern: re.Pattern[str] | None) -> list[str]:
 
 @contextmanager
 def _catch_panics(path: Path) -> Iterator[None]:
-    """Turn a panic of the tokenizers library, which is written in Rust, into a DataError."""
+    """Turn a panic of the tokenizers library, which is written in Rust, into a DataError.
+
+    path: of the tokenizer.json, named in the error.
+    """
     try:
         yield
     except BaseException as error:  # a panic is no Exception in Python
@@ -437,14 +466,16 @@ def _catch_panics(path: Path) -> Iterator[None]:
         ) from None
 
 
-# The tokenizers library has no limits: thirty normalizers that double a text would fill the memory.
+# Limits on what a file may ask for. The library has none: thirty normalizers that double a text
+# would fill the memory.
 
-# Characters of a normalized text; a longer text may be normalized to four times its own length
+# Characters of a normalized text; four times the text's own length is allowed in any case
 MOST_CHARACTERS = 2**24
 MOST_GROWTH = 2**20  # characters that all normalizers together may make of one
-_MOST_CUT_GROWTH = 16  # the same of all pre-tokenizers; one that writes bytes as letters makes four
+# Characters that all pre-tokenizers may make of one; one that writes bytes as letters makes four
+_MOST_CUT_GROWTH = 16
 _MOST_ADDED_IDS = 2**16  # ids that a post-processor may put around a text
-# Kind of a step -> most characters that it makes of one, by Unicode's tables; other kinds make one
+# Type of a step -> most characters that it makes of one, by Unicode's tables; other types make one
 _GROWTH = {
     "BertNormalizer": 12,
     "ByteLevel": 4,
@@ -459,7 +490,7 @@ _GROWTH = {
 def read_growth(path: Path, content: Any) -> float:
     """Return how many characters a tokenizer.json's normalizers make of one, at most.
 
-    content: JSON of the file. Raises DataError for a file above the limits.
+    path: named in errors. content: JSON of the file. Raises DataError for a file above the limits.
     """
     content = content if isinstance(content, dict) else {}
     growth = math.prod(map(_compute_step_growth, _list_steps(content.get("normalizer"))))
@@ -478,16 +509,15 @@ def read_growth(path: Path, content: Any) -> float:
 def check_length(path: Path, tokenizer: Any, *, text: str, growth: float) -> None:
     """Raise DataError if the text, as the tokenizer normalizes it, is too long.
 
-    growth: see `read_growth`.
+    tokenizer: of the tokenizers library. growth: most characters that it makes of one.
     """
-    # Reading `tokenizer.normalizer` makes a new object, so only do it for a text that could be too
-    # long.
+    # Reading `tokenizer.normalizer` makes a new object, so it comes last: most texts are short.
     if len(text) * growth <= MOST_CHARACTERS or tokenizer.normalizer is None:
         return
     normalizer = tokenizer.normalizer
     # Normalize in pieces, so small that none of them can exceed the limit.
     step = max(1, int(MOST_CHARACTERS / growth))
-    num_left = max(MOST_CHARACTERS, 4 * len(text))
+    num_left = max(MOST_CHARACTERS, 4 * len(text))  # characters that the rest may still become
     for start in range(0, len(text), step):
         num_left -= len(normalizer.normalize_str(text[start : start + step]))
         if num_left < 0:
@@ -497,7 +527,10 @@ def check_length(path: Path, tokenizer: Any, *, text: str, growth: float) -> Non
 
 
 def _list_steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a part of the file, a sequence's one by one."""
+    """Yield the steps of a part of the file, those of a sequence one by one.
+
+    part: the normalizer, pre-tokenizer or post-processor as JSON; None: the file has none.
+    """
     if not isinstance(part, dict):
         return
     sequences = [
@@ -523,14 +556,14 @@ def _compute_step_growth(step: dict[str, Any]) -> float:
             return 1 + _find_longest_replacement(table)
         case {"type": str(kind)}:
             return _GROWTH.get(kind, 1)
-    return max(_GROWTH.values())  # the library knows some by their other keys
+    return max(_GROWTH.values())  # no type: the library knows some steps by their other keys
 
 
 def _find_longest_replacement(table: str) -> int:
     """Return the length of the longest replacement in sentencepiece's table, in base64."""
     try:
         content = base64.b64decode(table)
-    except (binascii.Error, ValueError):  # the library refuses it
+    except (binascii.Error, ValueError):  # no base64: the library will refuse the file
         return 0
     # The size of a trie in 4 bytes, the trie, and then the replacements, ended by NUL each.
     return max(map(len, content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")))
