@@ -291,9 +291,7 @@ class ExternalModel(LanguageModel):
             if padding is not None:
                 columns = torch.arange(all_tokens.shape[1], device=all_tokens.device)
                 inputs["attention_mask"] = (columns >= padding[:, None]).long()
-                if (
-                    "position_ids" in accepted
-                ):  # counted from a row's first token that is not padding
+                if "position_ids" in accepted:  # counted from the first token after the padding
                     positions = columns[-inputs["input_ids"].shape[1] :] - padding[:, None]
                     inputs["position_ids"] = positions.clamp(0, self.spec.max_positions - 1)
             if {"use_cache", "past_key_values"} <= accepted:
