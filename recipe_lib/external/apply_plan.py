@@ -157,13 +157,15 @@ class TensorPlan:
             )
         place_parameters(model, plan, mesh)
         head.forward = partial(project, head, group, columns)
-        framed = frame_forward(model, plan=plan, ranks=build_ranks(group), head=head)
+        rank_forward = frame_forward(model, plan=plan, ranks=build_ranks(group), head=head)
         partial_names = [
             parameter.name for parameter in plan.parameters if parameter.gradient == "partial"
         ]
         # transformers' Trainer looks in the forward's signature for the columns of a data set.
         model.forward = wraps(model.forward)(
-            _sum_partial_gradients(model, partial_names, forward=framed, mesh=mesh, group=group)
+            _sum_partial_gradients(
+                model, partial_names, forward=rank_forward, mesh=mesh, group=group
+            )
         )
         config: Any = getattr(model, "config", None)
         if hasattr(config, "use_cache"):
@@ -237,11 +239,13 @@ def seen_as_one_process() -> Iterator[None]:
     transformers' Trainer reads them. Without them it does not wrap the model in
     DistributedDataParallel, gives all ranks the same batches, and counts each batch once.
     """
-    hidden = {name: os.environ.pop(name) for name in _TORCHRUN_VARIABLES if name in os.environ}
+    hidden_variables = {
+        name: os.environ.pop(name) for name in _TORCHRUN_VARIABLES if name in os.environ
+    }
     try:
         yield
     finally:
-        os.environ.update(hidden)
+        os.environ.update(hidden_variables)
 
 
 def _sum_partial_gradients(

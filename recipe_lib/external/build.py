@@ -345,12 +345,12 @@ class ExternalModel(LanguageModel):
                 self, "what follows its output projection is not done to each logit by itself"
             )
         logits = get_logits(self.class_forward(**inputs))
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits_as_hidden = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # The chunked loss gets the logits as hidden states, with a projection that copies them.
         return run_head_loss(
             head_loss,
-            hidden=wide,
-            weight=wide,
+            hidden=logits_as_hidden,
+            weight=logits_as_hidden,
             labels=labels,
             adapter=OutputAdapter(lambda rows, frozen=None: rows.clone(), (), lambda rows: rows),
         )

@@ -225,7 +225,7 @@ class CompiledLayers:
             length // first.shape[1] if first.dim() == 3 and length % first.shape[1] == 0 else 0
         )
         arguments = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        graph = (
+        dependencies = (
             path,
             str(spec),
             row_parts or -length,  # a ratio serves any length; negative: a length, not a ratio
@@ -233,7 +233,7 @@ class CompiledLayers:
             *_list_module_states(layer),
             *map(_make_comparable, arguments),
         )
-        key = self.graph_keys.setdefault(graph, f"{path} {len(self.graph_keys)}")
+        key = self.graph_keys.setdefault(dependencies, f"{path} {len(self.graph_keys)}")
         if key not in self.calls:
             self.calls[key] = _Call(
                 path, leaves=arguments, spec=spec, length=length, row_parts=row_parts

@@ -96,8 +96,8 @@ class KeptTensors:
         """Record the forward of a layer, which runs inside, and free tensors when it ends."""
         # Other hooks on top than ours are those of activation checkpointing: the layer saves
         # nothing by itself. Private: torch has no public way to ask for the hooks on top.
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if self._recording or top is None or top[0] != self._pack:
+        top_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if self._recording or top_hooks is None or top_hooks[0] != self._pack:
             yield
             return
         self._recording = True

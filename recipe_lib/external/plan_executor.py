@@ -276,12 +276,12 @@ class _Execution(TorchFunctionMode):
         rank: a tensor `[]`, so that all ranks trace the same graph. length: tokens in a row.
         """
         running = self.running
-        before = vars(running).copy()
+        outer_state = vars(running).copy()
         vars(running).update(frames=[], entered={}, ran=set(), alone=(rank, length))
         try:
             yield
         finally:
-            vars(running).update(before)
+            vars(running).update(outer_state)
 
     @contextmanager
     def outside(self) -> Iterator[None]:

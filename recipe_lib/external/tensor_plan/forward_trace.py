@@ -362,10 +362,10 @@ def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
             yield f"{nested}{dimension}" if is_nested else str(dimension + is_method), dimension
             yield f"size.{dimension}", dimension
     elif call.function == "unflatten":
-        given = int(numbers.get("1", numbers.get("dim", 0)))
+        given_dim = int(numbers.get("1", numbers.get("dim", 0)))
         count = sum(place.startswith(("2.", "sizes.")) for place in numbers)
-        first = given % max(len(dims), 1)
-        if given < 0:  # counted from the end of the input, which has `count - 1` dimensions less
+        first = given_dim % max(len(dims), 1)
+        if given_dim < 0:  # counted from the end of the input, which has fewer dimensions
             first -= count - 1
         for number in range(count):
             yield f"2.{number}", first + number

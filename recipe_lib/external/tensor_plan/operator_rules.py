@@ -154,9 +154,9 @@ def trace_reduction(step: OperatorCall) -> list[Dims]:
 
 def _list_given_dims(step: OperatorCall, count: int) -> set[int]:
     """Return the `dim` argument as numbers from 0. Without one, it is all `count` dimensions."""
-    given = step.get("dim")
-    numbers = [given] if isinstance(given, int) else given or range(count)
-    return {number % max(count, 1) for number in numbers}
+    argument = step.get("dim")
+    dims = [argument] if isinstance(argument, int) else argument or range(count)
+    return {dim % max(count, 1) for dim in dims}
 
 
 @register_rule(
@@ -174,13 +174,13 @@ def trace_along(step: OperatorCall) -> list[Dims]:
     """
     dims = list(step.get_dims(step.get_first_tensor()))
     step.ordered = not step.name.startswith(("tri", "constant_pad"))
-    given = step.get("dim", step.get("dims"))
-    numbers = [given] if isinstance(given, int) else given or list(range(len(dims)))
+    argument = step.get("dim", step.get("dims"))
+    along = [argument] if isinstance(argument, int) else argument or list(range(len(dims)))
     if step.name.startswith("tri"):
-        numbers = [-2, -1]
+        along = [-2, -1]
     elif "_pad" in step.name:
-        numbers = [dim for dim, size in enumerate(step.get_shape()) if size != dims[dim].size]
-    for dim in numbers:
+        along = [dim for dim, size in enumerate(step.get_shape()) if size != dims[dim].size]
+    for dim in along:
         block(dims[dim], step.reason)
     return [_keep_equal_dims(step, dims, out) for out in step.results]
 

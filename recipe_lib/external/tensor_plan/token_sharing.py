@@ -199,10 +199,10 @@ class TokenFlow:
         boundaries = [boundary for axis in sharded_axes for boundary in axis.boundaries]
         # Number of a call -> its boundary: products whose results are summed over ranks, and
         # look-ups in embeddings whose rows ranks share.
-        self.leaving = {each.call: each for each in boundaries if each.kind == "leave"}
-        self.looking = {each.call: each for each in boundaries if each.kind == "lookup"}
+        self.leaving = {item.call: item for item in boundaries if item.kind == "leave"}
+        self.looking = {item.call: item for item in boundaries if item.kind == "lookup"}
         # Numbers of the calls that work on a rank's part of an axis: these have whole rows.
-        self.cut = {each.call for each in boundaries}
+        self.cut = {item.call for item in boundaries}
         self.cut |= {number for number, call in enumerate(trace.calls) if self._is_cut(call)}
         # Tensors of which every rank needs all tokens at once where they are made.
         self.whole: set[TracedTensor] = set(trace.outputs)
@@ -231,7 +231,7 @@ class TokenFlow:
     def _is_cut(self, call: FunctionCall) -> bool:
         """Return True if the call reads or makes a tensor that is cut along an axis."""
         tensors = [tensor for _, tensor, _ in call.arguments] + call.outputs
-        tensors += [each for record in call.records for each in (*record.inputs, *record.outputs)]
+        tensors += [item for record in call.records for item in (*record.inputs, *record.outputs)]
         return not self.sharded.isdisjoint(tensors)
 
     def _keep_head_whole(self) -> None:

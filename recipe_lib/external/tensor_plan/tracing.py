@@ -178,18 +178,20 @@ class _Operators(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         assert self.watch is not None
-        place = self.watch.module or "the model itself"
+        module_path = self.watch.module or "the model itself"
         result = _make_up_result(function, args, kwargs)
         if result is not None:
             name = get_short_name(function)
             if name != "_grouped_mm":  # on meta no value of it is made up
-                self.trace.assumed.append(f"{name} in {place}")
+                self.trace.assumed.append(f"{name} in {module_path}")
         else:
             result = function(*args, **kwargs)
         outputs = list(list_tensors(result))
         if not outputs:
             return result
-        step = OperatorCall(function, args, kwargs, results=outputs, place=place, known=self.known)
+        step = OperatorCall(
+            function, args, kwargs, results=outputs, place=module_path, known=self.known
+        )
         step.call = self.watch.current
         if step.call >= 0 and self.trace.calls[step.call].function == "__getitem__":
             step.picked = self.trace.calls[step.call].numbers
@@ -198,9 +200,9 @@ class _Operators(TorchDispatchMode):
         sizes = [[node.size for node in nodes] for nodes in dims or ()]
         # A rule whose dimensions have other sizes than the results does not cover this case.
         if dims is None or sizes != [list(output.shape) for output in outputs]:
-            self.trace.unknown[step.name] = place
+            self.trace.unknown[step.name] = module_path
             for node in (node for traced in step.inputs for node in traced.dims):
-                block(node, f"{step.name}, for which there is no rule, in {place}")
+                block(node, f"{step.name}, for which there is no rule, in {module_path}")
             dims = [[AxisNode(size, blocked=step.reason) for size in out.shape] for out in outputs]
         self._record(step, dims)
         return result
