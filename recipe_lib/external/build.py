@@ -69,10 +69,7 @@ class _Division:
 
 
 class ExternalModel(LanguageModel):
-    """A mixin that gives a model of another library the signature of our own `Decoder`.
-
-    `LanguageModel` documents the inherited methods.
-    """
+    """A mixin that gives a model of another library the signature of our own `Decoder`."""
 
     # The forward of its own class, or the one that `run_class_forward_by` has put in its place.
     class_forward: Callable[..., Any]
@@ -124,9 +121,17 @@ class ExternalModel(LanguageModel):
         return cast(ExternalModel, model)
 
     def find_stage_parts(self) -> StageParts:
+        """Return the names of the parts that pipeline stages are made of.
+
+        Raises ConfigError for a model that cannot be cut into stages.
+        """
         return cast(StageParts, self.spec.find_stage_parts())
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
+        """Remove the modules that only other pipeline ranks need, in place.
+
+        layers: indices of those that stay. first, last: this rank has the first or the last stage.
+        """
         self._division.dtype = _get_dtype(self)  # before the first parameter may be left out
         self.elsewhere, self.modules_elsewhere = keep_parts(
             self, self.find_stage_parts(), layers, first=first, last=last
@@ -140,6 +145,12 @@ class ExternalModel(LanguageModel):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
+        """Run layers by their indices; return the hidden states `[b, s, d]` after the last.
+
+        hidden: the hidden states before the first layer; None: it is layer 0, and tokens are
+        embedded. tokens, positions, attention: as in `build_inputs`. Raises ConfigError for hidden
+        states of another type than the weights: the next stage expects that of the weights.
+        """
         run = partial(
             run_alone,
             self,
@@ -168,6 +179,10 @@ class ExternalModel(LanguageModel):
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
     ) -> Tensor:
+        """Run what follows the layers; return logits, or the loss, as `forward` does.
+
+        hidden: the hidden states after the last layer, `[b, s, d]`. tokens: `[b, s]`.
+        """
         with run_only(
             self, parts=self.find_stage_parts(), hidden=hidden, tokens=tokens, layers=None
         ):
@@ -181,6 +196,10 @@ class ExternalModel(LanguageModel):
         )
 
     def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
+        """Return the shape of this rank's hidden states between stages. tokens: the shape `[b, s]`.
+
+        ranks is not read: `run_class_forward_by` has set the number of tensor-parallel ranks.
+        """
         parts = self.find_stage_parts()
         return self.compute_output_shape(parts.layers[0], tokens, parts.width)
 
@@ -374,6 +393,7 @@ def _get_dtype(model: ExternalModel) -> torch.dtype:
 
 
 def _log_undivided(model: nn.Module, reason: str) -> None:
+    """Log that the model makes the logits of all tokens at once, which takes their memory."""
     get_logger().info("loss: %s makes all logits at once: %s", type(model).__name__, reason)
 
 

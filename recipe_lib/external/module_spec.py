@@ -67,7 +67,7 @@ _STD_KEYS = ("initializer_range", "init_std", "initializer_std")
 
 @dataclass(frozen=True)
 class ModuleSpec(ExternalSpec):
-    """A model of transformers or of a plugin. The base class documents the inherited methods."""
+    """A model of transformers or of a plugin, as the library asks for it."""
 
     source: ModuleSource  # the implementation's name, the config and the kind of attention
 
@@ -131,6 +131,7 @@ class ModuleSpec(ExternalSpec):
         return kinds
 
     def layout(self) -> TensorLayout:
+        """Return names, shapes and ties of the model's tensors, its linears and its modules."""
         return build_layout(self.source)
 
     def build_weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
@@ -182,14 +183,20 @@ class ModuleSpec(ExternalSpec):
         }
 
     def build_written_layout(self) -> WrittenLayout | None:
+        """Return the layout of files that are written; None: that of `build_weight_map`."""
         return find_written_layout(self.source)
 
     def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config.json with older and newer names of keys that transformers has renamed."""
         if self.source.implementation != TRANSFORMERS:
             return dict(config)  # a plugin has one name for a key
         return spell_config(config, self.family)
 
     def list_adapted_linears(self, cfg: LoraConfig) -> list[str]:
+        """Return the names of the linears that get an adapter.
+
+        Raises ConfigError for a target that cannot have one.
+        """
         layout = self.layout()
         return select_adapter_targets(
             layout.linears,
@@ -198,14 +205,21 @@ class ModuleSpec(ExternalSpec):
         )
 
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
+        """Add adapters of `dtype` to the model's linears, in place, as `list_adapted_linears`."""
         add_adapters(model, cfg, build_adapter_settings(cfg, dtype))
 
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
+        """Shard a meta model over tensor-parallel ranks, in place, by a plan that is proven first.
+
+        Returns name of a parameter -> "sharded", "full" or "partial": what its gradient on a rank
+        is.
+        """
         return shard_module(
             model, plan=infer_proven_plan(model, parallel, world), parallel=parallel, world=world
         )
 
     def find_stage_parts(self) -> StageParts:
+        """Return the names of the parts of pipeline stages; ConfigError if it cannot be cut."""
         return stage_parts.find_parts(self)
 
     def build_shrunk(self, layers: int = 2, keys: int = 4) -> "ModuleSpec":
