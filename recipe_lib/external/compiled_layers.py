@@ -157,13 +157,14 @@ class CompiledLayers:
 
     def _call(self, path: str, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a compiled layer as its forward is called, by the graph of the first one alike."""
-        if not self.first_alike:
+        if not self.first_alike:  # only now are all layers compiled that will be
             self.first_alike = find_alike_layers(self.layers, self.plan, self.originals)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         # FSDP exchanges the entries of these dicts, so they are looked up at every call.
         layer_tensors = [get_local(tensors[name]) for tensors, name in self.tensor_places[path]]
         first_path = self.first_alike[path]
+        # A mode of training or an adapter may have been switched in one of the two alone.
         is_alike = _list_module_states(self.layers[first_path]) == _list_module_states(layer)
         key = self._get_key(
             first_path if is_alike else path, layer=layer, leaves=leaves, spec=spec, first=inputs[0]

@@ -48,11 +48,11 @@ class _Node:
 
 
 class _View:
-    """A tensor as a view of a node's storage."""
+    """A tensor as a view of a node's storage, which may have been freed."""
 
     def __init__(self, node: _Node, tensor: Tensor) -> None:
         self.node = node
-        self.geometry = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        self.geometry = (tensor.shape, tensor.stride(), tensor.storage_offset())  # `as_strided`'s
 
     def make_view(self, made: Tensor) -> Tensor:
         """Return the tensor as a view of `made`, the node's recomputed tensor."""
@@ -94,8 +94,8 @@ class KeptTensors:
     @contextlib.contextmanager
     def layer(self) -> Iterator[None]:
         """Record the forward of a layer, which runs inside, and free tensors when it ends."""
-        # Other hooks on top than ours are those of activation checkpointing: the layer saves
-        # nothing by itself. Private: torch has no public way to ask for the hooks on top.
+        # If the hooks on top are not ours, they are those of activation checkpointing: the layer
+        # saves nothing by itself. Private: torch has no public way to ask for the hooks on top.
         top_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if self._recording or top_hooks is None or top_hooks[0] != self._pack:
             yield

@@ -334,17 +334,17 @@ class TokenFlow:
         arguments = [tensor for _, tensor, _ in call.arguments]
         layouts = {tensor: self.made[tensor] for tensor in arguments if self.is_local(tensor)}
         aligned = {tensor: self.aligned[tensor] for tensor in arguments if tensor in self.aligned}
-        cuts: Layouts = {}
+        sliced: Layouts = {}
         if not layouts and not is_handing_on(call):
-            # A whole activation is cut as early as it can be.
+            # A whole activation is sliced as early as it can be.
             for _, tensor, needs_gradient in call.arguments:
                 if needs_gradient and tensor in aligned and tensor.activation:
                     layouts = aligned
-                    cuts = aligned
+                    sliced = aligned
         can_try = layouts and number not in self.stopped
         token_wise = self._try_on_tokens(number, layouts) if can_try else None
         if token_wise is not None:
-            self._note_local_call(number, token_wise, {**cuts, **token_wise.demands})
+            self._note_local_call(number, token_wise, {**sliced, **token_wise.demands})
             return
         self._gather_arguments(number, call)
         aligned_call = self._try_on_tokens(number, aligned) if aligned else None
@@ -429,7 +429,7 @@ class TokenFlow:
                 self.early.add(tensor)
 
     def is_seen_cut(self, tensor: TracedTensor, dimension: int) -> bool:
-        """Return True if `tensor.shape[dimension]` in the forward is the number of own tokens."""
+        """Return True if the forward reads a rank's tokens alone as `tensor.shape[dimension]`."""
         return self.is_local(tensor) and self.made[tensor].dim == dimension
 
     def get_layout(self, number: int, tensor: TracedTensor) -> TokenDim | None:
@@ -508,7 +508,7 @@ def share_tokens(
 
 def _make_wrong_whole(flow: TokenFlow) -> bool:
     """Add to `flow.whole` and `flow.stopped` what has wrong sizes; return False if nothing has."""
-    before = (len(flow.whole), len(flow.stopped))
+    counts_before = (len(flow.whole), len(flow.stopped))
     sizes = _SharedSizes(flow)
     for record in flow.trace.records:
         if record.call < 0:  # an operator without a torch function call, where ranks can exchange
@@ -524,7 +524,7 @@ def _make_wrong_whole(flow: TokenFlow) -> bool:
             flow.stopped.add(number)
     for number, call in enumerate(flow.trace.calls):
         sizes.at = number
-        # A number of own tokens that is passed where no rule says what it has to be.
+        # A size of a rank's tokens that is passed where nothing says what it has to be.
         for value in call.numbers.values() if call.function not in _CHECKED else ():
             flow.whole.update(_list_cut_tensors(flow, value))
         for demand in list_demands(call, sizes):
@@ -544,7 +544,7 @@ def _make_wrong_whole(flow: TokenFlow) -> bool:
             flow.whole.update(_list_cut_tensors(flow, decision.left))
             flow.whole.update(_list_cut_tensors(flow, decision.right))
     _keep_runs_alike(flow)
-    return (len(flow.whole), len(flow.stopped)) != before
+    return (len(flow.whole), len(flow.stopped)) != counts_before
 
 
 def _list_cut_tensors(flow: TokenFlow, value: object) -> list[TracedTensor]:
@@ -569,8 +569,8 @@ def _keep_runs_alike(flow: TokenFlow) -> None:
     for number, call in enumerate(flow.trace.calls):
         runs.setdefault(call.key, []).append(number)
     for numbers in runs.values():
-        first = exchanges.get(numbers[0], set())
-        is_alike = all(exchanges.get(number, set()) == first for number in numbers)
+        first_run = exchanges.get(numbers[0], set())
+        is_alike = all(exchanges.get(number, set()) == first_run for number in numbers)
         for number in () if is_alike else numbers:
             call = flow.trace.calls[number]
             flow.whole.update(call.outputs)
@@ -580,7 +580,7 @@ def _keep_runs_alike(flow: TokenFlow) -> None:
 
 
 def _collect_shared(flow: TokenFlow) -> SharedTokens:
-    """Return the result of a search in which no size is wrong any more."""
+    """Return where tokens are exchanged, once a round has found no wrong size."""
     uses = set()
     for number in flow.local:
         for place, tensor, needs_gradient in flow.trace.calls[number].arguments:
@@ -596,8 +596,8 @@ def _collect_shared(flow: TokenFlow) -> SharedTokens:
         for output in call.outputs:
             if output.activation and output not in flow.sharded:
                 sizes[output] = prod(get_shape(output))
-    shared = sum(size for tensor, size in sizes.items() if tensor in flow.made)
-    share = shared / max(sum(sizes.values()), 1) if flow.gathers or flow.slices else 0.0
+    num_shared = sum(size for tensor, size in sizes.items() if tensor in flow.made)
+    share = num_shared / max(sum(sizes.values()), 1) if flow.gathers or flow.slices else 0.0
     return SharedTokens(
         flow.gathers,
         flow.slices,

@@ -52,6 +52,7 @@ class _Watch(TorchFunctionMode):
         trace: ForwardTrace,
         known: Callable[[torch.Tensor], TracedTensor],
     ):
+        """Watch a model. trace: is filled in. known: returns what is known of a tensor."""
         super().__init__()
         self.model = model
         self.trace = trace
@@ -110,7 +111,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", str(function))
-        if name in ("__get__", "size"):
+        if name in ("__get__", "size"):  # a read of an attribute or a shape: not counted
             return self._read(function, args, kwargs)
         self.last = self.module
         call = FunctionCall(CallKey(*self._open[-1]), name, _describe_source())
@@ -182,7 +183,7 @@ class _Operators(TorchDispatchMode):
         result = _make_up_result(function, args, kwargs)
         if result is not None:
             name = get_short_name(function)
-            if name != "_grouped_mm":  # on meta no value of it is made up
+            if name != "_grouped_mm":  # its result is made up for its size alone
                 self.trace.assumed.append(f"{name} in {module_path}")
         else:
             result = function(*args, **kwargs)
@@ -193,6 +194,7 @@ class _Operators(TorchDispatchMode):
             function, args, kwargs, results=outputs, place=module_path, known=self.known
         )
         step.call = self.watch.current
+        # An index tensor has no values on meta; the arguments of the call have them.
         if step.call >= 0 and self.trace.calls[step.call].function == "__getitem__":
             step.picked = self.trace.calls[step.call].numbers
         step.rule = self.find_rule(function)
