@@ -523,7 +523,7 @@ def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) 
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """What a model's module is built from."""
+    """All that a model's module is built from; equal sources build equal modules."""
 
     implementation: str  # `transformers`, or the name that a plugin registered
     config: dict[str, Any] = field(hash=False)  # what config.json holds

@@ -468,7 +468,7 @@ def build_layout(source: ModuleSource) -> TensorLayout:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the tensors of checkpoint files become the parameters and buffers of a model."""
+    """A mapping of the tensors of checkpoint files to the parameters and buffers of a model."""
 
     renamed: Mapping[str, str]  # parameter -> the name that its tensor has in the file
     made: Mapping[str, TensorConversion]  # parameter -> the conversion that makes it

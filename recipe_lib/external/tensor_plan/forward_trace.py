@@ -44,7 +44,7 @@ SHAPES = frozenset(
 
 @dataclasses.dataclass(eq=False)
 class TracedTensor:
-    """What is known of one tensor of a traced forward."""
+    """One tensor of a traced forward, by what is known of it."""
 
     dims: list[AxisNode]
     # Names of the parameters it is made of; empty as soon as an input is among its sources.
@@ -248,7 +248,7 @@ class ShardedAxis:
 
 @dataclasses.dataclass(eq=False)
 class AttributeDivision:
-    """How an integer attribute has to be divided by the number of ranks."""
+    """A division of an integer attribute by the number of ranks."""
 
     sharded_axes: set[ShardedAxis]  # the axes whose steps it counts
     kept: int = 0  # how much of it every rank has; the rest is divided

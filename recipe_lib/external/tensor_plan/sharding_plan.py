@@ -131,7 +131,7 @@ class Rewrite:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingPlan:
-    """A plan for a whole model.
+    """A tensor-parallel plan of a whole model.
 
     `tune tp-plan` writes `to_dict`: the names of fields are part of a file format.
     """

@@ -125,7 +125,7 @@ class Sourced(int):
 
 
 class Division(NamedTuple):
-    """How an integer is divided over ranks, which share evenly what it counts."""
+    """A division of an integer over ranks, which share evenly what it counts."""
 
     ranks: int = 1
     kept: int = 0  # how much of it every rank has; the rest is divided

@@ -61,7 +61,7 @@ OF_ANOTHER_TYPE = frozenset(("type_as", "to"))
 
 
 class TokenWise(NamedTuple):
-    """What a call does that gets a rank's tokens alone."""
+    """The result of following a rank's tokens through one call."""
 
     outputs: Layouts  # the outputs that are a rank's tokens; others are the same on all ranks
     demands: Layouts  # further inputs that have to be sliced to a rank's tokens for that
@@ -466,7 +466,7 @@ _RANKS = 2  # the number of ranks for which sizes are computed
 
 @dataclasses.dataclass(eq=False)
 class SharedTokens:
-    """Where a forward exchanges tokens, and what that saves; by default it exchanges none."""
+    """The places where a forward exchanges tokens, and what that saves; by default none."""
 
     # Where a rank's tokens become all tokens, and where all become a rank's.
     gathers: TokenExchanges = dataclasses.field(default_factory=dict)
