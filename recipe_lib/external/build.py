@@ -526,7 +526,7 @@ class ModuleSource:
     """All that a model's module is built from; equal sources build equal modules."""
 
     implementation: str  # `transformers`, or the name that a plugin registered
-    config: dict[str, Any] = field(hash=False)  # what config.json holds
+    config: dict[str, Any] = field(hash=False)  # of config.json; a dict cannot be hashed
     attention: str = "sdpa"  # transformers' `attn_implementation`; or `eager`
 
 

@@ -272,6 +272,7 @@ def minimum_cut(
         if index in targets:
             graph.add_edge(("out", index), "sink")
     _, (_, sink_side) = networkx.minimum_cut(graph, "source", "sink")
+    # The nodes whose edge is cut.
     return frozenset(
         index
         for index in range(len(sizes))

@@ -320,6 +320,7 @@ def _measure_error(
     if any(result.shape != target.shape for result, target in pairs):
         return float("inf")
     worst = max(float((result - target).norm()) for result, target in pairs)
+    # Not 0, which an output of zeros has.
     return worst / max(float(expected.norm()), least, 1e-30)
 
 
@@ -449,10 +450,10 @@ def build_example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
     tokens = torch.randint(
         0, model.spec.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(0)
     ).to(device)
-    cached = {"use_cache": False} if model.spec.source.implementation == TRANSFORMERS else {}
-    yield {"input_ids": tokens, **cached}
+    cache_options = {"use_cache": False} if model.spec.source.implementation == TRANSFORMERS else {}
+    yield {"input_ids": tokens, **cache_options}
     mask = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1).expand(2, 1, -1, -1)
-    yield {"input_ids": tokens, **cached, "attention_mask": mask.contiguous().to(device)}
+    yield {"input_ids": tokens, **cache_options, "attention_mask": mask.contiguous().to(device)}
 
 
 def prove(model: Any, plan: ShardingPlan, world: World) -> str:

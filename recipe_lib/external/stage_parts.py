@@ -297,16 +297,17 @@ def _find_small_parts(model: Any) -> StageParts:
         )
     begin = order.index(layers[0])
     end = order.index(layers[-1])
-    before = set(order[:begin])
-    between = set(order[begin:end]) - set(layers)
-    last = set(order[end + 1 :])
-    if between or before & last:
+    before_layers = set(order[:begin])
+    between_layers = set(order[begin:end]) - set(layers)
+    behind_layers = set(order[end + 1 :])
+    if between_layers or before_layers & behind_layers:
         raise make_refusal(
-            model.spec.family, f"{min(between or before & last)} runs with layers of several stages"
+            model.spec.family,
+            f"{min(between_layers or before_layers & behind_layers)} runs with layers of several stages",
         )
     embedding, head = find_embedding_and_head(model) or (None, None)
     names = {id(module): name for name, module in model.named_modules()}
-    if names[id(embedding)] in last or names[id(head)] in before:
+    if names[id(embedding)] in behind_layers or names[id(head)] in before_layers:
         raise make_refusal(model.spec.family, "its embedding runs behind its layers")
     output = outputs[begin][1]
     hidden = _get_hidden_states(output)
@@ -315,11 +316,11 @@ def _find_small_parts(model: Any) -> StageParts:
             model.spec.family, "a layer returns something else than hidden states [b, s, d]"
         )
     # The head is one of them, also where the forward does not call it as a module.
-    after_layers = dict.fromkeys([*order[end + 1 :], names[id(head)]])
+    last_parts = dict.fromkeys([*order[end + 1 :], names[id(head)]])
     return StageParts(
-        first=(*(name for name in owners if name not in after_layers), *not_text_parts),
+        first=(*(name for name in owners if name not in last_parts), *not_text_parts),
         layers=tuple(layers),
-        last=tuple(after_layers),
+        last=tuple(last_parts),
         embedding=names[id(embedding)],
         width=hidden.shape[-1],
         returned=len(output) if isinstance(output, tuple) else 0,
@@ -332,11 +333,11 @@ def _list_owners(model: Any, layers: list[str], not_text_parts: tuple[str, ...])
     layers: names. Raises ConfigError for a parameter of a module that contains layers: no stage
     could have it.
     """
-    inside = tuple(f"{name}." for name in (*layers, *not_text_parts))
+    prefixes = tuple(f"{name}." for name in (*layers, *not_text_parts))
     owners: list[str] = []
     for name, module in model.named_modules():
         own_parameter = next((key for key, _ in module.named_parameters(recurse=False)), None)
-        is_inside = f"{name}.".startswith((*inside, *(f"{owner}." for owner in owners)))
+        is_inside = f"{name}.".startswith((*prefixes, *(f"{owner}." for owner in owners)))
         if is_inside or own_parameter is None:
             continue
         if any(layer.startswith(f"{name}." if name else "") for layer in layers):

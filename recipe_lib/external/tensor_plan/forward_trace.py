@@ -455,6 +455,7 @@ def find_rewrites(
             for attribute in divisions.keys() & attributes.keys():
                 rewrites[attribute].sharded_axes.update(demand.sharded_axes)
             continue
+        # An attribute is divided by one number of ranks, and 1 cannot be divided.
         shares = {ranks.shares[axis] for axis in demand.sharded_axes}
         if len(shares) != 1 or int(demand.value) < 2:
             continue

@@ -12,7 +12,7 @@ import torch
 
 SMALL_MODEL = 2**20  # parameters (elements) of a model that needs no smaller copy
 _WIDTH = 64  # channels of hidden states
-_HEADS = 8  # heads of queries
+_HEADS = 8  # heads of queries; also what a size without a name in `_SIZES` becomes
 # What a size becomes -> the names that configs give it.
 _SIZES = {
     64: (
