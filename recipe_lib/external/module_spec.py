@@ -379,7 +379,7 @@ class TensorConversion:
     def convert(
         self, read: Callable[[str], Tensor], names: Mapping[str, list[str]] | None = None
     ) -> dict[str, Tensor]:
-        """Convert the input tensors; return the output tensors, by their names in the file if any.
+        """Convert the input tensors; return the outputs by name, of the files if these are written.
 
         read: returns an input tensor by its name. names: the part of `sources` to convert; None:
         all.

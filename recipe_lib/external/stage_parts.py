@@ -297,17 +297,17 @@ def _find_small_parts(model: Any) -> StageParts:
         )
     begin = order.index(layers[0])
     end = order.index(layers[-1])
-    before_layers = set(order[:begin])
-    between_layers = set(order[begin:end]) - set(layers)
-    behind_layers = set(order[end + 1 :])
-    if between_layers or before_layers & behind_layers:
+    names_before = set(order[:begin])
+    between = set(order[begin:end]) - set(layers)
+    names_behind = set(order[end + 1 :])
+    if between or names_before & names_behind:
         raise make_refusal(
             model.spec.family,
-            f"{min(between_layers or before_layers & behind_layers)} runs with layers of several stages",
+            f"{min(between or names_before & names_behind)} runs with layers of several stages",
         )
     embedding, head = find_embedding_and_head(model) or (None, None)
     names = {id(module): name for name, module in model.named_modules()}
-    if names[id(embedding)] in behind_layers or names[id(head)] in before_layers:
+    if names[id(embedding)] in names_behind or names[id(head)] in names_before:
         raise make_refusal(model.spec.family, "its embedding runs behind its layers")
     output = outputs[begin][1]
     hidden = _get_hidden_states(output)
