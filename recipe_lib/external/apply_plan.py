@@ -1,4 +1,4 @@
-"""Tensor parallelism for a model in somebody else's training loop, or in transformers' Trainer.
+"""Apply tensor parallelism to a model in a user's own training loop, or in transformers' Trainer.
 
     plan = infer_tensor_plan(model, batch)   # batch: what the forward is called with
     plan.certify()
@@ -8,8 +8,8 @@
     plan.save_pretrained(model, folder)
 
 The model's class runs as it is. Its parameters become DTensors, and each backward leaves the
-gradients of the whole model in them. These are called by users alone; the recipes shard a model by
-`tensor_parallel.shard_module`. See docs/external_models.md.
+gradients of the whole model in them. Only users call these functions; recipes shard a model by
+`tensor_parallel.shard_module`. A guide is docs/external_models.md.
 """
 
 import copy
@@ -45,9 +45,8 @@ from recipe_lib.models.language_model import restore_file_order
 from recipe_lib.ops.dtensor_shards import get_detached_local, get_local
 from recipe_lib.ops.gathered import Group, all_reduce
 
-# Tokens in each of the two rows with which a small copy is certified.
-_LENGTH = 16
-# Environment variables by which a process knows that torchrun has started it.
+_LENGTH = 16  # tokens in each of the two rows with which a small copy is certified
+# Environment variables that torchrun sets, by which a process knows that it is one of several.
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -58,10 +57,10 @@ def infer_tensor_plan(
 
     inputs: the keyword arguments of the forward in training, token ids `[b, s]` first, such as a
     batch of two short rows; or the ids alone. `labels` are left out. With other arguments the
-    forward may make other calls, and the model that `apply` changed raises SetupError. size: number
-    of ranks; only axes that they divide are cut; 0: all that can be. tokens: the ranks share tokens
-    as well (sequence parallel); training rows then need a length that the ranks divide. Raises
-    SetupError if the forward cannot be traced.
+    forward may make other calls, and the model that `apply` changed raises SetupError then. size:
+    number of ranks; only dimensions that they divide are cut; 0: all that can be cut for some
+    number. tokens: ranks share tokens as well (sequence parallel); training rows then need a length
+    that the ranks divide. Raises SetupError if the forward cannot be traced.
     """
     inputs = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
     traced_inputs = {name: value for name, value in inputs.items() if name != "labels"}
@@ -79,14 +78,11 @@ def infer_tensor_plan(
 class TensorPlan:
     """A tensor-parallel plan of one model."""
 
-    # Which parameter is cut how, and where ranks exchange what.
-    sharding: sharding_plan.ShardingPlan
+    sharding: sharding_plan.ShardingPlan  # how each parameter is cut, where ranks exchange tensors
     # The keyword arguments of the forward that was traced.
     inputs: dict[str, Any] = field(repr=False, compare=False)
-    # The model that was traced, whole.
-    model: nn.Module = field(repr=False, compare=False)
-    # The number of ranks that the plan was inferred for; 0: for any.
-    size: int = 0
+    model: nn.Module = field(repr=False, compare=False)  # the model that was traced, whole
+    size: int = 0  # the number of ranks that the plan was inferred for; 0: for any
 
     @property
     def legal_sizes(self) -> tuple[int, ...]:
@@ -96,13 +92,14 @@ class TensorPlan:
     def certify(self, model: nn.Module | None = None, size: int | None = None) -> int:
         """Prove the plan in this process, on the CPU; return the number of comparisons.
 
-        model: None: the one that was traced, before `apply`. size: number of ranks; None: the one
-        of `infer_tensor_plan`, or else the fewest ranks that can share the model.
-
         Each rank is a thread with its own part alone. The outputs, and the gradients of all
-        parameters, have to be those of the whole model. A large model of transformers is proven on
-        a small copy of its class and its kinds of layers, whose plan has to be like this one;
-        adapters are added afterwards. Raises SetupError if the plan is wrong, or cannot be proven.
+        parameters, have to be those of the whole model. A large model is proven on a small copy of
+        its class and its kinds of layers, whose plan has to be like this one. Only transformers'
+        models have such a copy; certify before adapters are added.
+
+        model: None: the one that was traced, before `apply`. size: number of ranks; None: the one
+        of `infer_tensor_plan`, or else the fewest ranks that can share the model. Raises SetupError
+        if the plan is wrong, or cannot be proven.
         """
         model = model or self.model
         size = size or self.size or min(self.legal_sizes, default=0)
@@ -135,10 +132,10 @@ class TensorPlan:
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Make the model that of one rank of `mesh`, in place; every rank has loaded it whole.
 
-        mesh: of one dimension. Parameters become DTensors, so the optimizer is made afterwards. A
-        fused matrix is cut within each of its parts: the rows of its DTensor have another order
-        than in the file, which `full_state_dict` restores. Gradients that are partial sums are
-        summed over ranks in backward. Every rank gets all logits. Raises ConfigError for a mesh
+        Parameters become DTensors, so the optimizer is made afterwards. A fused matrix is cut
+        within each of its parts: the rows of its DTensor have another order than in the checkpoint,
+        which `full_state_dict` restores. Gradients of which ranks have parts of a sum are summed in
+        backward. Every rank gets all logits. mesh: of one dimension. Raises ConfigError for a mesh
         that the plan does not allow, and for a model without an output projection.
         """
         size = mesh.size()
@@ -160,13 +157,15 @@ class TensorPlan:
             )
         place_parameters(model, plan, mesh)
         head.forward = partial(project, head, group, columns)
-        framed = frame_forward(model, plan=plan, ranks=build_ranks(group), head=head)
+        rank_forward = frame_forward(model, plan=plan, ranks=build_ranks(group), head=head)
         partial_names = [
             parameter.name for parameter in plan.parameters if parameter.gradient == "partial"
         ]
-        # transformers' Trainer reads the signature of the forward for the columns of a data set.
+        # transformers' Trainer looks in the forward's signature for the columns of a data set.
         model.forward = wraps(model.forward)(
-            _sum_partial_gradients(model, partial_names, forward=framed, mesh=mesh, group=group)
+            _sum_partial_gradients(
+                model, partial_names, forward=rank_forward, mesh=mesh, group=group
+            )
         )
         config: Any = getattr(model, "config", None)
         if hasattr(config, "use_cache"):
@@ -175,7 +174,7 @@ class TensorPlan:
 
     @torch.no_grad()
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """Gather the whole model's `state_dict()`, in host memory. A collective.
+        """Gather the whole model's `state_dict()`, in host memory. A collective of the mesh.
 
         Returns an empty dict on all ranks but the mesh's first.
         """
@@ -215,7 +214,8 @@ class TensorPlan:
     def save_pretrained(self, model: Any, folder: str | Path, **more: Any) -> None:
         """Save the whole model by its class' `save_pretrained`, on the mesh's first rank.
 
-        more: further arguments of that method. A collective: all ranks wait for the files.
+        A collective of the mesh: all ranks wait for the files. more: further arguments of that
+        method.
         """
         state = self.full_state_dict(model)
         mesh = _get_mesh(model)
@@ -224,7 +224,7 @@ class TensorPlan:
         torch.distributed.barrier(mesh.get_group())
 
     def _list_parameter_plans(self, model: nn.Module) -> dict[str, ParameterPlan]:
-        """Return the plans of all parameters by name; a tied one is under each of its names."""
+        """Return name -> plan of all parameters; a tied one is under each of its names."""
         ids = {id(parameter): name for name, parameter in model.named_parameters()}
         return {
             name: self.sharding.parameter(ids[id(parameter)])
@@ -239,11 +239,13 @@ def seen_as_one_process() -> Iterator[None]:
     transformers' Trainer reads them. Without them it does not wrap the model in
     DistributedDataParallel, gives all ranks the same batches, and counts each batch once.
     """
-    hidden = {name: os.environ.pop(name) for name in _TORCHRUN_VARIABLES if name in os.environ}
+    hidden_variables = {
+        name: os.environ.pop(name) for name in _TORCHRUN_VARIABLES if name in os.environ
+    }
     try:
         yield
     finally:
-        os.environ.update(hidden)
+        os.environ.update(hidden_variables)
 
 
 def _sum_partial_gradients(
@@ -251,7 +253,7 @@ def _sum_partial_gradients(
 ) -> Callable[..., Any]:
     """Wrap a forward so that backward sums the gradients of the named parameters over ranks.
 
-    They are summed before they are added to `.grad`, which may hold those of earlier micro-batches.
+    Hooks sum them before they are added to `.grad`, which may have those of earlier micro-batches.
     """
     handles: list[Any] = []
 
@@ -315,8 +317,9 @@ def _infer_plan_of_copy(
 ) -> tuple[sharding_plan.ShardingPlan, int]:
     """Infer the plan of a small copy; return it, and how many ranks, up to `size`, can share it.
 
-    large: the plan of the large model, which has to treat each kind of parameter as this one does;
-    else SetupError. The copy may have fewer heads, and so allow fewer ranks.
+    The copy may have fewer heads, and so allow fewer ranks. large: the plan of the large model.
+    Raises SetupError if the two plans treat a parameter or a module differently, or no number of
+    ranks can share the copy.
     """
     plan = infer_plan(small, inputs, tokens=large.shared_tokens > 0)
     num_ranks = max((legal for legal in plan.legal_sizes if legal <= size), default=0)

@@ -2,8 +2,8 @@
 
 `module_spec` calls `make_module` for the class' module and `ExternalModel.adopt` to give it our
 signature: tokens and labels in; logits, log-probabilities or the summed loss out. Parameters are
-put on the meta device as they are registered. Buffers keep their values, since what a class
-computes in its constructor (rotary frequencies, slopes of alibi, causal masks) is in no checkpoint.
+on meta, buffers keep their values: what a constructor computes (rotary frequencies, slopes of
+alibi, causal masks) is in no checkpoint.
 """
 
 import inspect
@@ -34,15 +34,16 @@ from recipe_lib.models.language_model import LanguageModel, replace_entries
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 
+# Divide a forward into the trunk and the output projection, to save the memory of all logits.
+#
 # A causal language model of transformers makes the logits of all tokens at once. Here its forward
-# runs with a stand-in for the output projection, which keeps the hidden states that it reads, and
-# returns one column in place of the logits. Operators on that column (a scale, a soft cap) are
-# recorded. Then the projection, as a separate module that FSDP gathers, computes the loss in chunks
-# of tokens, with these operators on each chunk's logits. Where a forward cannot be divided like
-# that, it makes all logits.
+# (the trunk) runs with a stand-in for the output projection, which keeps the hidden states that it
+# gets, and returns one column of zeros in place of the logits. Operators on that column (a scale, a
+# soft cap) are recorded. Then the projection computes the loss in chunks of tokens, with these
+# operators on each chunk's logits. A forward that cannot be divided like that makes all logits.
 
 
-# Operators that give the same values: in another type, view or memory.
+# Operators of ATen that keep the values, in another type, view or memory.
 _COPIES = frozenset(
     f"aten::{name}"
     for name in (
@@ -55,30 +56,24 @@ _COPIES = frozenset(
 class _Division:
     """A model's division into trunk and output projection, and how its forward is called."""
 
-    # The output projection.
-    head: Any
-    # The module that has the projection, and its name there.
-    owner: nn.Module
-    name: str
-    # Names of the forward's parameters.
-    accepted: frozenset[str]
-    # Some layers have sliding windows, which a mask of ours would undo.
-    windows: bool
-    # The model cannot be divided: it makes all logits at once.
-    whole: bool
-    # A forward with several documents in a row has succeeded.
-    packs: bool = False
+    head: Any  # the output projection
+    owner: nn.Module  # the module that has the projection as a child
+    name: str  # of the projection in `owner`
+    accepted: frozenset[str]  # names of the forward's arguments
+    windows: bool  # some layers have sliding windows, which a mask of ours would undo
+    whole: bool  # the model cannot be divided: it makes all logits at once
+    packs: bool = False  # a forward with several documents in a row has succeeded
     # Type of the weights; None: that of the first parameter. Set in a pipeline, where that
     # parameter may be on another rank.
     dtype: torch.dtype | None = None
 
 
 class ExternalModel(LanguageModel):
-    """A mixin that gives a model of another library the signature of `Decoder.forward`."""
+    """A mixin that gives a model of another library the signature of our own `Decoder`."""
 
-    # The forward of its class, or the one of `run_class_forward_by`.
+    # The forward of its own class, or the one that `run_class_forward_by` has put in its place.
     class_forward: Callable[..., Any]
-    # Modules that other pipeline ranks have, by name, as the class made them.
+    # Name -> module as the class made it, of modules that only other pipeline ranks have.
     elsewhere: Mapping[str, nn.Module] = MappingProxyType({})
     # The number of tensor-parallel ranks.
     ranks: int = 1
@@ -93,8 +88,9 @@ class ExternalModel(LanguageModel):
         """Make a class' module an `ExternalModel`, in place, and return it.
 
         config: the content of config.json. buffers: values that the class' constructor computed, by
-        name. The projection gets the signature of `OutputHead.forward`. Raises SetupError for a
-        model without embedding or output projection.
+        name. A projection that is a plain nn.Linear becomes a `LinearHead`, which computes a loss
+        in chunks; with another one the model is not divided. Raises SetupError for a model without
+        embedding or output projection.
         """
         _, head = find_embedding_and_head(model) or (None, None)
         if head is None:
@@ -125,10 +121,18 @@ class ExternalModel(LanguageModel):
         return cast(ExternalModel, model)
 
     def find_stage_parts(self) -> StageParts:
+        """Return the names of the parts that pipeline stages are made of.
+
+        Raises ConfigError for a model that cannot be cut into stages.
+        """
         return cast(StageParts, self.spec.find_stage_parts())
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        self._division.dtype = _get_dtype(self)  # now: the first parameter may be left out
+        """Remove the modules that only other pipeline ranks need, in place.
+
+        layers: indices of those that stay. first, last: this rank has the first or the last stage.
+        """
+        self._division.dtype = _get_dtype(self)  # before the first parameter may be left out
         self.elsewhere, self.modules_elsewhere = keep_parts(
             self, self.find_stage_parts(), layers, first=first, last=last
         )
@@ -141,6 +145,12 @@ class ExternalModel(LanguageModel):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
+        """Run layers by their indices; return the hidden states `[b, s, d]` after the last.
+
+        hidden: the hidden states before the first layer; None: it is layer 0, and tokens are
+        embedded. tokens, positions, attention: as in `build_inputs`. Raises ConfigError for hidden
+        states of another type than the weights: the next stage expects that of the weights.
+        """
         run = partial(
             run_alone,
             self,
@@ -149,8 +159,8 @@ class ExternalModel(LanguageModel):
             inputs=self.build_inputs(tokens, positions, attention),
             layers=list(layers),
         )
-        # Not tried under no_grad first, as `forward` does: without gradients hidden states have
-        # another shape where ranks share tokens.
+        # Not tried under no_grad first, as in `forward`: where ranks share tokens, hidden states
+        # have another shape without gradients, and the next stage would receive that.
         output = self._run_packed(attention, run)
         dtype = _get_dtype(self)
         if output.dtype != dtype:
@@ -169,6 +179,10 @@ class ExternalModel(LanguageModel):
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
     ) -> Tensor:
+        """Run what follows the layers; return logits, or the loss, as `forward` does.
+
+        hidden: the hidden states after the last layer, `[b, s, d]`. tokens: `[b, s]`.
+        """
         with run_only(
             self, parts=self.find_stage_parts(), hidden=hidden, tokens=tokens, layers=None
         ):
@@ -182,16 +196,21 @@ class ExternalModel(LanguageModel):
         )
 
     def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
+        """Return the shape of this rank's hidden states between stages. tokens: the shape `[b, s]`.
+
+        ranks is not read: `run_class_forward_by` has set the number of tensor-parallel ranks.
+        """
         parts = self.find_stage_parts()
         return self.compute_output_shape(parts.layers[0], tokens, parts.width)
 
     def compute_output_shape(self, name: str, tokens: torch.Size, width: int) -> tuple[int, ...]:
         """Return the shape `[b, s, width]` of a module's output on this rank.
 
-        name: a layer's, or a module's outside of them. tokens: the shape `[b, s]` of the token ids.
+        name: of a layer, or of a module outside the layers. tokens: the shape `[b, s]` of the token
+        ids. Where ranks share tokens, which they do with gradients alone, s is this rank's part.
         """
-        shared = torch.is_grad_enabled() and name in self.local_outputs
-        return tokens[0], tokens[1] // (self.ranks if shared else 1), width
+        shares_tokens = torch.is_grad_enabled() and name in self.local_outputs
+        return tokens[0], tokens[1] // (self.ranks if shares_tokens else 1), width
 
     def build_inputs(
         self,
@@ -201,10 +220,11 @@ class ExternalModel(LanguageModel):
     ) -> dict[str, Any]:
         """Build the keyword arguments of the class' forward.
 
-        tokens, positions: `[b, s]`; None: they count from 0. Rows are padded on the right, so that
-        causality alone hides the padding. Documents are kept apart by a mask `[b, 1, s, s]`; in a
-        model with windows by the positions alone, of which transformers makes masks that keep the
-        windows. `check_packing_isolation` finds a model where that does not work.
+        tokens: `[b, s]`. positions: `[b, s]`; None: they count from 0. attention: says which tokens
+        of a packed row are of one document; None: rows are not packed. Rows are padded on the
+        right, so that causality alone hides the padding. Documents are kept apart by a mask
+        `[b, 1, s, s]`. A model with sliding windows gets positions alone: transformers makes masks
+        of them that keep the windows.
         """
         accepted = self._division.accepted
         inputs = dict[str, Any](input_ids=tokens)
@@ -219,15 +239,16 @@ class ExternalModel(LanguageModel):
             documents = attention.documents
             dtype = _get_dtype(self)
             order = torch.arange(tokens.shape[1], device=tokens.device)
+            # [b, query, key]: of the same document, and not later.
             seen = (documents[:, :, None] == documents[:, None, :]) & (order[:, None] >= order)
             mask = torch.zeros(seen.shape, dtype=dtype, device=tokens.device)
             inputs["attention_mask"] = mask.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
         return inputs
 
     def _run_packed(self, attention: AttentionInfo | None, run: Callable[[], Tensor]) -> Tensor:
-        """Run a forward; where rows hold documents, raise SetupError if the first such one fails.
+        """Run a forward, and note that one with several documents in a row has succeeded.
 
-        Then the class takes no mask for documents.
+        Raises SetupError if the first such forward fails: the class takes no mask for documents.
         """
         if attention is None or attention.documents is None or self._division.packs:
             return run()
@@ -249,8 +270,8 @@ class ExternalModel(LanguageModel):
         """Replace the class' forward by the one of a tensor-parallel rank.
 
         forward: takes the same arguments and returns the same. ranks: number of ranks.
-        local_outputs: names of layers, and of modules outside them, that give a rank's tokens alone
-        where gradients are wanted.
+        local_outputs: names of layers, and of modules outside them, whose output is this rank's
+        tokens alone where gradients are computed.
         """
         self.class_forward = forward
         self.ranks = ranks
@@ -260,16 +281,16 @@ class ExternalModel(LanguageModel):
     def reads_padding(self) -> bool:
         """Return True if prompts of different lengths can be read in one batch.
 
-        The class then takes a mask of the padding.
+        That takes a forward with an `attention_mask`, which hides the padding.
         """
         return "attention_mask" in self._division.accepted
 
     def token_reader(self, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         """Return a function for generation: next tokens `[b, s]` -> the logits `[b, v]` after them.
 
-        It keeps the class' cache of keys and values; a class that returns none reads all tokens
-        again at each call. padding: int64 `[b]`, the padding tokens at each row's begin; None:
-        there are none. Raises SetupError for a class that takes no mask of them.
+        It keeps the class' cache of keys and values between calls; a class without a cache reads
+        all tokens again at each call. padding: int64 `[b]`, the number of padding tokens on each
+        row's left; None: there are none. Raises SetupError for padding if the class takes no mask.
         """
         accepted = self._division.accepted
         if padding is not None and "attention_mask" not in accepted:
@@ -289,7 +310,7 @@ class ExternalModel(LanguageModel):
             if padding is not None:
                 columns = torch.arange(all_tokens.shape[1], device=all_tokens.device)
                 inputs["attention_mask"] = (columns >= padding[:, None]).long()
-                if "position_ids" in accepted:  # they count from a row's first real token
+                if "position_ids" in accepted:  # counted from the first token after the padding
                     positions = columns[-inputs["input_ids"].shape[1] :] - padding[:, None]
                     inputs["position_ids"] = positions.clamp(0, self.spec.max_positions - 1)
             if {"use_cache", "past_key_values"} <= accepted:
@@ -314,9 +335,12 @@ class ExternalModel(LanguageModel):
         head_loss: HeadLoss | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """Compute the loss, or the logits without labels, as `Decoder.forward`.
+        """Compute the loss of labels, or logits `[b, s, v]` without labels.
 
-        Raises SetupError if it is called with a cache.
+        tokens, labels: `[b, s]`. positions, attention: as in `build_inputs`. head_loss: computes
+        the loss of hidden states and the projection in chunks; None: the summed cross-entropy.
+        Raises SetupError if it is called with a cache, or for the first packed rows if the class
+        cannot keep their documents apart.
         """
         division = self._division
         if cache is not None:
@@ -325,6 +349,7 @@ class ExternalModel(LanguageModel):
                 " with one"
             )
         inputs = self.build_inputs(tokens, positions, attention)
+        # The first packed rows are tried without gradients, to find a class that takes no mask.
         if attention is not None and attention.documents is not None and not division.packs:
             with torch.no_grad():
                 self._run_packed(attention, partial(self.class_forward, **inputs))
@@ -334,36 +359,41 @@ class ExternalModel(LanguageModel):
             hidden, after = run_trunk(self, division, inputs)
             if hidden is not None:
                 return division.head(hidden, labels=labels, head_loss=head_loss, after=after)
-            division.whole = True
+            division.whole = True  # from now on; this forward runs a second time
             _log_undivided(
                 self, "what follows its output projection is not done to each logit by itself"
             )
         logits = get_logits(self.class_forward(**inputs))
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        # The chunked head gets the logits as hidden states, with a projection that copies them.
+        logits_as_hidden = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # The chunked loss gets the logits as hidden states, with a projection that copies them.
         return run_head_loss(
             head_loss,
-            hidden=wide,
-            weight=wide,
+            hidden=logits_as_hidden,
+            weight=logits_as_hidden,
             labels=labels,
             adapter=OutputAdapter(lambda rows, frozen=None: rows.clone(), (), lambda rows: rows),
         )
 
 
 def _has_windows(config: dict[str, Any]) -> bool:
-    """Return True if a config.json has keys of windows, or layers without full attention."""
+    """Return True if a config.json has keys of sliding windows or chunked attention.
+
+    Or if one of its `layer_types` is not full attention.
+    """
     return any(
         "slid" in key or "window" in key or "chunk" in key for key, value in config.items() if value
     ) or any(kind != "full_attention" for kind in config.get("layer_types") or [])
 
 
 def _get_dtype(model: ExternalModel) -> torch.dtype:
+    """Return the type of the weights, of which attention masks are made."""
     return model._division.dtype or next(
         parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
     )
 
 
 def _log_undivided(model: nn.Module, reason: str) -> None:
+    """Log that the model makes the logits of all tokens at once, which takes their memory."""
     get_logger().info("loss: %s makes all logits at once: %s", type(model).__name__, reason)
 
 
@@ -372,8 +402,8 @@ def run_trunk(
 ) -> tuple[Tensor | None, LogitTransform]:
     """Run the forward without its projection.
 
-    Returns the hidden states `[b, s, d]` that the projection would read, and what is done to the
-    logits behind it. None in place of hidden states where the forward cannot be divided.
+    Returns the hidden states `[b, s, d]` that the projection would read, and what the forward does
+    to the logits after it. None in place of hidden states where the forward cannot be divided.
     """
     steps = _Steps()
     with ExitStack() as stack:
@@ -391,12 +421,12 @@ class _StandIn(nn.Module):
     """
 
     def __init__(self, head: Any, steps: "_Steps", stack: ExitStack) -> None:
-        """Stand for `head`. stack: ends with the forward; `steps` is entered there."""
+        """Stand for `head`. stack: closed after the forward; `steps` is entered on it."""
         super().__init__()
-        self.held = [head]  # in a list, so that it is no module of this one
+        self.held = [head]  # in a list, so that it is no child of this module
         self.steps = steps
         self.stack = stack
-        self.calls = 0
+        self.calls = 0  # more than one: the forward cannot be divided
 
     @property
     def weight(self) -> Tensor:
@@ -423,7 +453,7 @@ class _Steps(TorchDispatchMode):
         super().__init__()
         # (operator, its arguments with `_HERE` for the tensor, keyword arguments)
         self.steps: list[tuple[Any, list[Any], dict[str, Any]]] = []
-        # No operator has mixed elements of the tensor, or read other tensors of more than one.
+        # All operators so far work on each element by itself, with constants alone.
         self.divided = True
 
     def __torch_dispatch__(
@@ -458,7 +488,8 @@ class _Steps(TorchDispatchMode):
     def find_transform(self, logits: Tensor) -> LogitTransform | None:
         """Return the recorded operators as a transform of logits.
 
-        logits: what the forward returned. None if they are not the recorded tensor.
+        logits: what the forward returned. None if they are not the recorded tensor, or one of the
+        operators does not work on each element by itself.
         """
         if not self.divided or logits is not self.last:
             return None
@@ -466,7 +497,7 @@ class _Steps(TorchDispatchMode):
             return LogitTransform()
         names = [operator.name().partition(".")[0] for operator, _, _ in self.steps]
         constants = [[value for value in args if value is not _HERE] for _, args, _ in self.steps]
-        # softcap: tanh(logits / cap) * cap
+        # tanh(logits / cap) * cap is a soft cap, for which losses have an argument of its own.
         cap = constants[0][0] if len(constants[0]) == 1 else None
         if (
             names == ["aten::div", "aten::tanh", "aten::mul"]
@@ -492,11 +523,11 @@ def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) 
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """What a model's module is built from."""
+    """All that a model's module is built from; equal sources build equal modules."""
 
     implementation: str  # `transformers`, or the name that a plugin registered
-    config: dict[str, Any] = field(hash=False)  # what config.json holds
-    attention: str = "sdpa"  # or `eager`: what transformers calls its implementation
+    config: dict[str, Any] = field(hash=False)  # of config.json; a dict cannot be hashed
+    attention: str = "sdpa"  # transformers' `attn_implementation`; or `eager`
 
 
 def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -528,7 +559,7 @@ def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.
 def put_parameters_on_meta() -> Iterator[None]:
     """Put every parameter that is registered inside the block on meta; buffers stay where they are.
 
-    Under `torch.device("meta")` buffers would lose the values that a constructor computes.
+    `torch.device("meta")` would not do: buffers would lose the values that a constructor computes.
     """
     register = nn.Module.register_parameter
 
@@ -551,7 +582,7 @@ def put_parameters_on_meta() -> Iterator[None]:
 
 @register("model", "native")
 def build_native_module(config: dict[str, Any]) -> nn.Module:
-    """Build our own decoder of a config.json, on meta, as a plugin would (`native`)."""
+    """Build our own decoder of a config.json, on meta; `native` among the registered names."""
     return build_meta(build_spec(config, "config.json"), torch.float32)
 
 

@@ -1,9 +1,9 @@
-"""torch.compile for the layers of a model that runs by an inferred tensor-parallel plan.
+"""Compile the layers of a model that runs by an inferred tensor-parallel plan.
 
-The plan (`ShardingPlan`) names the calls at which ranks exchange tensors; `plan_executor` runs it,
-and makes one `CompiledLayers` a model. `make_traceable` wraps each layer's forward while the model
-is set up, `compile` is the model's `compile_layer`. `RegatheringPartitioner` decides what a
-compiled layer keeps for backward.
+The plan (`ShardingPlan`) names the torch function calls at which ranks exchange tensors (its
+boundaries). `plan_executor` runs it, and makes one `CompiledLayers` a model: `make_traceable` wraps
+each layer's forward while the model is set up, `compile` is the model's `compile_layer`.
+`RegatheringPartitioner` decides what a compiled layer keeps for backward.
 """
 
 import operator
@@ -25,7 +25,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.models.language_model import Entry, replace_entries
 from recipe_lib.ops.dtensor_shards import get_local
 
-# Given the rank's number, `[]`, and the tokens in a row: a context for the forward of one layer.
+# (the rank's index, a tensor `[]`; tokens in a row) -> a context for the forward of one layer.
 _RunAlone = Callable[[Tensor, Any], AbstractContextManager[None]]
 # A module's dict of parameters or buffers, and a name in it.
 _TensorPlace = tuple[dict[str, Any], str]
@@ -33,7 +33,7 @@ _TENSOR = object()  # stands for a tensor among the arguments or outputs of a ca
 # Attributes that number layers. Alike layers differ in them, so they must not be read where one
 # layer is traced for several (`_UnreadableNumber`).
 LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number")
-# Attributes of every module, which are compared otherwise or not at all.
+# Attributes of every nn.Module, which are compared by other means or not at all.
 _IGNORED_ATTRIBUTES = frozenset(vars(nn.Module())) | {"forward", *LAYER_NUMBERS}
 
 
@@ -42,27 +42,27 @@ class _Call:
     """One way in which a layer is called, which has a graph of its own."""
 
     path: str  # of the layer that is traced
-    leaves: list[Any]  # its arguments, flattened, with `_TENSOR` for each tensor
+    leaves: list[Any]  # its arguments, flattened by pytree, with `_TENSOR` for each tensor
     spec: pytree.TreeSpec  # that puts the arguments together again
     length: int  # tokens in a row of the whole model's forward
-    # `length` over the tokens in a row of what the layer reads: 1, or the number of ranks where
-    # these share a row's tokens. 0: what it reads does not tell, and `length` is part of the graph.
+    # `length` divided by the tokens in a row of the layer's input: 1, or the number of ranks where
+    # these share a row's tokens. 0: the input does not tell, and `length` is part of the graph.
     row_parts: int
     outputs: list[Any] = field(default_factory=list)  # as `leaves`; known once it is traced
-    outputs_spec: pytree.TreeSpec | None = None
+    outputs_spec: pytree.TreeSpec | None = None  # as `spec`; None: it is not traced yet
 
 
 class CompiledLayers:
     """The compiled layers of one model.
 
-    A torch function mode counts the calls at which ranks exchange, and dynamo cannot read one. So
-    to dynamo a layer is one call, into which AOTAutograd traces (`torch._dynamo.nonstrict_trace`):
-    the plan runs the layer's forward once, of tensors without values, and its collectives are in
-    the graph, forward and backward. Activation checkpointing is around that call, and compiled
-    with it.
+    A torch function mode counts the calls at which ranks exchange, and dynamo cannot trace such a
+    mode. So to dynamo a layer is one call, into which AOTAutograd traces
+    (`torch._dynamo.nonstrict_trace`): the plan runs the layer's forward once, on tensors without
+    values, and its collectives are in the graph, forward and backward. Activation checkpointing is
+    around that call, and compiled with it.
 
-    Layers that are alike (`find_alike_layers`) are traced as the first of them, each with its own
-    tensors, unless its forward reads which layer it is.
+    Layers that are alike (`find_alike_layers`) share the graph of the first of them, each with its
+    own tensors, unless a forward reads the number of its layer.
     """
 
     def __init__(
@@ -78,34 +78,36 @@ class CompiledLayers:
     ) -> None:
         self.model = model
         self.plan = plan
-        self.rank = rank  # of the tensor-parallel group
+        self.rank = rank  # index in the tensor-parallel group
         self.gathers_again = gathers_again  # gathered tokens are not kept for backward
         self.length = length  # returns the tokens in a row of the forward that runs
-        self.alone = alone  # runs the plan within while a layer is traced
-        self.outside = outside  # lets a compiled layer run within, whose calls are not counted
-        # By the layer's path: its forward as the plan runs it.
+        self.alone = alone  # a context in which the plan runs while a layer is traced
+        self.outside = outside  # a context for a compiled layer, in which no calls are counted
+        # Path of a layer -> its forward as the plan runs it.
         self.planned_forwards: dict[str, Callable[..., Any]] = {}
-        # By the path of any module: its forward before the plan ran it. The plan's executor fills
-        # it before the first forward.
+        # Path of any module -> its forward before the plan ran it. The plan's executor fills it in
+        # before the first forward.
         self.originals: dict[str, Callable[..., Any]] = {}
-        # By path, the layers that are compiled. Kept, because the stages of a pipeline swap modules
-        # and the model may have another one at that path later.
+        # Path -> layer, of those that are compiled. Kept, because the stages of a pipeline swap
+        # modules, and the model may have another one at that path later.
         self.layers: dict[str, nn.Module] = {}
         self.compiled_forwards: dict[str, Callable[..., list[Tensor]]] = {}  # by path
         self.first_alike: dict[str, str] = {}  # path -> path of the first layer that is alike
-        self.tensor_places: dict[str, list[_TensorPlace]] = {}  # by path, in the order of arguments
-        self.graph_keys: dict[Any, str] = {}  # what makes a graph another one -> its key
-        self.calls: dict[str, _Call] = {}  # by key
-        # The rank's number, `[]`. A graph takes it as a tensor, so that all ranks have the same
-        # one: inductor orders collectives, and ranks that do so in different ways wait for each
-        # other forever.
+        # Path -> where a layer has its parameters and buffers, in the order of the arguments.
+        self.tensor_places: dict[str, list[_TensorPlace]] = {}
+        self.graph_keys: dict[Any, str] = {}  # all that a graph depends on -> its key
+        self.calls: dict[str, _Call] = {}  # key -> the way of calling a layer
+        # Device -> the rank's index, `[]`. A graph takes it as a tensor, so that all ranks have the
+        # same graph: inductor orders collectives, and ranks that order them in different ways wait
+        # for each other forever.
         self.rank_tensors: dict[torch.device, Tensor] = {}
-        self.traced: Callable[..., Any] = self._trace  # for dynamo, once a layer is compiled
+        self.traced: Callable[..., Any] = self._trace  # from the first `compile` on wrapped
 
     def make_traceable(self, forward: Callable[..., Any], path: str) -> Callable[..., Any]:
-        """Return a layer's forward that also takes what `_run` calls it with.
+        """Return a layer's forward that can also be traced.
 
-        That is a graph's key, the rank's number and tensors: such a call is traced.
+        Arguments that begin with a graph's key, a str, are those of `_trace`; others are the
+        layer's.
         """
         self.planned_forwards[path] = forward
 
@@ -116,17 +118,17 @@ class CompiledLayers:
         return run
 
     def compile(self, path: str, backend: Any) -> None:
-        """Compile a layer's forward in place, checkpointing included if it is there.
+        """Compile a layer's forward in place, with activation checkpointing if it has that.
 
         backend: of torch.compile.
         """
-        # Once for all layers, and not before one is compiled: it imports dynamo. Bound methods are
-        # equal, not identical.
+        # Wrapped once for all layers, and not before one is compiled, as this imports dynamo. `==`,
+        # since bound methods are equal, not identical.
         if self.traced == self._trace:
             self.traced = torch._dynamo.nonstrict_trace(self._trace)
         layer: Any = self.model.get_submodule(path)
         self.layers[path] = layer
-        # The partitioner is a setting of inductor; other backends do not know it.
+        # The partitioner is an option of inductor, which other backends do not know.
         regathers = backend == "inductor" and self.gathers_again
         options = {"custom_partitioner_fn": RegatheringPartitioner()} if regathers else None
         self.compiled_forwards[path] = torch.compile(
@@ -154,13 +156,15 @@ class CompiledLayers:
         layer.forward = run
 
     def _call(self, path: str, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self.first_alike:
+        """Call a compiled layer as its forward is called, by the graph of the first one alike."""
+        if not self.first_alike:  # only now are all layers compiled that will be
             self.first_alike = find_alike_layers(self.layers, self.plan, self.originals)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         # FSDP exchanges the entries of these dicts, so they are looked up at every call.
         layer_tensors = [get_local(tensors[name]) for tensors, name in self.tensor_places[path]]
         first_path = self.first_alike[path]
+        # A mode of training or an adapter may have been switched in one of the two alone.
         is_alike = _list_module_states(self.layers[first_path]) == _list_module_states(layer)
         key = self._get_key(
             first_path if is_alike else path, layer=layer, leaves=leaves, spec=spec, first=inputs[0]
@@ -179,8 +183,9 @@ class CompiledLayers:
         )
 
     def _run(self, key: str, inputs: list[Tensor], layer_tensors: list[Tensor]) -> list[Tensor]:
-        """Run a compiled layer; return the tensors among its outputs.
+        """Run the graph of this key; return the tensors among the layer's outputs.
 
+        inputs: the tensors among the layer's arguments. layer_tensors: its parameters and buffers.
         Raises SetupError, with the reason, for a layer that cannot be traced.
         """
         path = self.calls[key].path
@@ -192,8 +197,8 @@ class CompiledLayers:
                 key, self.rank_tensors[device], *layer_tensors, *inputs
             )
         except torch._dynamo.exc.TorchDynamoException as error:
-            # dynamo wraps what the forward raises. An error for the user passes as it is; of any
-            # other the first cause is told.
+            # dynamo wraps what the forward raises. An error for the user is raised as it is, of any
+            # other the message names the first cause.
             causes: list[BaseException] = [error]
             while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
                 causes.append(cause)
@@ -209,26 +214,27 @@ class CompiledLayers:
     def _get_key(
         self, path: str, layer: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, first: Tensor
     ) -> str:
-        """Return the key of the graph of a call.
+        """Return the key of the graph for a call of the layer at `path`.
 
-        Calls with other arguments than tensors, with rows of another kind or with adapters switched
-        off have other graphs. first: the first tensor that the layer reads.
+        A graph depends on the arguments that are no tensors, on how ranks share a row's tokens, on
+        gradients, and on which modules train or have their adapter switched off. leaves, spec: the
+        arguments, flattened. first: the first tensor among them.
         """
         length = self.length()
-        # Of hidden states `[batch, tokens, width]` a rank has all tokens of a row, or its part.
+        # A rank has all tokens of a row of hidden states `[batch, tokens, width]`, or its part.
         row_parts = (
             length // first.shape[1] if first.dim() == 3 and length % first.shape[1] == 0 else 0
         )
         arguments = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        graph = (
+        dependencies = (
             path,
             str(spec),
-            row_parts or -length,  # a ratio serves any length; a length is negative, to differ
+            row_parts or -length,  # a ratio serves any length; negative: a length, not a ratio
             torch.is_grad_enabled(),
             *_list_module_states(layer),
             *map(_make_comparable, arguments),
         )
-        key = self.graph_keys.setdefault(graph, f"{path} {len(self.graph_keys)}")
+        key = self.graph_keys.setdefault(dependencies, f"{path} {len(self.graph_keys)}")
         if key not in self.calls:
             self.calls[key] = _Call(
                 path, leaves=arguments, spec=spec, length=length, row_parts=row_parts
@@ -247,12 +253,12 @@ class CompiledLayers:
         args, kwargs = pytree.tree_unflatten(
             [next(inputs) if leaf is _TENSOR else leaf for leaf in call.leaves], call.spec
         )
-        # `[batch, tokens, width]` where `row_parts` is known.
+        # The first input is `[batch, tokens, width]` where `row_parts` is known.
         length = call.row_parts * tensors[len(places)].shape[1] if call.row_parts else call.length
         entries: list[Entry] = [
             (*place, tensor) for place, tensor in zip(places, layer_tensors, strict=True)
         ]
-        if list(self.first_alike.values()).count(call.path) > 1:  # it is traced for others, too
+        if list(self.first_alike.values()).count(call.path) > 1:  # traced for several layers
             attribute_dicts = [vars(module) for module in self.layers[call.path].modules()]
             entries += [
                 (attributes, name, _UnreadableNumber())
@@ -269,7 +275,7 @@ class CompiledLayers:
 
 
 class _LayerNumberIsReadError(UserError):
-    """The forward of a layer depends on which one it is."""
+    """Raised where a layer's forward reads the number of the layer."""
 
 
 class _UnreadableNumber:
@@ -279,6 +285,7 @@ class _UnreadableNumber:
     """
 
     def _read(self, *asked: Any) -> Any:
+        """Raise _LayerNumberIsReadError; every operator of the class is this method."""
         raise _LayerNumberIsReadError("a layer's number is read")
 
 
@@ -293,9 +300,9 @@ for _name in (
 
 
 def _copy_with_own_code(forward: Callable[..., Any], path: str) -> Callable[..., Any]:
-    """Return a copy of a function that is not compiled together with others.
+    """Return a copy of a function with code of its own, named after `path`.
 
-    torch counts compilations, and shapes, by code and name.
+    torch counts compilations, and the shapes of each function, by its code and name.
     """
 
     def run(*args: Any) -> Any:
@@ -306,20 +313,20 @@ def _copy_with_own_code(forward: Callable[..., Any], path: str) -> Callable[...,
 
 
 def _list_module_states(layer: nn.Module) -> list[tuple[bool, bool]]:
-    """List what changes in modules between calls: (training, its adapter is switched off)."""
+    """List what may change between calls, for each module: (training, adapter switched off)."""
     return [(module.training, getattr(module, "is_off", False)) for module in layer.modules()]
 
 
 def find_alike_layers(
     layers: Mapping[str, nn.Module], plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]
 ) -> dict[str, str]:
-    """Find for each layer the first one that is like it, by name.
+    """Return name of each layer -> name of the first layer that is alike, perhaps itself.
 
     Alike are layers of the same code with the same settings, and with exchanges at the same calls:
-    what one does to its tensors, another one does to its own. Only what compares equal counts, so
-    settings that are objects of a layer's own make it one of a kind.
+    what one does to its tensors, another one does to its own. Settings are compared by `==`, so an
+    object of a layer's own makes it alike to no other.
 
-    forwards: those of modules by name, before a plan ran them.
+    layers: by name, in order. forwards: of modules by name, as they were before a plan ran them.
     """
     alike: dict[str, str] = {}
     kinds: list[tuple[Any, str]] = []
@@ -335,7 +342,10 @@ def find_alike_layers(
 def _describe_layer(
     layer: nn.Module, path: str, plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]
 ) -> Any:
-    """Return all that a layer's forward depends on apart from its tensors."""
+    """Return all that a layer's forward depends on apart from its tensors; equal for alike layers.
+
+    forwards: as in `find_alike_layers`.
+    """
     modules = []
     for name, module in layer.named_modules():
         forward = forwards.get(f"{path}.{name}" if name else path)
@@ -349,7 +359,7 @@ def _describe_layer(
             for key, tensor in (module._parameters | module._buffers).items()
             if tensor is not None
         ]
-        # Those of the layer itself run around its forward, which alone is compiled.
+        # Hooks of the layer itself do not count: they run around its forward, outside the graph.
         hooks = (
             [*module._forward_pre_hooks.values(), *module._forward_hooks.values()] if name else []
         )
@@ -367,9 +377,9 @@ def _describe_layer(
 
 
 def _make_comparable(value: Any) -> Any:
-    """Return what compares equal only to the same setting.
+    """Return a value that compares equal only to that of the same setting.
 
-    Containers compare by what is in them, tensors by identity.
+    Containers compare by their items, numbers by type and value, tensors by identity.
     """
     if isinstance(value, (list, tuple)):
         return type(value), [_make_comparable(item) for item in value]
@@ -381,13 +391,13 @@ def _make_comparable(value: Any) -> Any:
 
 
 def _list_exchanges(path: str, plan: ShardingPlan) -> Any:
-    """Return the plan's boundaries, parameters to assemble and rewrites in a layer.
+    """Return the plan's boundaries, gathered parameters and divided attributes in a layer.
 
-    Names and numbers are those within the layer. What tells of the plan and changes no exchange is
-    left empty: numbers of axes, the parameters of a product, sources and reasons.
+    Names and numbers are those within the layer. Fields that change no exchange are left empty:
+    numbers of axes, the parameters of a product, sources and reasons.
     """
     prefix = f"{path}."
-    # Numbered anew within the layer; -1 stays, it stands for none.
+    # Number in the plan -> number within the layer; -1, which stands for none, stays.
     activations = {-1: -1}
     boundaries = [
         replace(
@@ -417,7 +427,7 @@ def _list_exchanges(path: str, plan: ShardingPlan) -> Any:
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _ATEN = torch.ops.aten
-# What makes gathered tokens of what a gather gives: wait, views and copies.
+# Operators between a gather and the gathered tokens: its wait, views and copies.
 _COPIES = frozenset(
     {
         torch.ops._c10d_functional.wait_tensor.default,
@@ -437,9 +447,9 @@ _COPIES = frozenset(
 
 
 def _find_gathered_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes of a joint graph that forward gathers, with their views and copies.
+    """Return the gathers of forward in a joint graph, with their views and copies.
 
-    Nodes of backward, which come from a tangent, are not among them.
+    Nodes of backward, which depend on a tangent, are not among them.
     """
     gathered: dict[fx.Node, None] = {}
     of_backward: set[fx.Node] = set()
@@ -458,16 +468,16 @@ def _find_gathered_nodes(graph: fx.Graph) -> list[fx.Node]:
 class RegatheringPartitioner(CustomPartitionerFn):
     """torch's partitioner, but a compiled layer keeps no gathered tokens for backward.
 
-    For inductor's setting `custom_partitioner_fn`. torch's own takes the second gather of the same
-    tokens, which backward makes, for the first one, and keeps what that gave: as many tokens as all
-    ranks have, where each could keep its own.
+    For inductor's option `custom_partitioner_fn`. torch's own merges the gather of the same tokens
+    in backward with that in forward, and keeps the result: the tokens of all ranks, where each rank
+    could keep its own.
     """
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Split a layer's joint graph into its forward and its backward."""
-        # Here, as it imports 366 modules in 0.2 s, and few runs compile.
+        """Split a layer's joint graph; return (graph of forward, graph of backward)."""
+        # Imported here, as it imports 366 modules in 0.2 s, and few runs compile.
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
         gathered_nodes = _find_gathered_nodes(gm.graph)

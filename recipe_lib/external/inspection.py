@@ -1,9 +1,9 @@
 """Read what training needs off a model of another library, whose classes nobody has described.
 
-`build_transformers_config` makes transformers' config object of a config.json, with clear errors.
-`find_embedding_and_head`, `list_layer_linears` and `list_other_parts` find modules by their class
-and place; `module_spec` and `build` call them. `add_adapters` puts an adapter on linears inside the
-layers, selected by the ends of their names.
+`module_spec` and `build` call `build_transformers_config`, which makes transformers' config object
+of a config.json with clear errors, and functions that find modules by their class and position:
+`find_embedding_and_head`, `list_layer_linears`, `list_other_parts`. `add_adapters` puts LoRA
+adapters on linears inside the layers, selected by the ends of their names.
 """
 
 import inspect
@@ -28,9 +28,9 @@ from recipe_lib.models.config_spelling import spell_both
 from recipe_lib.models.language_model import get_built_tensors, list_layer_names
 
 TRANSFORMERS = "transformers"  # the value of `model.implementation` for this library
-# Decoders by model_type whose config has an is_decoder (False) that their class does not read.
+# model_type of decoders whose config has `is_decoder` False, which their class does not read.
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")
-# Encoders by model_type whose config has no is_decoder.
+# model_type of encoders whose config has no `is_decoder`.
 _ENCODERS = ("cpmant", "xlnet")
 # Numbers that JSON lacks, as transformers 5 spells them in a config.json.
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
@@ -40,8 +40,8 @@ def build_transformers_config(config: Mapping[str, Any], where: str) -> Any:
     """Build the config object of transformers for a config.json.
 
     The checkpoint's own code is never run. where: the file, folder or preset, named in errors.
-    Raises SetupError if transformers is not installed, CheckpointError for a model_type that it
-    does not have, or a config that the class does not take.
+    Raises SetupError if transformers is not installed. Raises CheckpointError for a model_type that
+    it does not have or that is no causal language model, or a config that its class does not take.
     """
     require_transformers()
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
@@ -87,10 +87,9 @@ def build_transformers_config(config: Mapping[str, Any], where: str) -> Any:
 def spell_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a config.json with both the older and the newer names of keys that were renamed.
 
-    Then releases of transformers before and after 5 read it. Where the class reads something else
-    from that, the result has no newer spelling of rotary settings: classes that came with
-    transformers 5 may, and earlier releases have none for those models. where: as in
-    `build_transformers_config`.
+    Releases of transformers before and after 5 can read the result. Classes that came with
+    transformers 5 may read something else from a config with both spellings of rotary settings: for
+    those no newer spelling of these is added. where: as in `build_transformers_config`.
     """
     built = build_transformers_config(config, where).to_dict()
     spelled = spell_both(_add_ropes(config, built))
@@ -130,8 +129,8 @@ def _add_ropes(config: Mapping[str, Any], built: Mapping[str, Any]) -> dict[str,
 def is_encoder(config: Any) -> bool:
     """Return True if each token sees later ones: an encoder that has a head for tokens too.
 
-    config: the config object of a built model, since decoders of encoder-decoders set it in their
-    constructors.
+    config: the config object of a built model, since decoders of encoder-decoders set `is_decoder`
+    in their constructors.
     """
     is_no_decoder = (
         getattr(config, "is_decoder", None) is False and config.model_type not in _DECODERS
@@ -156,7 +155,7 @@ def restore_numbers(value: Any) -> Any:
 def require_transformers() -> None:
     """Raise SetupError unless transformers is installed; called before it is imported.
 
-    It also silences what torchao would print at that import.
+    It also keeps torchao from printing at that import.
     """
     silence_torchao()
     check_transformers()
@@ -167,35 +166,38 @@ def format_one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-# The modules of a model, and adapters on its linears.
+# Find the modules of a model, and put adapters on its linears.
 
 
-# A regular expression behind `self.CHILD.weight`: not an attribute that is read without the values.
+# Follows `self.CHILD.weight` in a regular expression: no attribute of the weight that is read
+# without its values.
 _NOT_AN_ATTRIBUTE = r"(?!\.(dtype|device|shape|size|is_meta|requires_grad|ndim)\b)"
 
 
 def find_embedding_and_head(model: nn.Module) -> tuple[Any, Any] | None:
-    """Find the modules of the token embedding and the output projection; None if one is missing.
+    """Find the modules (token embedding, output projection); None if one is missing.
 
-    The model's own `get_input_embeddings` and `get_output_embeddings` are asked first, as
-    transformers' classes have them. Else it is the first nn.Embedding outside the layers, and the
-    last nn.Linear there with as many outputs as the embedding has rows.
+    The model's own `get_input_embeddings` and `get_output_embeddings`, as transformers' classes
+    have them, are asked first. Else it is the first nn.Embedding outside the layers, and the last
+    nn.Linear there with as many outputs as the embedding has rows.
     """
     embedding = _call_getter(model, "get_input_embeddings")
     head = _call_getter(model, "get_output_embeddings")
     if embedding is not None and head is not None:
         return embedding, head
-    inside = tuple(f"{name}." for name in list_layer_names(model))
-    outside = [module for name, module in model.named_modules() if not name.startswith(inside)]
+    layer_prefixes = tuple(f"{name}." for name in list_layer_names(model))
+    outside_layers = [
+        module for name, module in model.named_modules() if not name.startswith(layer_prefixes)
+    ]
     embedding = embedding or next(
-        (module for module in outside if isinstance(module, nn.Embedding)), None
+        (module for module in outside_layers if isinstance(module, nn.Embedding)), None
     )
     if embedding is None:
         return None
     rows = embedding.weight.shape[0]
     heads = [
         module
-        for module in outside
+        for module in outside_layers
         if isinstance(module, nn.Linear) and module.out_features == rows
     ]
     head = head or (heads[-1] if heads else None)
@@ -203,6 +205,7 @@ def find_embedding_and_head(model: nn.Module) -> tuple[Any, Any] | None:
 
 
 def _call_getter(model: nn.Module, method: str) -> Any:
+    """Call a method of the model that returns a module; None without it, or without a weight."""
     try:
         module = getattr(model, method)()
     except (AttributeError, NotImplementedError):
@@ -221,15 +224,15 @@ def list_layer_linears(model: nn.Module) -> dict[str, nn.Module]:
 def find_uncalled_linears(model: nn.Module) -> dict[str, str]:
     """Find linears inside the layers on which an adapter would not work: name -> the reason.
 
-    Either the kernels of the module around it read the weight and never call the linear (the
-    state-space layers of Mamba and its descendants), or its class derives from nn.Linear and
-    returns something else (routers of mixtures). The model may be on meta.
+    There are two reasons. A kernel of the module around it reads the weight and never calls the
+    linear (state-space layers of Mamba and its descendants). Or its class derives from nn.Linear
+    and returns something else (routers of mixtures). The model may be on meta.
     """
     reasons: dict[str, str] = {}
     for name, module in _list_inner_linears(model).items():
         owner, _, child = name.rpartition(".")
-        layer: Any = type(model.get_submodule(owner))
-        if is_weight_read(layer, child):
+        owner_class: Any = type(model.get_submodule(owner))
+        if is_weight_read(owner_class, child):
             reasons[name] = "its layer reads the weight without calling the linear"
         elif not _is_called_as_linear(module):
             reasons[name] = (
@@ -241,7 +244,7 @@ def find_uncalled_linears(model: nn.Module) -> dict[str, str]:
 def list_other_parts(model: Any) -> list[str]:
     """List names of modules that text does not run through: vision, audio, their projectors.
 
-    The outermost ones of a multimodal model; empty for others.
+    Only the outermost ones; empty for a model that is not multimodal.
     """
     config: Any = getattr(model, "config", None)
     if (
@@ -267,15 +270,15 @@ def list_other_parts(model: Any) -> list[str]:
 def _list_inner_linears(model: nn.Module) -> dict[str, nn.Module]:
     """List all linears inside the layers by name, without the parts that text does not run through.
 
-    Conv1D of transformers is one, a linear of transposed weight.
+    transformers' Conv1D counts as a linear; its weight is transposed.
     """
-    inside = tuple(f"{name}." for name in list_layer_names(model))
-    other_parts = tuple(f"{name}." for name in list_other_parts(model))
+    layer_prefixes = tuple(f"{name}." for name in list_layer_names(model))
+    not_text_prefixes = tuple(f"{name}." for name in list_other_parts(model))
     return {
         name: module
         for name, module in model.named_modules()
-        if name.startswith(inside)
-        and not name.startswith(other_parts)
+        if name.startswith(layer_prefixes)
+        and not name.startswith(not_text_prefixes)
         and (isinstance(module, nn.Linear) or is_transposed(module))
     }
 
@@ -317,7 +320,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def get_linear_shape(module: Any) -> tuple[int, int]:
-    """Return (outputs, inputs) of a linear."""
+    """Return (output channels, input channels) of a linear."""
     rows, columns = module.weight.shape
     return (columns, rows) if is_transposed(module) else (rows, columns)
 
@@ -331,9 +334,9 @@ _FUSED_EXPERTS = {
 
 
 class AdaptedExternal(AdaptedMatrix):
-    """A linear of a class that is not torch's own, such as transformers' Conv1D, with an adapter.
+    """A linear of another class than torch's own, such as transformers' Conv1D, with an adapter.
 
-    The frozen part is computed by the class' own forward.
+    `AdaptedMatrix` documents the methods. The frozen part is computed by the class' own forward.
     """
 
     def __init__(self, base: nn.Module, settings: AdapterSettings) -> None:
@@ -356,9 +359,9 @@ def select_adapter_targets(
 ) -> list[str]:
     """Select the names of the linears that get an adapter.
 
-    targets: `lora.target_modules`: ends of names, PEFT's short names, or "all-linear". left: names
-    of modules that cannot have an adapter -> the reason, from `list_without_adapter`. Raises
-    ConfigError for an end that no linear's name has, or that a name in `left` has.
+    targets: `lora.target_modules`: ends of names, PEFT's short names, or "all-linear". left: name
+    -> reason, of the linears that cannot have an adapter. Raises ConfigError for an end that no
+    linear's name has, or that a name in `left` has.
     """
     ends = [] if "all-linear" in targets else [PEFT_NAMES.get(name, name) for name in targets]
     for end in ends:
@@ -386,7 +389,8 @@ def list_without_adapter(
 ) -> dict[str, str]:
     """Return the linears that cannot have an adapter: name -> the reason.
 
-    linears: names. uncalled: the result of `find_uncalled_linears`. family: model_type.
+    linears: names. uncalled: name -> reason, of those that the model does not call as linears.
+    family: model_type.
     """
     # model_type -> the kind of mixture whose conversions transformers uses for it.
     kinds: dict[str, str] = {}
@@ -408,7 +412,7 @@ def get_leaf_name(name: str) -> str:
 
 
 def has_end(name: str, end: str) -> bool:
-    """Return True if a module's name ends in these parts: `mlp.up` fits `end="up"`, not `"p"`."""
+    """Return True if a module's name ends in these parts: `mlp.up` ends in `up`, but not in `p`."""
     return name == end or name.endswith(f".{end}")
 
 
@@ -416,8 +420,9 @@ def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None
     """Put adapters on linears inside the layers, in place, and quantize as `lora.quantize_base`.
 
     Linears of nn.Linear itself are quantized, also those without an adapter. Linears that a recipe
-    added to the model are left as they are. Raises ConfigError as `select_adapter_targets` does,
-    and for a model whose layers have no linears for an adapter.
+    added to the model are left as they are. cfg: its `target_modules` and `quantize_base` are read.
+    settings: the adapters' rank and more. Raises ConfigError for a target that no linear matches or
+    that cannot have an adapter, and for a model whose layers have no linears for one.
     """
     built = get_built_tensors(model)  # names of the class' own tensors; None: all are
     linears = {

@@ -1,13 +1,9 @@
 """Save fewer tensors for backward in a layer that runs by an inferred tensor-parallel plan.
 
 `plan_executor` enters `KeptTensors.around` for a model's forward and `.layer` for each layer in it,
-and notes the layer's calls. Layers with activation checkpointing are left alone.
-
-autograd saves what each operator asks for: of a norm its input in another type, the scale and the
-result; of a gated MLP four tensors; and every gathered copy of the tokens. Most of these follow
-from the others by operators that cost little. So when a layer ends, the fewest bytes are chosen
-from which all saved tensors can be recomputed (a minimum cut), and the others are freed. Backward
-recomputes them by the same functions of the same tensors, so that they are the same bit for bit.
+and notes the layer's torch function calls. When a layer ends, a minimum cut chooses the fewest
+bytes from which all tensors that autograd saved can be recomputed by cheap calls; others are freed.
+Backward recomputes them by the same functions of the same tensors: they are equal bit for bit.
 """
 
 import contextlib
@@ -21,8 +17,8 @@ from torch import Tensor
 
 from recipe_lib.external.tensor_plan.sharding_plan import list_tensors
 
-# Names of functions that cost less to run again than their result's memory is worth: elementwise
-# ones, norms, conversions and copies. Underscores around a name do not count.
+# Names of functions that cost less to run again than the memory of their result is worth:
+# elementwise ones, norms, conversions and copies. `__add__` is under `add`.
 CHEAP = frozenset(
     "to float type type_as half bfloat16 double contiguous clone reshape flatten expand repeat"
     " repeat_interleave unsqueeze squeeze view transpose permute chunk split unbind getitem cat"
@@ -39,27 +35,24 @@ class _Node:
     def __init__(
         self, held: Tensor, made_by: tuple[Function, Any, Any, int] | None, parents: list["_Node"]
     ) -> None:
-        # A tensor that covers the storage; None: it was freed.
-        self.held: Tensor | None = held
-        # The function, its arguments with views of nodes for tensors, and the index of this tensor
-        # in its result; None: it cannot be recomputed.
+        self.held: Tensor | None = held  # a tensor that covers the storage; None: it was freed
+        # (function, args, kwargs, index of this tensor in the result), with a `_View` in place of
+        # each tensor among the arguments. None: it cannot be recomputed.
         self.made_by = made_by
-        # The nodes among these arguments.
-        self.parents = parents
-        # Of the tensor when it was noted: a later version has other values.
+        self.parents = parents  # the nodes among these arguments
+        # torch counts writes into a tensor: with a later version it has other values.
         self.version = held._version
         self.dtype = held.dtype
         self.bytes = held.untyped_storage().nbytes()
-        # Saved tensors that backward has still to recompute through this node.
-        self.waiting = 0
+        self.waiting = 0  # saved tensors that backward has still to recompute through this node
 
 
 class _View:
-    """A tensor as a view of a node's storage."""
+    """A tensor as a view of a node's storage, which may have been freed."""
 
     def __init__(self, node: _Node, tensor: Tensor) -> None:
         self.node = node
-        self.geometry = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        self.geometry = (tensor.shape, tensor.stride(), tensor.storage_offset())  # `as_strided`'s
 
     def make_view(self, made: Tensor) -> Tensor:
         """Return the tensor as a view of `made`, the node's recomputed tensor."""
@@ -70,25 +63,28 @@ class _View:
 class _SavedTensor:
     """A stand-in for a tensor that autograd saves: the tensor, or how to recompute it."""
 
-    tensor: Tensor | None  # None: it was freed, and `view` says how to recompute it
-    view: _View | None = None
-    # The nodes that have to be recomputed for it.
-    cone: list[_Node] = field(default_factory=list)
+    tensor: Tensor | None  # None: it was freed
+    view: _View | None = None  # of a freed tensor: a view of a node that can be recomputed
+    cone: list[_Node] = field(default_factory=list)  # the nodes that are recomputed for that
 
 
 class KeptTensors:
-    """The saved tensors of a model's forward; see the module's head for who enters what."""
+    """The saved tensors of a model's forward.
+
+    autograd saves what each operator asks for: of a norm its input in another type, the scale and
+    the result; of a gated MLP four tensors; and every gathered copy of the tokens. Most of these
+    follow from the others by calls that cost little. Layers with activation checkpointing are left
+    as they are.
+    """
 
     def __init__(self) -> None:
-        # The graph of the layer that runs: address of a storage -> its node.
+        # The graph of the layer that runs: id of a storage (torch's `_cdata`) -> its node.
         self._nodes: dict[int, _Node] = {}
-        # What autograd has saved in the layer that runs.
-        self._kept: list[_SavedTensor] = []
-        # A layer runs.
-        self._recording = False
-        # The result of `minimum_cut` by its arguments: layers are mostly alike.
+        self._kept: list[_SavedTensor] = []  # what autograd has saved in the layer that runs
+        self._recording = False  # a layer runs
+        # Arguments of `minimum_cut` -> its result: most layers are alike.
         self._chosen: dict[Any, frozenset[int]] = {}
-        # Storages of parameters, which are there anyway: saving them costs nothing.
+        # Ids of storages of parameters, which are there anyway: saving them costs nothing.
         self._free: set[int] = set()
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
@@ -98,10 +94,10 @@ class KeptTensors:
     @contextlib.contextmanager
     def layer(self) -> Iterator[None]:
         """Record the forward of a layer, which runs inside, and free tensors when it ends."""
-        # Other hooks on top than ours are those of activation checkpointing: the layer saves
-        # nothing by itself. Private: torch has no public way to ask for the hooks on top.
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if self._recording or top is None or top[0] != self._pack:
+        # If the hooks on top are not ours, they are those of activation checkpointing: the layer
+        # saves nothing by itself. Private: torch has no public way to ask for the hooks on top.
+        top_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if self._recording or top_hooks is None or top_hooks[0] != self._pack:
             yield
             return
         self._recording = True
@@ -115,15 +111,15 @@ class KeptTensors:
             self._free.clear()
 
     def note_parameters(self, parameters: Any) -> None:
-        """Note parameters that the layer uses, this rank's parts: they are never freed here."""
+        """Note parameters that the layer uses, as this rank's parts: they are never freed here."""
         self._free.update(tensor.untyped_storage()._cdata for tensor in list_tensors(parameters))
 
     def note(
         self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool | None = None
     ) -> None:
-        """Note a call with its result, within a layer.
+        """Note a call and its result, within a layer; outside of one nothing is noted.
 
-        cheap: it may be run again in backward; None: if its name is in `CHEAP`.
+        cheap: True if it may run again in backward; None: the function's name decides (`CHEAP`).
         """
         if not self._recording:
             return
@@ -133,11 +129,13 @@ class KeptTensors:
         if not (name.strip("_") in CHEAP if cheap is None else cheap) or "out" in kwargs:
             return
         parents: list[_Node] = []
-        known = {tensor.untyped_storage()._cdata for tensor in list_tensors((args, kwargs))}
+        argument_storages = {
+            tensor.untyped_storage()._cdata for tensor in list_tensors((args, kwargs))
+        }
         for index, tensor in enumerate(list_tensors(result)):
             storage = tensor.untyped_storage()._cdata
-            if storage in known or storage in self._nodes:
-                continue  # a view
+            if storage in argument_storages or storage in self._nodes:
+                continue  # a view, of a storage that has its node or needs none
             if not parents:
                 args, kwargs = pytree.tree_map(
                     lambda value: self._link_node(value, parents), (args, kwargs)
@@ -145,7 +143,10 @@ class KeptTensors:
             self._nodes[storage] = _Node(tensor.detach(), (function, args, kwargs, index), parents)
 
     def _link_node(self, value: Any, parents: list[_Node]) -> Any:
-        """Return an argument for `made_by`: a tensor as a view of its node, added to `parents`."""
+        """Return an argument for `made_by`: a tensor as a view of its node, which joins `parents`.
+
+        Parameters stay as they are; values that are no tensors, too.
+        """
         if not isinstance(value, Tensor):
             return value
         storage = value.untyped_storage()._cdata
@@ -173,10 +174,12 @@ class KeptTensors:
             for kept in self._kept
             if _get_storage_address(kept) in self._nodes
         ]
+        # In both cases the layer leaves all that autograd has saved as it is.
         if any(node.held is not None and node.held._version != node.version for node in nodes):
             return  # a tensor was written into since: recomputing would give other values
         if any(kept.tensor is not None and kept.tensor.dtype != node.dtype for kept, node in saved):
             return  # a view of another type, which `as_strided` cannot make
+        # The first three arguments of `minimum_cut`.
         settings = (
             tuple(node.bytes for node in nodes),
             tuple(node.made_by is None for node in nodes),
@@ -186,7 +189,7 @@ class KeptTensors:
         key = (*settings, targets)
         if key not in self._chosen:
             self._chosen[key] = minimum_cut(*settings, targets)
-        stays = {nodes[index] for index in self._chosen[key]}
+        stays = {nodes[index] for index in self._chosen[key]}  # the nodes that are not freed
         for kept, node in saved:
             if node not in stays and kept.tensor is not None:
                 kept.view = _View(node, kept.tensor)
@@ -200,6 +203,7 @@ class KeptTensors:
 
 
 def _get_storage_address(kept: _SavedTensor) -> int:
+    """Return the id of the storage of a saved tensor that was not freed."""
     assert kept.tensor is not None
     return int(kept.tensor.untyped_storage()._cdata)
 
@@ -232,7 +236,7 @@ def _unpack(kept: Any) -> Tensor:
 
 
 def _recompute(node: _Node) -> Tensor:
-    """Return a node's tensor, recomputed if it was freed, and hold it; `_unpack` lets it go."""
+    """Return a node's tensor, recomputed if it was freed, and keep it until `_unpack` frees it."""
     if node.held is None:
         assert node.made_by is not None
         function, args, kwargs, index = node.made_by
@@ -251,9 +255,9 @@ def minimum_cut(
 ) -> frozenset[int]:
     """Return the indices of the nodes of the fewest bytes from which all targets can be made.
 
-    sizes: bytes of each node. roots: for each node, if it cannot be made of others. parents: the
-    indices of the nodes that it is made of. targets: indices. Of equally small sets the one nearest
-    to the targets is taken.
+    sizes: bytes of each node. roots: for each node, True if it cannot be made of others. parents:
+    for each node, the indices of the nodes that it is made of. targets: indices. Of equally small
+    sets the one nearest to the targets is taken.
     """
     import networkx  # a dependency of torch
 
@@ -268,6 +272,7 @@ def minimum_cut(
         if index in targets:
             graph.add_edge(("out", index), "sink")
     _, (_, sink_side) = networkx.minimum_cut(graph, "source", "sink")
+    # The nodes whose edge is cut.
     return frozenset(
         index
         for index in range(len(sizes))

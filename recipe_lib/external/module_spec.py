@@ -1,9 +1,9 @@
-"""Describe a model that transformers, or a user's plugin, implements.
+"""Describe a model that transformers, or a user's plugin (a file that registers a class), has.
 
-`read_spec` makes a `ModuleSpec` of a config.json: it builds the class once on the meta device, and
-reads sizes, layers and tied weights off the module. The rest of the library asks the spec, as it
-asks the one of a native decoder (`recipe_lib.models.spec.ExternalSpec`). The second half of the
-file maps the tensors of checkpoint files to the model's, by transformers' own table of conversions.
+`models.families.read_spec` calls `read_spec` here where `model.implementation` is not native. It
+builds the class on meta and reads sizes, layers and tied weights off it. Code that loads, adapts
+and shards models calls the methods of the `ModuleSpec`. The second half of the file maps tensors
+of checkpoint files to parameters, by transformers' own table of conversions.
 """
 
 import json
@@ -51,7 +51,7 @@ from recipe_lib.models.spec import (
 )
 from recipe_lib.parallel.world import World
 
-_MANY_POSITIONS = 2**24  # tokens; the limit for a model whose config names none
+_MANY_POSITIONS = 2**24  # tokens; the longest sequence of a model whose config names no limit
 # Keys under which configs of transformers give the longest sequence, in tokens.
 _POSITION_KEYS = (
     "max_position_embeddings",
@@ -61,41 +61,40 @@ _POSITION_KEYS = (
     "n_ctx",
     "seq_length",
 )
-# Keys for the standard deviation of random weights.
+# Keys under which they give the standard deviation of random weights.
 _STD_KEYS = ("initializer_range", "init_std", "initializer_std")
 
 
 @dataclass(frozen=True)
 class ModuleSpec(ExternalSpec):
-    """A model of transformers or of a plugin. The base class documents the inherited methods."""
+    """A model of transformers or of a plugin, as the library asks for it."""
 
-    # What the module is built from: the implementation's name, and the config.
-    source: ModuleSource
+    source: ModuleSource  # the implementation's name, the config and the kind of attention
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """Build the model on meta, with parameters of `dtype` and our call signature.
 
-        The buffers' values, as the class' constructor computed them, are in `computed_buffers`,
-        from which `materialize` takes them; they keep their type. Parts of a multimodal model that
-        text does not run through are frozen.
+        The values of buffers, as the class' constructor computed them, are in the model's
+        `computed_buffers`. `parallel.materialize` puts them back, in their own types. Parts of a
+        multimodal model that text does not run through (`other_parts`) are frozen.
         """
         model = make_module(self.source, dtype)
         buffers = dict(model.named_buffers())
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = torch.empty_like(buffer, device="meta")
-        adopted = ExternalModel.adopt(model, self, self.source.config, buffers)
-        for name in adopted.other_parts:
-            adopted.get_submodule(name).requires_grad_(False)
-        return adopted
+        external_model = ExternalModel.adopt(model, self, self.source.config, buffers)
+        for name in external_model.other_parts:
+            external_model.get_submodule(name).requires_grad_(False)
+        return external_model
 
     @torch.no_grad()
     def make_first_vectors(self, seed: int) -> dict[str, Tensor]:
-        """Return first values for all parameters of fewer than two dimensions, by name.
+        """Return initial values of all parameters of fewer than two dimensions, by name.
 
         The class' own `_init_weights`, or its modules' `reset_parameters`, computes them. Random
-        ones follow from (seed, the module's name). Where a class has neither, biases are 0, others
-        1.
+        ones depend on the seed and the module's name alone. Where a class has neither function,
+        biases are 0 and other parameters 1.
         """
         model: Any = make_module(self.source)
         vectors: dict[str, Tensor] = {}
@@ -105,7 +104,7 @@ class ModuleSpec(ExternalSpec):
                     value = torch.full(parameter.shape, 0.0 if "bias" in name else 1.0)
                     module._parameters[name] = nn.Parameter(value, False)
                     vectors[f"{prefix}.{name}" if prefix else name] = value
-        # Children before their parents, as torch's `Module.apply` goes.
+        # Children before their parents, as in torch's `Module.apply`.
         for name, module in reversed(list(model.named_modules())):
             with seed_host_generators(f"{seed}/{name}"):
                 if hasattr(model, "_init_weights"):
@@ -117,7 +116,7 @@ class ModuleSpec(ExternalSpec):
         return vectors
 
     def list_layer_kinds(self) -> list[str]:
-        """Return a text for each layer; equal ones have the same parameters and attention."""
+        """Return a text for each layer; layers with equal texts have equal shapes and attention."""
         model: Any = make_module(self.source)
         types = getattr(getattr(model, "config", None), "layer_types", None)
         kinds = []
@@ -132,15 +131,16 @@ class ModuleSpec(ExternalSpec):
         return kinds
 
     def layout(self) -> TensorLayout:
+        """Return names, shapes and ties of the model's tensors, its linears and its modules."""
         return build_layout(self.source)
 
     def build_weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
-        """Return where each tensor of the model lies in files that have these names.
+        """Return an entry for each tensor of the model: where checkpoint files have it.
 
-        file_names: names of tensors; empty: files that are to be written. A file may have the
-        model's own names, the same without the body's prefix (`model.`), or those that transformers
-        converts when it reads the file. A tied weight is under any of its names. A buffer that the
-        files lack has no entry, and keeps its first value.
+        file_names: names of all tensors in the files; empty: files that are to be written. The
+        names may be the model's own, these without its `base_model_prefix` (`model.`), or those
+        that transformers converts when it reads the files. A tied weight is under any of its names.
+        A buffer that the files lack has no entry, and keeps the value its constructor computed.
         """
         layout = self.layout()
         in_file = frozenset(file_names)
@@ -156,6 +156,7 @@ class ModuleSpec(ExternalSpec):
             file_name = next(
                 (spelling for spelling in spellings if spelling in in_file), spellings[0]
             )
+            # A name that transformers' table gives replaces the one found above.
             file_name = next(
                 (reading.renamed[alias] for alias in names if alias in reading.renamed), file_name
             )
@@ -169,9 +170,9 @@ class ModuleSpec(ExternalSpec):
         return entries
 
     def tied_names(self, file_names: Collection[str]) -> dict[str, str]:
-        """Return the names that a tied weight may have in these files -> its parameter's name.
+        """Return name in the files -> parameter, for all names that a tied weight may have.
 
-        The files' own names count too, where transformers renames tensors as it reads them.
+        These are the model's names, and those of files whose tensors transformers renames.
         """
         tied = self.layout().tied_names()
         reading = find_reading(self.source, frozenset(file_names)) or Reading({}, {})
@@ -182,14 +183,20 @@ class ModuleSpec(ExternalSpec):
         }
 
     def build_written_layout(self) -> WrittenLayout | None:
+        """Return the layout of files that are written; None: that of `build_weight_map`."""
         return find_written_layout(self.source)
 
     def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config.json with older and newer names of keys that transformers has renamed."""
         if self.source.implementation != TRANSFORMERS:
-            return dict(config)
+            return dict(config)  # a plugin has one name for a key
         return spell_config(config, self.family)
 
     def list_adapted_linears(self, cfg: LoraConfig) -> list[str]:
+        """Return the names of the linears that get an adapter.
+
+        Raises ConfigError for a target that cannot have one.
+        """
         layout = self.layout()
         return select_adapter_targets(
             layout.linears,
@@ -198,21 +205,28 @@ class ModuleSpec(ExternalSpec):
         )
 
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
+        """Add adapters of `dtype` to the model's linears, in place, as `list_adapted_linears`."""
         add_adapters(model, cfg, build_adapter_settings(cfg, dtype))
 
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
+        """Shard a meta model over tensor-parallel ranks, in place, by a plan that is proven first.
+
+        Returns name of a parameter -> "sharded", "full" or "partial": what its gradient on a rank
+        is.
+        """
         return shard_module(
             model, plan=infer_proven_plan(model, parallel, world), parallel=parallel, world=world
         )
 
     def find_stage_parts(self) -> StageParts:
+        """Return the names of the parts of pipeline stages; ConfigError if it cannot be cut."""
         return stage_parts.find_parts(self)
 
     def build_shrunk(self, layers: int = 2, keys: int = 4) -> "ModuleSpec":
-        """Build the spec of a small model of the same class of transformers.
+        """Build the spec of a small model of the same class of transformers, not of a plugin's.
 
         It has one layer of each kind, but at least `layers`. keys: the most heads of keys and
-        values, where they are fewer than those of queries (`small_models.shrink`).
+        values in a model that has fewer of them than of queries.
         """
         config = shrink(build_transformers_config(self.source.config, self.family), layers, keys)
         return read_spec(json.loads(config.to_json_string(use_diff=False)), self.family)
@@ -269,9 +283,10 @@ def read_spec(
 def _build_source(
     config: dict[str, Any], where: str, implementation: str, family: str
 ) -> tuple[ModuleSource, Any]:
-    """Build the module, with fused attention if its class has that; return its source too.
+    """Build the module, with torch's fused attention (sdpa) if its class has that.
 
-    Raises CheckpointError where the class cannot be built from the config.
+    Returns (its source, the module). where, family: for errors. Raises CheckpointError where the
+    class cannot be built from the config.
     """
     first_error = ""
     for attention in ("sdpa", "eager"):
@@ -299,27 +314,29 @@ def _find_number(
 ) -> Any:
     """Return the first positive number under one of the keys; `default` where there is none.
 
-    The built config is asked before `config`: it has the class' defaults for keys that are left
-    out.
+    config: the content of config.json. The config object of the built model is asked before it,
+    as that has the class' defaults for keys that are left out.
     """
     built_config: Any = getattr(model, "config", None)
     if hasattr(built_config, "get_text_config"):
         built_config = built_config.get_text_config()
     built_values = ((getattr(built_config, key, None), config.get(key)) for key in keys)
-    values: list[Any] = [given if built is None else built for built, given in built_values]
+    values: list[Any] = [in_file if built is None else built for built, in_file in built_values]
     numbers = (value for value in values if isinstance(value, (int, float)))
+    # True is an int of Python's, and no number here.
     return next((value for value in numbers if value > 0 and value is not True), default)
 
 
-# Checkpoint files whose tensors have other names or shapes than the model's parameters.
+# Read and write checkpoint files whose tensors have other names or shapes than the parameters.
 #
 # transformers 5 renames tensors of many architectures while it reads them, and converts some: the
 # matrices of a mixture's experts lie apart in the file, and become one parameter of 3 dimensions.
-# Here its table (`transformers.conversion_mapping`) says which tensors of a file make which
-# parameter, and its own operations make them: one parameter, or one expert, at a time.
+# Its table (`transformers.conversion_mapping`) has two kinds of entries: a `WeightRenaming`, and a
+# `WeightConverter` with patterns of source names, patterns of target names and operations. The code
+# below runs these operations itself, on one parameter or one expert at a time, to hold little.
 
 
-# Errors of transformers' operations where tensors do not fit them.
+# What transformers' operations raise where tensors do not fit them.
 _CONVERSION_ERRORS = (
     RuntimeError,
     ValueError,
@@ -333,18 +350,19 @@ _CONVERSION_ERRORS = (
 
 
 class TensorConversion:
-    """One conversion of a group of tensors by transformers' operations; see `spec.Conversion`.
+    """One conversion of a group of tensors by transformers' operations (a `spec.Conversion`).
 
-    It is used in both directions: from a file's tensors to parameters, and back.
+    Inputs are tensors of a file and outputs parameters when files are read, the reverse when they
+    are written. `find_reading` and `find_written_layout` make them and fill in `sources`.
     """
 
     def __init__(self, first: str, converter: Any, module: Any, config: Any) -> None:
-        self.first = first  # the name of the first tensor that it makes
-        # Pattern of the converter -> names of the input tensors that match it, in order.
+        self.first = first  # name of the first output tensor
+        # Source pattern of the converter -> names of the input tensors that match it, in order.
         self.sources = dict[str, list[str]]()
-        # Name of an output tensor -> its name in the file, where that is another one.
+        # When files are written: output tensor -> its name in the file, if they differ.
         self.written: dict[str, str] = {}
-        # A `transformers.core_model_loading.WeightConverter`; the next two are its arguments.
+        # A `WeightConverter`; the next two are arguments of its `convert`.
         self._converter = converter
         self._module = module
         self._config = config
@@ -361,7 +379,7 @@ class TensorConversion:
     def convert(
         self, read: Callable[[str], Tensor], names: Mapping[str, list[str]] | None = None
     ) -> dict[str, Tensor]:
-        """Convert the input tensors; return the output tensors by name.
+        """Convert the input tensors; return the outputs by name, of the files if these are written.
 
         read: returns an input tensor by its name. names: the part of `sources` to convert; None:
         all.
@@ -380,7 +398,7 @@ class TensorConversion:
     def shapes(
         self, shape_of: Callable[[str], tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]] | None:
-        """Return the shapes of the output tensors; None where the inputs do not fit.
+        """Return the shapes of the output tensors, by a run on meta; None where inputs do not fit.
 
         shape_of: returns the shape of an input tensor by its name.
         """
@@ -391,9 +409,9 @@ class TensorConversion:
         return {name: tuple(value.shape) for name, value in converted.items()}
 
     def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
-        """Yield (first row, stop row, names for `convert`) of parts that convert by themselves.
+        """Yield (start, stop, names for `convert`) of parts that can be converted by themselves.
 
-        Rows are those of the output's first dimension; stop None: to the end. Stacked experts are
+        start, stop: rows of dimension 0 of the outputs; stop None: to the end. Stacked experts are
         yielded one by one, other conversions as one part.
         """
         num_names = {len(names) for names in self.sources.values()}
@@ -409,17 +427,18 @@ class TensorConversion:
 
 
 def _is_stacking(operations: list[Any]) -> bool:
-    """Return True if operations stack tensors along dimension 0, and then leave that alone.
+    """Return True if operations stack tensors along dimension 0, and change no rows after that.
 
-    Each row of the output is then made of one tensor of each pattern.
+    Each row of the output is then made of one tensor of each pattern. operations: of a
+    `WeightConverter`, in order.
     """
-    first, *others = operations
-    if type(first).__name__ != "MergeModulelist" or first.dim != 0:
+    stacking, *later_operations = operations
+    if type(stacking).__name__ != "MergeModulelist" or stacking.dim != 0:
         return False
     return all(
         type(operation).__name__ in ("Concatenate", "Transpose", "Interleave")
         and all(getattr(operation, key, 1) != 0 for key in ("dim", "dim0", "dim1"))
-        for operation in others
+        for operation in later_operations
     )
 
 
@@ -449,7 +468,7 @@ def build_layout(source: ModuleSource) -> TensorLayout:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the tensors of a file become a model's parameters, by the parameter's name."""
+    """A mapping of the tensors of checkpoint files to the parameters and buffers of a model."""
 
     renamed: Mapping[str, str]  # parameter -> the name that its tensor has in the file
     made: Mapping[str, TensorConversion]  # parameter -> the conversion that makes it
@@ -457,9 +476,10 @@ class Reading:
 
 @lru_cache(maxsize=4)
 def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
-    """Find how transformers would read these tensors; None where it has no table for that.
+    """Find how transformers would read these tensors; None where it has no table of conversions.
 
-    file_names: names of the tensors in the files. Others than the model's are left out.
+    file_names: names of all tensors in the files. Tensors that the model has no use for are left
+    out of the result.
     """
     table = _get_conversion_table(source, legacy=True)
     if table is None:
@@ -495,17 +515,18 @@ def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | 
                 ),
             )
             conversion.sources.setdefault(pattern, []).append(name)
-    for conversion in list(made.values()):  # one may make several parameters
+    # The keys so far are first outputs; a conversion may make further parameters.
+    for conversion in list(made.values()):
         made |= {name: conversion for name in conversion.makes() if name in state}
     return Reading(renamed, made)
 
 
 @lru_cache(maxsize=4)
 def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
-    """Find the layout of the architecture's own checkpoints, as transformers writes them.
+    """Find the names and shapes with which transformers writes the architecture's checkpoints.
 
-    None: the model's own names and shapes are written, as transformers has no conversion for them,
-    or its conversion could not be read again as the same parameters.
+    None: the model's own names and shapes are to be written. transformers has no conversion for
+    them then, or files that it converts could not be read back as the same parameters.
     """
     table = _get_conversion_table(source, legacy=False)
     if not table:
@@ -515,7 +536,7 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
     from transformers import core_model_loading as loading
 
     try:
-        # Each entry reversed, and the last one first.
+        # Undo the last conversion first.
         reverse_table = [
             entry.reverse_transform()
             for entry in table
@@ -555,7 +576,7 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
 
 
 def _can_read_back(source: ModuleSource, written: WrittenLayout) -> bool:
-    """Return True if files of this layout would be read as the parameters they were made of."""
+    """Return True if files of this layout would be read as the parameters they are made of."""
     layout = build_layout(source)
     reading = find_reading(source, frozenset(written.shapes))
     if reading is None:
@@ -578,27 +599,27 @@ def _can_read_back(source: ModuleSource, written: WrittenLayout) -> bool:
 
 @lru_cache(maxsize=2)
 def _build_module(source: ModuleSource) -> nn.Module:
-    """Build the class' module on meta: conversions ask it for shapes and its config."""
+    """Build the class' module on meta and keep it; conversions read its shapes and config."""
     return make_module(source)
 
 
 def _get_conversion_table(source: ModuleSource, *, legacy: bool) -> list[Any] | None:
-    """Return transformers' conversions for a model's files, in the order of reading.
+    """Return the entries of transformers' table for a model's files, in the order of reading.
 
-    legacy: with the names of older checkpoints. None: a plugin's model, or a release of
-    transformers before 5, which has no table.
+    None: a plugin's model, or a release of transformers before 5, which has no table. legacy: with
+    entries for the names of older checkpoints, which are read but not written.
     """
     if source.implementation != TRANSFORMERS:
         return None
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:  # of a release before 5
+    except ImportError:  # a release before 5
         return None
     return list(get_model_conversion_mapping(_build_module(source), add_legacy=legacy))
 
 
 def _split_table(table: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Split a table into (entries that only rename tensors, entries that convert them)."""
+    """Return (entries that only rename tensors, entries that convert them), in their order."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     return (

@@ -1,13 +1,10 @@
 """Run a model's own forward as one tensor-parallel rank, with the exchanges of an inferred plan.
 
-`run_by_plan` changes an external model for training (called by `tensor_parallel.shard_module`);
-`frame_forward` returns the forward of any module (called by `apply_plan` and `proven_plan`).
-
-A plan names an exchange by a module's path and the index of a torch function call in that module's
-forward (`sharding_plan.Boundary`). While a forward runs, a torch function mode counts the calls as
-the inference did, passes functions this rank's part of each parameter, and exchanges where the plan
-says so. A compiled layer runs here once, with fake tensors, when it is traced (`compiled_layers`).
-In a pipeline the modules of other ranks are left out (`stage_parts`), with their exchanges.
+`tensor_parallel.shard_module` calls `run_by_plan` for an external model that is trained,
+`apply_plan` and `proven_plan` call `frame_forward` for any module. A plan names an exchange (a
+boundary) by a module's path and the index of a torch function call in that module's forward. So a
+torch function mode counts calls, as the inference did. A compiled layer runs here once, when it is
+traced (`compiled_layers`). In a pipeline the modules of other ranks are left out.
 """
 
 import threading
@@ -61,17 +58,20 @@ class _RunningForward:
 
 
 class _Running(threading.local):
-    """The state of one thread: a checkpointed layer may run again in autograd's own thread."""
+    """The state of the forwards that run in one thread.
+
+    By thread: a checkpointed layer may run again in autograd's own thread.
+    """
 
     def __init__(self) -> None:
         # The running forwards, the outermost first. None on top: a module's hooks run, whose calls
         # are not counted.
         self.frames: list[_RunningForward | None] = []
-        # The results of exchanges that later calls share; see `Exchanges.entered`.
+        # Results of exchanges, such as gathered tokens, that later calls of the layer share.
         self.entered: Entered = {}
-        # While one layer is traced for the compiler: the rank, and the tokens of a row. Else None.
+        # While one layer is traced for the compiler: (rank, tokens in a row). Else None.
         self.alone: tuple[Rank, int] | None = None
-        # The modules that have run in the layer that runs, by path with `*` for numbers.
+        # Paths, with `*` for numbers, of the modules that have run in the layer that runs.
         self.ran: set[str] = set()
         # A module of the layer that runs has its adapter switched off, and makes fewer calls.
         self.is_partly_off = False
@@ -82,11 +82,12 @@ def run_by_plan(
 ) -> None:
     """Make an external model's class forward that of one rank, in place.
 
-    Called when parameters are DTensors, and before layers are checkpointed and sharded by FSDP.
+    Called when parameters are DTensors, and before layers are checkpointed and sharded by FSDP. A
+    forward whose calls are not those of the traced one raises SetupError when it runs.
+
     head: the output projection, whose forward stays as it is; None: another rank of a pipeline has
-    it. gathers_again: layers that are not checkpointed let go of tensors that backward can make
-    again, gathered tokens among them (`kept_tensors`). A forward whose calls are not those of the
-    traced one raises SetupError when it runs.
+    it. gathers_again: layers without activation checkpointing free what backward can recompute,
+    gathered tokens among it (`kept_tensors`).
     """
     execution = _Execution(model, plan=plan, ranks=ranks, gathers_again=gathers_again)
     model.run_class_forward_by(
@@ -123,11 +124,11 @@ class _Execution(TorchFunctionMode):
         self.plan = plan
         self.ranks = ranks
         self.running = _Running()
-        self.hooked = False  # `add_hooks` has run
+        self.hooked = False  # True once `add_hooks` has run
         # Tokens in each row of the forward that runs; 0: ranks do not share tokens.
         self.length = 0
-        # The same by layer and shape of its input: a checkpointed layer runs again in backward,
-        # when the model may have read other rows since.
+        # The same by (layer, shape of its input). A checkpointed layer runs again in backward, when
+        # the model may have read rows of another length since.
         self.lengths: dict[tuple[str, tuple[int, ...]], int] = {}
         self.kept = KeptTensors()
         self.exchanges = Exchanges(
@@ -147,24 +148,24 @@ class _Execution(TorchFunctionMode):
             outside=self.outside,
             gathers_again=gathers_again,
         )
-        # By module path and index of a call there.
+        # (path of a module, index of a call in its forward) -> the exchanges there.
         self.boundaries: dict[tuple[str, int], list[Boundary]] = {}
         for boundary in plan.boundaries:
             # Parameters are assembled wherever they are used, not by call: a forward that trains
             # may use them at other calls than the traced one.
             if boundary.kind != "assemble":
                 self.boundaries.setdefault((boundary.module, boundary.call), []).append(boundary)
-        # How many calls of a module's forward have exchanges.
+        # Path of a module -> how many calls of its forward have exchanges.
         self.expected = Counter(module for module, _ in self.boundaries)
-        # Layer -> the modules in it that have exchanges, as `_Running.ran`.
+        # Path of a layer -> paths, with `*` for numbers, of the modules in it that have exchanges.
         self.must_run = {
             layer: {make_pattern(path) for path in self.expected if path.startswith(f"{layer}.")}
             for layer in list_layer_names(model)
         }
         # Parameters of which a rank computes with some segments whole, gathered for each use.
         self.assembled = [parameter for parameter in plan.parameters if parameter.whole]
-        # The same by the path of a module that holds them: (owner, name there, plan). Filled as
-        # forwards run.
+        # Path of a module whose forward runs -> those of these within it, as (module that owns the
+        # parameter, name there, plan). Filled as forwards run.
         self.assembled_within: dict[str, list[tuple[nn.Module, str, ParameterPlan]]] = {}
 
     def frame_all(self, forward: Callable[..., Any], head: nn.Module | None) -> Callable[..., Any]:
@@ -182,7 +183,7 @@ class _Execution(TorchFunctionMode):
                 module.forward = (
                     self.compiled.make_traceable(framed, path) if path in layers else framed
                 )
-        # The others are registered at the first forward, so that they go around FSDP's hooks.
+        # The other hooks are registered at the first forward, so that they go around FSDP's.
         self.model.register_forward_pre_hook(self.add_hooks, prepend=True)
         return self.frame(forward, "", ends_sharing=False)
 
@@ -194,10 +195,10 @@ class _Execution(TorchFunctionMode):
         ends_sharing: bool,
         module: nn.Module | None = None,
     ) -> Callable[..., Any]:
-        """Return the forward of the module at `path`, with its calls counted.
+        """Return a forward that counts its calls, for the module at `path`.
 
-        ends_sharing: True for a layer; results of exchanges in it are not shared with later ones.
-        module: asked for `is_off`: an adapter that is switched off makes only the calls of its
+        ends_sharing: True for a layer: results of exchanges in it are not shared with later layers.
+        module: asked for `is_off`. An adapter that is switched off makes only the calls of its
         frozen weight, so that later boundaries are not reached.
         """
 
@@ -218,7 +219,7 @@ class _Execution(TorchFunctionMode):
             try:
                 with ExitStack() as stack:
                     if outermost:
-                        # Per thread: a checkpointed layer may be the outermost forward of another.
+                        # In another thread a checkpointed layer may be the outermost forward.
                         stack.enter_context(
                             divide_attributes(self.model, self.plan, self.ranks.size)
                         )
@@ -238,9 +239,9 @@ class _Execution(TorchFunctionMode):
         return run
 
     def _note_length(self, path: str, first: Any, outermost: bool, is_layer: bool) -> None:
-        """Set `length` before a forward: the tokens of its rows.
+        """Set `length`, the tokens in each row, before the forward of the module at `path`.
 
-        first: the first tensor of its arguments, the token ids in the model's forward.
+        first: the first tensor of its arguments; in the model's forward, the token ids.
         """
         if self.running.alone is not None:
             return
@@ -270,21 +271,24 @@ class _Execution(TorchFunctionMode):
 
     @contextmanager
     def alone(self, rank: Tensor, length: int) -> Iterator[None]:
-        """Trace one layer inside, with no state of the forward around it.
+        """Return a context in which one layer is traced, apart from the forward that runs.
 
-        rank: a tensor `[]`, so that all ranks trace the same graph. length: tokens of a row.
+        rank: a tensor `[]`, so that all ranks trace the same graph. length: tokens in a row.
         """
         running = self.running
-        before = vars(running).copy()
+        outer_state = vars(running).copy()
         vars(running).update(frames=[], entered={}, ran=set(), alone=(rank, length))
         try:
             yield
         finally:
-            vars(running).update(before)
+            vars(running).update(outer_state)
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Call a compiled layer inside: its graph has the exchanges, so that no call is counted."""
+        """Return a context in which a compiled layer is called, and no call is counted.
+
+        The exchanges are in its graph.
+        """
         try:
             with ExitStack() as stack:
                 # All modes, also those above this one: torch has no public way to leave one.
@@ -295,7 +299,7 @@ class _Execution(TorchFunctionMode):
             self.running.entered.clear()
 
     def add_hooks(self, model: nn.Module, args: Any) -> None:
-        """Put `suspend` and `resume` around every other hook of every module within."""
+        """Put `suspend` and `resume` around all other hooks of the modules; a hook itself."""
         if not self.hooked:
             self.hooked = True
             for path, module in model.named_modules():
@@ -304,7 +308,10 @@ class _Execution(TorchFunctionMode):
                     module.register_forward_hook(self.resume, always_call=True)
 
     def suspend(self, module: nn.Module, args: Any) -> None:
-        """Stop counting before a module's other hooks, such as FSDP's gathers of parameters."""
+        """Stop counting before a module's other hooks, such as FSDP's gathers of parameters.
+
+        The module's own forward counts again, by a frame on top of this None.
+        """
         if self.running.frames:
             self.running.frames.append(None)
 
@@ -326,7 +333,8 @@ class _Execution(TorchFunctionMode):
             return function(*args, **kwargs)
         name = getattr(function, "__name__", str(function))
         name = _SAME_CALL.get(name, name)
-        reads = name in ("__get__", "size")  # of an attribute or shape: no call to the inference
+        # A read of an attribute or a shape, which is not counted; the inference does not, either.
+        reads = name in ("__get__", "size")
         # In a layer that is traced, parameters are plain tensors: any may have to be assembled.
         compiled = self.running.alone is not None and bool(self.assembled)
         parameters = [
@@ -343,13 +351,13 @@ class _Execution(TorchFunctionMode):
             arguments = (args, kwargs)
             args, kwargs = self._take_local(arguments, {} if reads else plans)
             is_assembled = any(plans.values())
-            # weight.T is a tensor, of the whole parameter; weight.shape needs no gather.
+            # `weight.T` is made of the whole parameter, gathered; `weight.shape` needs no gather.
             if reads and is_assembled and isinstance(function(*args, **kwargs), Tensor):
                 args, kwargs = self._take_local(arguments, plans)
         if reads:
             return function(*args, **kwargs)
         boundaries = self.boundaries.get((frame.path, frame.calls))
-        # `_set_...` functions set autograd's state, as tracing does: no calls of the model's.
+        # `_set_...` functions set autograd's state, which tracing does, and not the model.
         if boundaries is None or name.startswith("_set_"):
             result = function(*args, **kwargs)
             self.kept.note(function, args, kwargs, result)
@@ -365,6 +373,7 @@ class _Execution(TorchFunctionMode):
         return result
 
     def _make_other_calls_error(self, path: str, reason: str) -> SetupError:
+        """Make the error for a forward whose calls are not those of the traced one."""
         compiled = "compile=false or " if self.running.alone is not None else ""
         return SetupError(
             f"{path or 'the model'}: its forward went another way than the one that its"
@@ -372,7 +381,10 @@ class _Execution(TorchFunctionMode):
         )
 
     def _find_assembled_plan(self, parameter: Tensor, path: str) -> ParameterPlan | None:
-        """Return the plan of a parameter that is assembled where it is used; None for others."""
+        """Return the plan of a parameter whose `whole` segments are gathered; None for others.
+
+        path: of the module whose forward runs, which has the parameter within.
+        """
         if not self.assembled:
             return None
         if path not in self.assembled_within:
@@ -390,8 +402,8 @@ class _Execution(TorchFunctionMode):
     def _take_local(self, arguments: Any, plans: dict[int, ParameterPlan | None]) -> Any:
         """Return the arguments with DTensors replaced by this rank's part.
 
-        plans: by id of a parameter, how its whole segments are gathered; None or missing: they are
-        not.
+        plans: id of a parameter -> how its `whole` segments are gathered; None or missing: it has
+        none.
         """
 
         def take_local_part(tensor: Tensor) -> Tensor:
@@ -403,7 +415,7 @@ class _Execution(TorchFunctionMode):
 
 
 def build_ranks(group: Group) -> Ranks:
-    """Build this process' `Ranks`: the collectives of the exchanges, over a process group."""
+    """Build the collectives that exchanges use, over a process group."""
     return Ranks(
         group.rank,
         group.size,

@@ -1,10 +1,9 @@
 """Infer the tensor-parallel plan of an external model, and prove it before weights are read.
 
-`infer_proven_plan` is called by `module_spec.ModuleSpec.shard_tensors` on every rank, which traces
-one forward of the model on meta (`tensor_plan.infer`). The first rank then makes a small model of
-the same class with the same adapters, and infers its plan, which has to treat every parameter, and
-exchange at every call, as that of the large model does. `certify` proves the small plan; a model
-that is small already is proven as it is. A proof takes a second or two, a tenth of the inference.
+A plan says how ranks cut each parameter, and at which calls of the forward they exchange tensors (a
+boundary). `ModuleSpec.shard_tensors` calls `infer_proven_plan` on every rank. The first rank then
+builds a small model of the same class, whose plan must be like the large one's, and proves that
+plan by a run (`certify`). A proof takes a second or two, a tenth of the inference.
 """
 
 import copy
@@ -42,34 +41,34 @@ from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.device import holds_values
 from recipe_lib.parallel import World, materialize
 
-# The proof that an inferred plan is right, on a small model with random weights on the CPU.
+# Prove that an inferred plan is right, on a small model with random weights on the CPU.
 #
 # `certify` runs in one process, with a thread for each rank. A rank has its own parts of parameters
 # and nothing of the others', and runs the same forward as in training (`plan_executor`), whose
 # exchanges are between threads here. The outputs, and the gradients of all parameters, have to be
-# those of the whole model. Outputs alone would not do: they are right also where an exchange of
-# gradients is missing, or where the gradient of a replicated parameter is a part of a sum.
+# those of the whole model. Outputs alone are not enough: they are right also where a sum of
+# gradients over ranks is missing.
 
 
 def find_plan_difference(large: ShardingPlan, small: ShardingPlan) -> str:
-    """Find a kind of parameter or module that two plans treat differently; describe it.
+    """Describe the first parameter or module that two plans treat differently; empty: none.
 
-    Kinds are names with `*` for numbers. Empty: there is none.
+    Names have `*` for numbers of layers, since the models have different numbers of these.
     """
-    of_large = _describe_treatments(large)
-    of_small = _describe_treatments(small)
-    for name in sorted(of_large.keys() | of_small.keys()):
-        large_treatments = sorted(of_large.get(name, ()))
-        small_treatments = sorted(of_small.get(name, ()))
+    treatments_of_large = _describe_treatments(large)
+    treatments_of_small = _describe_treatments(small)
+    for name in sorted(treatments_of_large.keys() | treatments_of_small.keys()):
+        large_treatments = sorted(treatments_of_large.get(name, ()))
+        small_treatments = sorted(treatments_of_small.get(name, ()))
         if large_treatments != small_treatments:
             return f"{name} has {large_treatments}, there {small_treatments}"
     return ""
 
 
 def _describe_treatments(plan: ShardingPlan) -> dict[str, set[str]]:
-    """Describe by kind how a plan holds parameters, and what it exchanges in modules.
+    """Return texts on how a plan cuts each parameter, and what it exchanges in each module.
 
-    Sizes are left out: they differ between a model and its small one.
+    Keys are names with `*` for numbers. Sizes are left out: the small model has others.
     """
     treatments: dict[str, set[str]] = {}
     for parameter in plan.parameters:
@@ -91,10 +90,10 @@ def _describe_treatments(plan: ShardingPlan) -> dict[str, set[str]]:
     return treatments
 
 
-# Relative error above which a result is wrong. That of float32 is below: some forwards compute in
-# it whatever the type of the weights.
+# Relative error above which a result is wrong. Rounding to float32 stays below it: some forwards
+# compute in float32 even with float64 weights.
 WRONG = 1e-3
-_PATIENCE = 60.0  # seconds that a rank waits for the others; then one has failed
+_PATIENCE = 60.0  # seconds that a rank waits for the others before it counts one as failed
 _OUTPUT = "output "  # prefix of an output's name in results; no parameter's name has a space
 
 
@@ -109,9 +108,10 @@ class Certificate:
 def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]) -> Certificate:
     """Prove a plan by running a small model as each of `size` ranks would, on the CPU.
 
-    It runs in float64, or in float32 where the class takes no other. model: with values, on the
-    CPU; it is not changed. plan: the one of this very model. inputs: keyword arguments of one
-    forward. Raises SetupError for a size that does not divide the plan's axes.
+    model: with values, on the CPU; it is not changed. plan: the one of this very model. inputs:
+    keyword arguments of one forward. It runs in float64, or in float32 where that fails. Where both
+    fail the certificate has the error. Raises SetupError for a size that does not divide the
+    plan's axes; that of the vocabulary may be cut unevenly.
     """
     if not all(axis.vocabulary or axis.size % size == 0 for axis in plan.axes):
         raise SetupError(
@@ -132,7 +132,7 @@ def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, A
             return Certificate(0, (f"{size} ranks: forward and backward fail: {line}",))
     failures = []
     for name, relative in errors.items():
-        if not relative <= WRONG:  # so that nan is wrong, too
+        if not relative <= WRONG:  # in this form nan is wrong, too
             subject = (
                 "what the model gives" if name.startswith(_OUTPUT) else f"the gradient of {name}"
             )
@@ -146,11 +146,11 @@ def measure_rank_errors(
     """Measure the relative errors of the ranks' outputs and gradients, by name.
 
     An error is the norm of the difference over that of the whole model's result; inf where shapes
-    differ. Names are those of the parameters, for their gradients, and "output N". The loss is a
-    random linear combination of the outputs. model: small, on the CPU; float64 tells rounding from
-    mistakes. Raises RuntimeError where a rank fails.
+    differ. Names are those of the parameters, for their gradients, and "output N" for the Nth
+    tensor of the output. The loss is a random linear combination of the outputs. model: small, on
+    the CPU. Raises RuntimeError where a rank's forward or backward raises.
     """
-    # Copied before any forward: some models keep state of one.
+    # Copied before any forward, which may leave state in a model. The last is the whole model.
     models = [copy.deepcopy(model).eval() for _ in range(size + 1)]
     expected = _compute_results(
         models[size], models[size], inputs=inputs, gather=lambda tensor: tensor
@@ -163,9 +163,9 @@ def measure_rank_errors(
             by_rank[rank] = _compute_rank_results(
                 models[rank], plan, group=group, rank=rank, inputs=inputs
             )
-        except Exception as error:  # noqa: BLE001  (a thread hands on what it raises)
+        except Exception as error:  # noqa: BLE001  (raised below, in the main thread)
             by_rank[rank] = error
-            group.barrier.abort()
+            group.barrier.abort()  # the other ranks would wait in a collective
 
     with ThreadPoolExecutor(size) as pool:
         pool.map(run_rank, range(size))
@@ -195,9 +195,10 @@ class _RankGroup:
     def __init__(self, size: int):
         self.size = size
         self.barrier = threading.Barrier(size, timeout=_PATIENCE)
-        self._slots: list[Any] = [None] * size
+        self._slots: list[Any] = [None] * size  # by rank, its tensor in the running collective
 
     def all_gather(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, in their order, without gradients."""
         self._slots[rank] = tensor.detach()
         self.barrier.wait()
         tensors = list(self._slots)
@@ -205,7 +206,7 @@ class _RankGroup:
         return tensors
 
     def ranks(self, rank: int) -> Ranks:
-        """Return the `Ranks` of one rank: its collectives, over this group."""
+        """Return the collectives of one rank: sum, gather and reduce-scatter along dimension 0."""
 
         def total(tensor: Tensor) -> Tensor:
             return torch.stack(self.all_gather(rank, tensor)).sum(0)
@@ -262,7 +263,7 @@ def _compute_results(
 ) -> dict[str, Tensor]:
     """Compute a model's outputs and the gradients of its parameters, by name.
 
-    gather: makes the whole output of a rank's part of it.
+    forward: the model's own, or that of a rank. gather: makes a whole output of a rank's part.
     """
     parameters = {
         name: parameter
@@ -297,9 +298,10 @@ def _compute_results(
 def _measure_error(
     plan: ShardingPlan, name: str, expected: Tensor, by_rank: list[dict[str, Tensor]], least: float
 ) -> float:
-    """Return the largest error of the ranks' results of one name; see `measure_rank_errors`.
+    """Return the largest relative error of the ranks' results of one name.
 
-    least: the smallest norm that the error of a gradient is relative to.
+    Partial gradients are summed over ranks first; a cut one is compared with its part of
+    `expected`. least: the error of a gradient is relative to at least this norm.
     """
     rank_results = [results[name] for results in by_rank]
     if name.startswith(_OUTPUT):
@@ -318,31 +320,32 @@ def _measure_error(
     if any(result.shape != target.shape for result, target in pairs):
         return float("inf")
     worst = max(float((result - target).norm()) for result, target in pairs)
+    # Not 0, which an output of zeros has.
     return worst / max(float(expected.norm()), least, 1e-30)
 
 
-# The plan of a model that is to be trained.
+# Infer and prove the plan of a model that is to be trained.
 
 
 LENGTH = 16  # tokens of each of the two rows with which a forward is traced
 _RANK = 4  # rank r of a small model's adapters
-# Heads of keys and values of a small model, and the most ranks to prove it for, tried in order. By
-# the large model, the ranks divide these heads, or there are fewer heads than ranks.
+# (most heads of keys and values of a small model, most ranks to prove its plan for), tried in
+# order. The first is for ranks that divide these heads, the second for more ranks than heads.
 _SMALL_HEADS = ((4, 2**16), (2, 4))
 
 
 def infer_proven_plan(model: Any, parallel: ParallelConfig, world: World) -> ShardingPlan:
-    """Infer the plan that ranks run, and prove it. A collective.
+    """Infer the plan that ranks run, and prove it. A collective of all ranks.
 
-    Ranks share tokens (sequence parallel) unless such a plan cannot be proven. Raises ConfigError
-    where `parallel.tensor` ranks can share nothing of the model, SetupError where its forward
-    cannot be traced or no plan can be proven.
+    Ranks share tokens as well (sequence parallel) unless such a plan cannot be proven. Raises
+    ConfigError where `parallel.tensor` ranks can share nothing of the model, SetupError where its
+    forward cannot be traced or no plan can be proven.
     """
     has_dora = any(
         getattr(module, "lora_magnitude_vector", None) is not None
         for module in list_all_modules(model).values()
     )
-    # DoRA's factors are computed beside the calls that the plan counts, and expect all tokens.
+    # DoRA computes its factors outside the calls that the plan counts, and expects all tokens.
     plan = infer_model_plan(model, parallel.tensor, tokens=not has_dora)
     if world.pipeline is not None:
         # Stages exchange hidden states of one shape: all layers have to give a rank's tokens, or
@@ -367,7 +370,10 @@ def infer_proven_plan(model: Any, parallel: ParallelConfig, world: World) -> Sha
 
 
 def check_plan(model: Any, plan: ShardingPlan, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if `parallel.tensor` ranks cannot run the plan, or share no layer by it."""
+    """Raise ConfigError if `parallel.tensor` ranks cannot run the plan, or share no layer by it.
+
+    model: named in the message.
+    """
     size = parallel.tensor
     name = model.spec.family
     if all(axis.vocabulary for axis in plan.axes):
@@ -387,12 +393,13 @@ def check_plan(model: Any, plan: ShardingPlan, parallel: ParallelConfig) -> None
 def infer_model_plan(model: Any, size: int, tokens: bool = True) -> ShardingPlan:
     """Infer the plan of an external model, its adapters included, for `size` ranks.
 
-    The model is traced on meta with the arguments of training: without an attention mask where the
-    class does without one. tokens: ranks share tokens as well, unless the calls of the forward are
-    others when a row holds several documents. Raises SetupError where it cannot be traced.
+    The model is traced on meta without an attention mask, or with one where that fails. tokens:
+    ranks share tokens as well, but not in modules whose calls differ when a row holds several
+    documents. Raises SetupError where the forward cannot be traced.
     """
     errors: list[SetupError] = []
-    with _disable_current_modes():  # the planner's, which must not count the trace
+    # The planner simulates a run under its own dispatch modes, which must not count the trace.
+    with _disable_current_modes():
         traced = _rebuild_on_meta(model)
         for inputs in build_example_inputs(model, "meta"):
             try:
@@ -405,8 +412,8 @@ def infer_model_plan(model: Any, size: int, tokens: bool = True) -> ShardingPlan
 
 
 def _rebuild_on_meta(model: Any) -> Any:
-    """Build the same model anew on meta, with its buffers, and with its class' own forward."""
-    rebuilt = _rebuild(model, model.spec)  # whole, whatever stages of it the model has
+    """Build the same model anew on meta, buffers too, with its class' own forward."""
+    rebuilt = _rebuild(model, model.spec)  # all layers, also if `model` has those of some stages
     for module in rebuilt.modules():
         for name, value in (vars(module) | module._buffers).items():
             if isinstance(value, torch.Tensor):
@@ -416,9 +423,9 @@ def _rebuild_on_meta(model: Any) -> Any:
 
 
 def _build_other_inputs(model: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """Build other arguments of training: rows that hold several documents, and longer rows.
+    """Build other arguments of training: rows of several documents, and longer rows.
 
-    The plan's calls have to be the same for these (`infer_plan`).
+    Modules whose calls differ for these share no tokens (`infer_plan`).
     """
     accepted = inspect.signature(model.class_forward).parameters
     *_, masked = build_example_inputs(model, "meta")
@@ -436,21 +443,21 @@ def _build_other_inputs(model: Any, inputs: dict[str, Any]) -> list[dict[str, An
 
 
 def build_example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
-    """Yield arguments of a forward: tokens `[2, LENGTH]`, then these with a mask `[b, 1, s, s]`.
+    """Yield keyword arguments of a forward: tokens `[2, LENGTH]`, then the same with a causal mask.
 
-    Some classes cannot be traced without the mask.
+    The mask is `[b, 1, s, s]`, added to scores. Some classes cannot be traced without one.
     """
     tokens = torch.randint(
         0, model.spec.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(0)
     ).to(device)
-    cached = {"use_cache": False} if model.spec.source.implementation == TRANSFORMERS else {}
-    yield {"input_ids": tokens, **cached}
+    cache_options = {"use_cache": False} if model.spec.source.implementation == TRANSFORMERS else {}
+    yield {"input_ids": tokens, **cache_options}
     mask = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1).expand(2, 1, -1, -1)
-    yield {"input_ids": tokens, **cached, "attention_mask": mask.contiguous().to(device)}
+    yield {"input_ids": tokens, **cache_options, "attention_mask": mask.contiguous().to(device)}
 
 
 def prove(model: Any, plan: ShardingPlan, world: World) -> str:
-    """Prove the plan on the first rank; return one line about the proof. A collective.
+    """Prove the plan on the first rank; return one line about the proof. A collective of all ranks.
 
     Raises SetupError on every rank if the plan is wrong, or could not be proven.
     """
@@ -478,7 +485,8 @@ def prove(model: Any, plan: ShardingPlan, world: World) -> str:
 def prove_on_small_model(model: Any, plan: ShardingPlan, size: int) -> str:
     """Prove the plan for `size` ranks, in this process; return one line about the proof.
 
-    Raises SetupError if the plan is wrong, or no small model has a plan like it.
+    A model that is small already is proven as it is. Raises SetupError if the plan is wrong, or no
+    small model has a plan like it.
     """
     family = model.spec.family
     differences: list[str] = []
@@ -486,7 +494,8 @@ def prove_on_small_model(model: Any, plan: ShardingPlan, size: int) -> str:
         small = _build_small_model(model, num_key_heads)
         num_ranks = min(size, most_ranks)
         small_plan = infer_model_plan(small, num_ranks, plan.shared_tokens > 0)
-        if num_ranks not in small_plan.legal_sizes:  # the small model may have fewer heads
+        # The small model may have fewer heads than ranks: prove it for as many ranks as it allows.
+        if num_ranks not in small_plan.legal_sizes:
             num_ranks = max(
                 (legal for legal in small_plan.legal_sizes if legal <= num_ranks), default=0
             )
@@ -520,9 +529,11 @@ def prove_on_small_model(model: Any, plan: ShardingPlan, size: int) -> str:
 def _build_small_model(model: Any, keys: int) -> Any:
     """Build a small model of the same class on meta; one that is small already is built as it is.
 
-    keys: the most heads of keys and values (`small_models.shrink`).
+    A plugin's model, too: only configs of transformers can be shrunk. keys: the most heads of keys
+    and values.
     """
     of_transformers = model.spec.source.implementation == TRANSFORMERS
+    # By id, since modules may share parameters.
     sizes = {
         id(parameter): parameter.numel()
         for module in list_all_modules(model).values()
@@ -547,11 +558,11 @@ def list_all_modules(model: Any) -> dict[str, nn.Module]:
 def _rebuild(model: Any, spec: ExternalSpec) -> Any:
     """Build a model of the spec on meta, with adapters on the linears that have one in `model`.
 
-    It is float32, whatever the model's weights are: the small model is, and conversions of types
-    that are calls in bf16 are none then.
+    It is float32, whatever the model's weights are. In bf16 the forward makes further calls, which
+    convert types, and the plan of the small model, in float32, would not be like the large one's.
     """
     rebuilt = build_meta(spec, torch.float32)
-    layers = [*list_layer_names(model), *model.elsewhere]
+    layers = [*list_layer_names(model), *model.elsewhere]  # `elsewhere`: on other pipeline ranks
     adapted = {
         name: module
         for name, module in list_all_modules(model).items()

@@ -1,14 +1,9 @@
 """Cut a model of another library into pipeline stages, prove that it can be, and run a stage.
 
-`find_parts` says what the stages of a class may have, `keep_parts` leaves out what other ranks
-have, and `build.ExternalModel` runs a stage by `run_alone` and `run_only`.
-
-A model is cut at its list of layers. Each stage runs the class' own forward of the tokens, so that
-the class makes its masks and rotary tables, and names stay those of the checkpoint. Modules of
-other stages are replaced while it runs: those with weights before the layers give zeros, layers
-before the stage's give the hidden states that were received, and the stage's last layer ends the
-forward. A class is refused unless a small model of it, cut at every layer, computes the same, bit
-for bit: then a layer needs nothing but hidden states from those before it.
+`module_spec` calls `find_parts` for the names of a class' parts. `build.ExternalModel` calls
+`keep_parts`, which leaves out what other ranks have, and runs a stage (consecutive layers) by
+`run_alone` and `run_only`. A stage runs the class' own forward, so that the class makes its masks
+and rotary tables; modules of other stages are replaced while it runs (`run_only`).
 """
 
 from collections.abc import Iterable
@@ -37,14 +32,17 @@ from recipe_lib.models.language_model import hold_tied_weight, list_layer_names,
 
 
 def make_refusal(family: str, reason: str) -> ConfigError:
-    """Make the error for a model that cannot be cut; family: its model_type."""
+    """Make the error for a model that cannot be cut into stages.
+
+    family: its model_type. reason: stands in the middle of the message.
+    """
     return ConfigError(
         f"parallel.pipeline: {family} cannot be cut into stages: {reason}; set parallel.pipeline=1"
     )
 
 
 class _EndOfStage(Exception):  # noqa: N818  (no error)
-    """Ends a forward behind a stage's last layer, with its hidden states."""
+    """Ends a forward after a stage's last layer, with its hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -52,14 +50,15 @@ class _EndOfStage(Exception):  # noqa: N818  (no error)
 
 
 class _SkippedModule(nn.Module):
-    """Stands for a module of another stage: returns `output`, and has its attributes.
+    """Stands for a module of another stage: returns `output`, and has the module's attributes.
 
-    A forward may read them, such as the type of a weight; tensors are on meta, without values.
+    A forward may read them, such as the type of a weight. Tensors among them are on meta, without
+    values.
     """
 
     def __init__(self, held: nn.Module, output: Any = None) -> None:
         super().__init__()
-        self.held = [held]  # in a list, so that it is no module of this one
+        self.held = [held]  # in a list, so that it is no child of this module
         self.output = output
 
     def __getattr__(self, name: str) -> Any:
@@ -69,7 +68,7 @@ class _SkippedModule(nn.Module):
             value = getattr(vars(self)["held"][0], name)
             if not isinstance(value, Tensor):
                 return value
-            # Not to be counted by the function mode that runs a tensor-parallel plan.
+            # A tensor-parallel plan runs by a function mode that counts calls, but not this one.
             with torch._C.DisableTorchFunction():
                 return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
@@ -79,7 +78,7 @@ class _SkippedModule(nn.Module):
 
 
 class _LastLayer(_SkippedModule):
-    """Runs a stage's last layer, and ends the forward."""
+    """Stands for a stage's last layer: runs it, and ends the forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, and raise `_EndOfStage` with its hidden states."""
@@ -98,10 +97,11 @@ def run_alone(
     inputs: dict[str, Any],
     layers: Iterable[int],
 ) -> Tensor:
-    """Run layers of these indices; return the hidden states behind them, `[b, s, d]`.
+    """Run the layers of these indices; return the hidden states after them, `[b, s, d]`.
 
-    hidden: the hidden states before the first of them; None: the first stage, which embeds tokens.
-    inputs: the arguments of the class' forward, `input_ids` `[b, s]` among them.
+    hidden: the hidden states before the first of them, `[b, s, d]`; None: the first stage, which
+    embeds tokens. inputs: the arguments of the class' forward, `input_ids` `[b, s]` among them.
+    layers: indices in order.
     """
     with run_only(
         model, parts=parts, hidden=hidden, tokens=inputs["input_ids"], layers=list(layers)
@@ -120,9 +120,12 @@ def run_only(
 ) -> AbstractContextManager[None]:
     """Return a context in which the class' forward runs these layers alone.
 
-    hidden: the hidden states before the first of them, `[b, s, d]`; None: the first stage. tokens:
-    `[b, s]`. layers: indices, in order; the forward ends behind the last by `_EndOfStage`. None: no
-    layer, but what follows all layers, as on the last stage.
+    Modules with weights before the layers return zeros then, layers that do not run the hidden
+    states that were received, and the last one ends the forward by `_EndOfStage`.
+
+    hidden: the hidden states before the first layer, `[b, s, d]`; None: the first stage. tokens:
+    `[b, s]`. layers: indices, in order; None: no layer, but what follows all layers, as on the last
+    stage.
     """
     swaps: dict[str, nn.Module] = {}
     running_layers = [] if layers is None else layers
@@ -142,12 +145,12 @@ def run_only(
 
 
 def _get_full_module(model: Any, name: str) -> nn.Module:
-    """Return the class' own module at `name`, also one that `keep_parts` has replaced."""
+    """Return the class' own module of this name, also where `keep_parts` has replaced it."""
     return cast(nn.Module, model.elsewhere.get(name) or model.get_submodule(name))
 
 
 def _find_owner(model: Any, name: str) -> tuple[dict[str, Any], str]:
-    """Return the dict of modules in which the one at `name` is, and its key there."""
+    """Return the `_modules` dict that has the module of this name, and its key there."""
     owner, _, child = name.rpartition(".")
     return model.get_submodule(owner)._modules, child
 
@@ -158,9 +161,9 @@ def keep_parts(
     """Replace the modules that only other stages have by empty ones, in place.
 
     layers: indices of the layers that this rank keeps. first, last: it has the first or the last
-    stage. A tied embedding stays on the last stage, for its weight. Returns the modules that were
-    replaced, by name, and the names of all modules that are left out with them. Raises ConfigError
-    for a tied embedding that cannot be twice on one rank.
+    stage. The weight of a tied embedding stays on the last stage, for the output projection.
+    Returns the modules that were replaced, by name, and the names of all modules that are left out
+    with them. Raises ConfigError for a tied embedding that cannot be twice on one rank.
     """
     tied = model.spec.tied
     kept_layers = set(layers)
@@ -197,7 +200,9 @@ _TOKENS_SHAPE = (2, 12)  # [b, s] of a small model's token ids
 def find_parts(spec: "ModuleSpec") -> StageParts:
     """Find which modules the stages of a pipeline may have, and prove it on a small model.
 
-    Raises ConfigError for a class that cannot be cut.
+    The small model, cut at every layer, must compute the same as in one piece, bit for bit: then a
+    layer needs nothing but hidden states of those before it. Raises ConfigError for a class where
+    that fails.
     """
     small = spec
     num_elements = sum(map(prod, spec.layout().shapes.values()))
@@ -229,7 +234,7 @@ def _resize_parts(spec: "ModuleSpec", parts: StageParts) -> StageParts:
     not name the width of hidden states.
     """
     layout = spec.layout()
-    prefix = parts.layers[0].removesuffix("0")
+    prefix = parts.layers[0].removesuffix("0")  # such as `model.layers.`
     layers = [
         name
         for name in layout.modules
@@ -259,6 +264,7 @@ def _resize_parts(spec: "ModuleSpec", parts: StageParts) -> StageParts:
 
 
 def _read_hidden_size(spec: "ModuleSpec") -> int | None:
+    """Return the width of hidden states from the text model's config; None if it has none."""
     return getattr(
         build_transformers_config(spec.source.config, spec.family).get_text_config(),
         "hidden_size",
@@ -269,7 +275,8 @@ def _read_hidden_size(spec: "ModuleSpec") -> int | None:
 def _find_small_parts(model: Any) -> StageParts:
     """Find the parts of a small model by the order in which one forward calls its modules.
 
-    model: on the CPU, with values. Raises ConfigError where that order cannot be cut.
+    model: on the CPU, with values. Raises ConfigError where modules before, in and after the list
+    of layers do not run in that order.
     """
     not_text_parts = tuple(list_other_parts(model))
     layers = [
@@ -277,7 +284,7 @@ def _find_small_parts(model: Any) -> StageParts:
         for name in list_layer_names(model)
         if not name.startswith(tuple(f"{part}." for part in not_text_parts))
     ]
-    lists = {name.rpartition(".")[0] for name in layers}
+    lists = {name.rpartition(".")[0] for name in layers}  # names of the module lists
     if len(lists) != 1:
         raise make_refusal(model.spec.family, f"it has {len(lists)} lists of layers, not one")
     owners = _list_owners(model, layers, not_text_parts)
@@ -290,16 +297,17 @@ def _find_small_parts(model: Any) -> StageParts:
         )
     begin = order.index(layers[0])
     end = order.index(layers[-1])
-    before = set(order[:begin])
+    names_before = set(order[:begin])
     between = set(order[begin:end]) - set(layers)
-    last = set(order[end + 1 :])
-    if between or before & last:
+    names_behind = set(order[end + 1 :])
+    if between or names_before & names_behind:
         raise make_refusal(
-            model.spec.family, f"{min(between or before & last)} runs with layers of several stages"
+            model.spec.family,
+            f"{min(between or names_before & names_behind)} runs with layers of several stages",
         )
     embedding, head = find_embedding_and_head(model) or (None, None)
     names = {id(module): name for name, module in model.named_modules()}
-    if names[id(embedding)] in last or names[id(head)] in before:
+    if names[id(embedding)] in names_behind or names[id(head)] in names_before:
         raise make_refusal(model.spec.family, "its embedding runs behind its layers")
     output = outputs[begin][1]
     hidden = _get_hidden_states(output)
@@ -307,11 +315,12 @@ def _find_small_parts(model: Any) -> StageParts:
         raise make_refusal(
             model.spec.family, "a layer returns something else than hidden states [b, s, d]"
         )
-    after_layers = dict.fromkeys([*order[end + 1 :], names[id(head)]])
+    # The head is one of them, also where the forward does not call it as a module.
+    last_parts = dict.fromkeys([*order[end + 1 :], names[id(head)]])
     return StageParts(
-        first=(*(name for name in owners if name not in after_layers), *not_text_parts),
+        first=(*(name for name in owners if name not in last_parts), *not_text_parts),
         layers=tuple(layers),
-        last=tuple(after_layers),
+        last=tuple(last_parts),
         embedding=names[id(embedding)],
         width=hidden.shape[-1],
         returned=len(output) if isinstance(output, tuple) else 0,
@@ -319,15 +328,16 @@ def _find_small_parts(model: Any) -> StageParts:
 
 
 def _list_owners(model: Any, layers: list[str], not_text_parts: tuple[str, ...]) -> list[str]:
-    """List the outermost modules with own parameters, outside the layers and `not_text_parts`.
+    """List the outermost modules with parameters of their own, outside layers and `not_text_parts`.
 
-    Raises ConfigError for a parameter of a module that has layers in it: no stage could have it.
+    layers: names. Raises ConfigError for a parameter of a module that contains layers: no stage
+    could have it.
     """
-    inside = tuple(f"{name}." for name in (*layers, *not_text_parts))
+    prefixes = tuple(f"{name}." for name in (*layers, *not_text_parts))
     owners: list[str] = []
     for name, module in model.named_modules():
         own_parameter = next((key for key, _ in module.named_parameters(recurse=False)), None)
-        is_inside = f"{name}.".startswith((*inside, *(f"{owner}." for owner in owners)))
+        is_inside = f"{name}.".startswith((*prefixes, *(f"{owner}." for owner in owners)))
         if is_inside or own_parameter is None:
             continue
         if any(layer.startswith(f"{name}." if name else "") for layer in layers):
@@ -340,6 +350,7 @@ def _list_owners(model: Any, layers: list[str], not_text_parts: tuple[str, ...])
 
 
 def _make_random_tokens(model: Any, seed: int) -> Tensor:
+    """Make random token ids of `_TOKENS_SHAPE`."""
     vocab_size = model.spec.vocab_size
     # Not the first three ids: one may be padding, of which classes warn.
     return torch.randint(
@@ -370,7 +381,7 @@ def _run_whole(
 
 @torch.no_grad()
 def _prove(model: Any, parts: StageParts) -> None:
-    """Run each layer of a small model by itself, and what follows them; compare with the whole.
+    """Run each layer of a small model by itself, and what follows them; compare with one forward.
 
     Raises ConfigError where a layer's hidden states, or the logits, are not the same bit for bit.
     """
@@ -410,10 +421,10 @@ def _prove(model: Any, parts: StageParts) -> None:
 
 
 def get_logits(output: Any) -> Tensor:
-    """Return the logits of a forward's output, whose class may be any.
+    """Return the logits of a forward's output.
 
     output: the logits, an object with `.logits`, or a tuple or list that begins with them. Raises
-    SetupError for another one.
+    SetupError for anything else.
     """
     if isinstance(output, Tensor):
         return output

@@ -1,13 +1,10 @@
 """Shard an external model over a tensor-parallel group, by a plan that was inferred and proven.
 
-`module_spec.ModuleSpec.shard_tensors` calls `shard_module` with the plan of
-`proven_plan.infer_proven_plan`, on a meta model with its adapters; `apply_plan` uses the parts of
-it that a user's own model needs. Parameters become DTensors, the class' forward that of one rank
-(`plan_executor`), and the output projection `project`.
-
-With DoRA the plan is that of LoRA. DoRA adds a factor for each output channel, the trained
-magnitude over the norm of the weight's row, which is computed beside the calls that the plan
-counts. Where a weight is cut by columns, the squares of the norms are summed over ranks.
+`ModuleSpec.shard_tensors` calls `shard_module` for a meta model with its adapters. Parameters
+become DTensors, the class' forward that of one rank (`plan_executor`), and the output projection's
+forward `project`. `apply_plan` uses parts of the file for a user's own model. A plan says how each
+parameter is cut (in segments, such as q, k and v of a fused matrix), and at which calls ranks
+exchange tensors (a boundary).
 """
 
 from collections.abc import Mapping
@@ -41,7 +38,8 @@ from recipe_lib.parallel.tensor import place_parameter
 from recipe_lib.parallel.world import World
 
 _MAGNITUDE = "lora_magnitude_vector"  # attribute of an adapted linear: DoRA's magnitudes
-# Products that an adapted linear makes before DoRA changes them: that of the weight, A's and B's.
+# Torch function calls of an adapted linear before DoRA changes their results: the products of the
+# weight, of A and of B.
 _NUM_ADAPTER_CALLS = 3
 
 
@@ -50,9 +48,9 @@ def shard_module(
 ) -> dict[str, str]:
     """Shard a meta model's parameters by its proven plan over the tensor-parallel group, in place.
 
-    Returns by parameter what a rank's gradient is: "sharded", "full" (the same on all ranks) or
-    "partial" (to be summed over ranks). Raises ConfigError for a quantized or DoRA-adapted linear
-    that the plan cuts in a way that these do not allow.
+    Returns name of a parameter -> what its gradient on a rank is: "sharded" (of its part), "full"
+    (the same on all ranks) or "partial" (to be summed over ranks). Raises ConfigError for a
+    quantized or DoRA-adapted linear that the plan cuts in a way that these do not allow.
     """
     group = world.tensor
     assert group is not None
@@ -69,14 +67,15 @@ def shard_module(
         rewrites=tuple(rewrite for rewrite in plan.rewrites if rewrite.module not in elsewhere),
     )
     head = model.output_head()
-    vocabulary = 0
+    vocabulary = 0  # rows of the whole projection, if ranks share them
     if head is not None:
         plan, vocabulary = exclude_head_exchanges(plan, model, head)
-    # Parameters that are no weights of the class, and so not in the plan: codes, magnitudes.
+    # Parameters that are no weights of the class, and so not in the plan: the codes of quantized
+    # weights with their scales, and DoRA's magnitudes.
     stored = _take_parts(model, plan, group) | _shard_magnitudes(model, plan, group)
     place_parameters(model, plan=plan, mesh=world.mesh["tensor"], stored=stored)
     runs = {parameter.name: find_runs(parameter, group.size) for parameter in plan.parameters}
-    # Magnitudes are cut as the rows of their matrix, which may be several fused ones.
+    # Magnitudes are cut as B's rows, which may be those of several matrices fused into one.
     b_names = {name: f"{name.removesuffix(_MAGNITUDE)}lora_B.weight" for name in stored}
     runs |= {name: runs[b_names[name]] for name in stored if name.endswith(_MAGNITUDE)}
     model.runs = {name: run for name, run in runs.items() if run is not None}
@@ -105,7 +104,7 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
     """Tell quantized linears which part of their weight this rank computes with.
 
     Returns the placements of their codes, factors and scales by name. Raises ConfigError where a
-    part would not be whole quantization blocks, or is several ranges of rows.
+    part would not be whole quantization blocks, or would be several ranges of rows.
     """
     placements: dict[str, Placement] = {}
     quantized = {
@@ -155,17 +154,17 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
 def exclude_head_exchanges(
     plan: ShardingPlan, model: nn.Module, head: nn.Module
 ) -> tuple[ShardingPlan, int]:
-    """Return the plan without the output projection's exchanges, and the vocabulary's size.
+    """Return the plan without the output projection's exchanges, and the size of the vocabulary.
 
     `project` makes these exchanges together with the loss. The size is 0 where every rank has the
-    whole vocabulary.
+    whole projection; the plan is the same then.
     """
     head_ids = {id(parameter) for parameter in head.parameters()}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in head_ids}
     axis = next((axis for axis in plan.axes if axis.output and names & set(axis.parameters)), None)
     if axis is None:
         return plan, 0
-    # A lookup stays: a tied embedding's. So do exchanges of tokens, which the trunk needs.
+    # What stays: the lookup of a tied embedding, and exchanges of tokens, which the layers need.
     boundaries = tuple(
         boundary
         for boundary in plan.boundaries
@@ -184,7 +183,7 @@ def place_parameters(
 ) -> None:
     """Replace each parameter by a DTensor of this rank's part, in place; tied ones stay tied.
 
-    mesh: of one dimension. stored: placements of parameters that the plan does not have.
+    mesh: of one dimension. stored: name -> placement, of parameters that the plan does not have.
     """
     plans = {parameter_plan.name: parameter_plan for parameter_plan in plan.parameters}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -204,6 +203,7 @@ def place_parameters(
 def _shard_parameter(
     parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh
 ) -> nn.Parameter:
+    """Return a parameter of this rank's part, as a DTensor; the plan says which part."""
     full = parameter.detach()
     part = take_parameter_part(full, plan, rank=mesh.get_local_rank(), size=mesh.size())
     placement = Shard(plan.dim) if plan.dim >= 0 else Replicate()
@@ -214,10 +214,11 @@ def _shard_parameter(
 
 
 def find_runs(plan: ParameterPlan, size: int) -> Runs | None:
-    """Return (dim, runs) for a parameter whose order on the ranks is not the file's; else None.
+    """Return (dim, runs) for a parameter whose order on the ranks is not the checkpoint's.
 
-    runs: (start, stop) along dim in the file, in the order of the ranks. A fused matrix is cut
-    within each of its segments, so that each rank has one run of every segment.
+    runs: (start, stop) along dim in the checkpoint, in the order of the ranks. A fused matrix is
+    cut within each of its segments, so that each rank has one run of every segment. None: the
+    parameter is not cut, or the orders are the same.
     """
     if plan.dim < 0 or len(plan.segments) < 2:
         return None
@@ -225,7 +226,7 @@ def find_runs(plan: ParameterPlan, size: int) -> Runs | None:
     return plan.dim, tuple(chain.from_iterable(parts))
 
 
-# The output projection, of which each rank has a part of the vocabulary.
+# Run the output projection, of which each rank may have a part of the vocabulary.
 
 
 def project(
@@ -238,12 +239,13 @@ def project(
     head_loss: HeadLoss | None = None,
     after: LogitTransform | None = None,
 ) -> Tensor:
-    """Compute the loss, or logits `[..., v]`, as `LinearHead.forward`, on each of the ranks.
+    """Compute the loss, or logits `[..., v]` without labels: the head's forward on each rank.
 
-    vocabulary: tokens in all, of which the head has this rank's; 0: the head has all. hidden:
-    `[..., d]`, the same on all ranks. after: what is done to the logits. With labels each rank
-    passes its share of the tokens to the loss, which exchanges them over the group. Without, all
-    ranks get all logits, which is for short texts.
+    vocabulary: rows of the whole projection, of which the head has this rank's; 0: the head has
+    all. hidden: `[..., d]`, the same on all ranks. labels: one for each token of `hidden`. after:
+    what the model does to its logits; None: nothing. With labels each rank passes its share of the
+    tokens to the loss, which exchanges them over the group. Without, all ranks get all logits,
+    which is for short texts.
     """
     weight, bias = map(get_local, (head.weight, head.bias))
     after = after or LogitTransform()
@@ -255,6 +257,7 @@ def project(
         return F.linear(hidden, weight, bias)
     parts = None
     if vocabulary:
+        # Backward gathers: each rank has the gradient of its own tokens of `hidden`.
         hidden = exchange(
             hidden.flatten(0, -2),
             lambda all_hidden: all_hidden.chunk(group.size)[group.rank].clone(),
@@ -282,7 +285,7 @@ def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
     num_columns = logits.shape[-1]
 
     def gather(part: Tensor) -> Tensor:
-        # Padded: the last rank's part may be smaller, and a gather takes equal ones.
+        # The last rank's part may be smaller, and a gather takes equal ones.
         padded = F.pad(part, (0, columns - num_columns)).flatten(0, -2)
         gathered = wait(start_gather(padded.t(), group))[:vocabulary]
         return gathered.t().reshape(*part.shape[:-1], vocabulary)
@@ -292,11 +295,17 @@ def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
     )
 
 
-def _shard_magnitudes(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
-    """Make linears with DoRA compute norms of a part of their weight; return their placements.
+# Shard linears with DoRA. Their plan is that of LoRA. DoRA multiplies each output channel by the
+# trained magnitude over the norm of the adapted weight's row. It computes these norms outside the
+# calls that the plan counts. Where a weight is cut by columns (dimension 1), the squares of the
+# norms are summed over ranks.
 
-    The placements are those of the magnitudes, by name. Raises ConfigError where ranks would
-    exchange an adapter's output before DoRA has changed it, or where A is cut by its rank.
+
+def _shard_magnitudes(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
+    """Make linears with DoRA compute norms over ranks, in place; return placements of magnitudes.
+
+    Raises ConfigError where ranks would exchange an adapter's output before DoRA has changed it, or
+    where A is cut along the adapter's rank r.
     """
     late_modules = {
         boundary.module for boundary in plan.boundaries if boundary.call >= _NUM_ADAPTER_CALLS
@@ -305,21 +314,21 @@ def _shard_magnitudes(model: nn.Module, plan: ShardingPlan, group: Group) -> dic
     for name, module in model.named_modules():
         if not isinstance(module, AdaptedMatrix) or module.lora_magnitude_vector is None:
             continue
-        first = plan.parameter(f"{name}.lora_A.weight")
-        second = plan.parameter(f"{name}.lora_B.weight")
-        if first.dim == 0 or name in late_modules:
+        lora_a = plan.parameter(f"{name}.lora_A.weight")
+        lora_b = plan.parameter(f"{name}.lora_B.weight")
+        if lora_a.dim == 0 or name in late_modules:
             raise ConfigError(
                 f"parallel.tensor={group.size}: lora.dora: the plan exchanges what the adapter of"
                 f" {name} gives, before DoRA has changed it; set lora.dora=false, or"
                 " parallel.tensor=1"
             )
         module.compute_weight_norms = partial(  # type: ignore[method-assign]
-            _gather_norms, module, group, first.dim, second.dim
+            _gather_norms, module, group, lora_a.dim, lora_b.dim
         )
         module.compute_relative_lengths = partial(  # type: ignore[method-assign]
-            _compute_relative_lengths, module, group, first.dim
+            _compute_relative_lengths, module, group, lora_a.dim
         )
-        placements[f"{name}.{_MAGNITUDE}"] = Shard(0) if second.dim == 0 else Replicate()
+        placements[f"{name}.{_MAGNITUDE}"] = Shard(0) if lora_b.dim == 0 else Replicate()
     return placements
 
 
@@ -336,10 +345,10 @@ def _compute_relative_lengths(module: AdaptedMatrix, group: Group, cut: int) -> 
 
 @torch.no_grad()
 def _compute_norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
-    """Compute the norms of this rank's rows of the adapted matrix, `[out]`. A collective if cut=1.
+    """Compute the norms `[out]` of this rank's rows of the adapted matrix. A collective if cut=1.
 
-    cut: the dimension along which A is cut. 1: ranks have parts of every row, as the matrix is cut
-    by columns, and the squares of their norms are summed.
+    cut: the dimension along which A is cut. 1: the matrix is cut by columns, so that ranks have
+    parts of every row, and the squares of the parts' norms are summed. -1: A is whole.
     """
     weight = (
         module.dequantize_local_weight()
@@ -347,15 +356,16 @@ def _compute_norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
         else get_local(module.weight)
     )
     weight = weight.t() if module.transposed else weight
-    first, second = map(get_local, (module.lora_A.weight, module.lora_B.weight))
-    norms = module.compute_norms_with(lambda start, stop: weight[start:stop], first, second)
+    lora_a, lora_b = map(get_local, (module.lora_A.weight, module.lora_B.weight))
+    norms = module.compute_norms_with(lambda start, stop: weight[start:stop], lora_a, lora_b)
     return norms if cut != 1 else all_reduce(norms.square(), "sum", group).sqrt()
 
 
 def _gather_norms(module: AdaptedMatrix, group: Group, cut: int, rows: int) -> Tensor:
     """Gather the norms of all rows, in the order of the ranks. A collective.
 
-    cut: see `_compute_norms`. rows: the dimension along which B is cut; 0: ranks have other rows.
+    cut: see `_compute_norms`. rows: the dimension along which B is cut; 0: each rank has other
+    rows; else all ranks have all rows, and nothing is gathered.
     """
     norms = _compute_norms(module, group, cut)
     return wait(start_gather(norms, group)) if rows == 0 else norms

@@ -1,1 +1,1 @@
-"""Tensor parallel plans from what one forward of a model does, and proofs that they are right."""
+"""Infer tensor-parallel plans from one forward of a model, and describe them as data."""

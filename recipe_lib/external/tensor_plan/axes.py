@@ -1,14 +1,10 @@
 """Represent dimensions of tensors as trees, to find which dimensions of a model are one axis.
 
-The rules of operators (`operator_rules`) call `regroup`, `cut`, `unify` and `block` on the
-dimensions of the tensors that an operator reads and makes; `infer` and `propagation` ask for the
-axes.
-
-A dimension is a node. A leaf has no known parts; a product is a dimension that a view took apart
-(heads x head width, the outermost first); a concatenation is one that a slice cut (queries, keys,
-values). An elementwise operator unites the nodes of its inputs, as a union-find structure does: in
-the end a leaf stands for one axis, wherever in the model it occurs. An axis that an operator cannot
-compute part by part is blocked, with the reason.
+Rules of operators (`operator_rules`) call `regroup`, `cut`, `unify` and `block` on the dimensions
+of a traced forward. A dimension is a node: a product (heads x head width, outermost first) that a
+view took apart, a concatenation (queries, keys, values) that a slice cut, or a leaf. An elementwise
+operator unites nodes of its inputs (union-find), so that in the end a leaf is one axis, wherever in
+the model it occurs. An axis that an operator cannot compute part by part is blocked.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,14 +12,18 @@ from math import prod
 
 
 class AxisNode:
-    """One dimension, or a part of one; `find` gives the node that stands for it."""
+    """One dimension, or a part of one. `find` returns the node that now stands for it."""
 
     __slots__ = ("blocked", "children", "kind", "parent", "size")
 
     def __init__(
         self, size: int, kind: str = "leaf", children: Sequence["AxisNode"] = (), blocked: str = ""
     ):
-        """Make a node of `size` elements; kind: `leaf`, `product` or `parts` (a concatenation)."""
+        """Make a node of `size` elements.
+
+        kind: `leaf`, `product` or `parts` (a concatenation). children: of a product or a
+        concatenation. blocked: of a leaf.
+        """
         self.size = size
         self.kind = kind
         self.children = list(children)  # factors, the outermost first, or parts in order
@@ -32,9 +32,9 @@ class AxisNode:
 
 
 def find(node: AxisNode) -> AxisNode:
-    """Return the root: the node that stands for all that are united with this one."""
+    """Return the root of a node: the one that stands for all nodes united with it."""
     while node.parent is not None:
-        node.parent = node.parent.parent or node.parent  # path halving, for short look-ups
+        node.parent = node.parent.parent or node.parent  # path halving: later look-ups are short
         node = node.parent
     return node
 
@@ -75,7 +75,7 @@ def list_parts(node: AxisNode) -> list[AxisNode]:
 
 
 def make_product(nodes: Iterable[AxisNode]) -> AxisNode:
-    """Return the dimension that a view makes of several ones, the outermost first."""
+    """Return the dimension that a view makes of several ones; nodes: the outermost first."""
     factors = [factor for node in nodes for factor in list_factors(node)]
     if len(factors) == 1:
         return factors[0]
@@ -92,15 +92,16 @@ def make_concatenation(nodes: Iterable[AxisNode]) -> AxisNode:
 
 
 def regroup(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> list[AxisNode]:
-    """Return the dimensions of a view of other sizes; block those that do not line up.
+    """Return the dimensions of a view of other sizes, of the same number of elements.
 
-    reason: why an axis that does not line up is blocked.
+    A factor that only a part of a new size fits is taken apart. Where that is not possible, all
+    axes of `nodes` are blocked for `reason`, and the new dimensions are blocked leaves.
     """
     queue = [factor for node in nodes for factor in list_factors(node)]
     regrouped: list[AxisNode] = []
     for size in sizes:
         factors: list[AxisNode] = []
-        missing_size = size  # by which the factors have still to grow; 0: it cannot be
+        missing_size = size  # by which the factors have still to grow; 0: they do not line up
         while missing_size > 1 and queue:
             first = queue[0]
             if missing_size % first.size == 0:
@@ -110,7 +111,7 @@ def regroup(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> lis
                 missing_size = 0
             else:
                 queue[:1] = list_factors(first)
-                if queue[0].size > missing_size:  # its own factors do not line up
+                if queue[0].size > missing_size:  # it was a product already, with other factors
                     missing_size = 0
         if missing_size != 1:
             return _make_opaque(nodes, sizes, reason)
@@ -121,7 +122,8 @@ def regroup(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> lis
 def cut(node: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
     """Cut a node into consecutive parts of these lengths, which add up to its size.
 
-    reason: why axes are blocked where the lengths do not line up with its factors.
+    The node becomes a concatenation. A product is cut along its outermost factor; where the lengths
+    do not line up with that, its axes are blocked for `reason`. Lengths of 0 give no part.
     """
     root = find(node)
     lengths = [length for length in lengths if length]
@@ -142,6 +144,7 @@ def cut(node: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
 
 
 def _cut_parts(root: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
+    """Cut a concatenation, as `cut` does: its parts are cut further where a length ends in one."""
     queue = list_parts(root)
     pieces: list[AxisNode] = []  # the parts of the concatenation from now on
     cuts = []
@@ -163,10 +166,10 @@ def _cut_parts(root: AxisNode, lengths: Sequence[int], reason: str) -> list[Axis
 
 
 def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
-    """Unite two nodes whose elements an operator combines one by one.
+    """Unite two nodes of equal size whose elements an operator combines one by one.
 
-    Nodes of one element stay as they are. reason: why axes are blocked where the trees of the two
-    do not line up.
+    Nodes of one element stay as they are. Where the trees of the two do not line up, their axes are
+    blocked for `reason`.
     """
     left, right = map(find, (left, right))
     if left is right or left.size == 1:
@@ -182,7 +185,7 @@ def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
         if _align(left, right, reason) and find(left) is not find(right):
             left.parent = right
     else:
-        # A product and a concatenation: each part is taken apart by the product's innermost factor.
+        # Make the concatenation a product with the same innermost factor: both are products then.
         product, parts = (left, right) if left.kind == "product" else (right, left)
         if _refine(parts, parts.size // list_factors(product)[-1].size, reason):
             unify(product, parts, reason)
@@ -191,6 +194,7 @@ def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
 
 
 def _link(leaf: AxisNode, root: AxisNode) -> None:
+    """Make `root` stand for a leaf, whose reason to be blocked goes over to it."""
     leaf.parent = root
     if leaf.blocked:
         block(root, leaf.blocked)
@@ -208,7 +212,7 @@ def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
         length = smaller[0].size
         if larger[0].size == length:
             unify(lefts.pop(0), rights.pop(0), reason)
-            if is_product:  # uniting may have taken the next ones apart
+            if is_product:  # uniting these two may have taken later factors apart
                 lefts = [factor for node in lefts for factor in list_factors(node)]
                 rights = [factor for node in rights for factor in list_factors(node)]
         elif not is_product:
@@ -223,10 +227,10 @@ def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
 
 
 def _refine(node: AxisNode, outer: int, reason: str) -> bool:
-    """Take a leaf or a concatenation apart into a product of `outer` and the rest, in place.
+    """Make a leaf or a concatenation a product of `outer` and the rest, in place.
 
-    Return False if its parts do not line up with that; they are blocked then. A product is left
-    as it is.
+    Returns False if the parts of a concatenation do not line up with that; they are blocked then. A
+    product is left as it is.
     """
     root = find(node)
     inner = root.size // outer
@@ -243,12 +247,12 @@ def _refine(node: AxisNode, outer: int, reason: str) -> bool:
     if any(piece.size % inner for piece in pieces):
         block(root, reason)
         return False
-    # Each piece as (outer, inner); the inner ones are one axis.
+    # Take each piece apart into (outer, inner); the inner ones are one axis.
     split = [regroup([piece], [piece.size // inner, inner], reason) for piece in pieces]
     for _, inner_node in split[1:]:
         unify(split[0][1], inner_node, reason)
     if all(outer_node.size == 1 for outer_node, _ in split):
-        # Gate and up as (2, width): the axis of 2 tells one from the other, and cannot be cut.
+        # Such as (2, width) for gate and up: the axis of 2 tells them apart, and cannot be cut.
         outer_node = AxisNode(outer, blocked=reason)
     else:
         outer_node = make_concatenation(outer_node for outer_node, _ in split)
@@ -258,6 +262,7 @@ def _refine(node: AxisNode, outer: int, reason: str) -> bool:
 
 
 def _make_opaque(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> list[AxisNode]:
+    """Block all axes of `nodes`, and return new, blocked leaves of these sizes in their place."""
     for node in nodes:
         block(node, reason)
     return [AxisNode(size, blocked=reason) for size in sizes]
@@ -277,8 +282,9 @@ def have_axis(nodes: Iterable[AxisNode], axis: AxisNode) -> bool:
 def find_segments(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | None:
     """Return the segments of a dimension that has an axis, in order, as (length, is whole).
 
-    A segment is cut evenly along the axis; or it does not have the axis, and is whole on each rank.
-    None where the dimension, or a part of it, has the axis twice, or not as a factor of a product.
+    Not whole: ranks cut the segment evenly. Whole: it does not have the axis. A product that has
+    the axis as an inner factor has its segments once for each outer element. None where a product
+    has the axis in two factors, or the node does not have it.
     """
     root, axis = map(find, (node, axis))
     if root is axis:
@@ -306,7 +312,7 @@ def find_segments(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | No
 def compute_local_size(node: AxisNode, shares: dict[AxisNode, int]) -> int:
     """Return the number of elements of a dimension on one rank.
 
-    shares: leaf of an axis that is cut -> the number of ranks that share it.
+    shares: leaf of an axis that is cut -> the number of ranks that share it, which divides it.
     """
     root = find(node)
     if root.kind == "leaf":

@@ -1,9 +1,9 @@
-"""Make the exchanges of a tensor-parallel plan at one call of a rank's forward.
+"""Exchange tensors between ranks at one call of a forward, as a tensor-parallel plan says.
 
-A boundary is one exchange of the plan, at an argument or a result of a call (`Boundary`). When
-`plan_executor` comes to a call with boundaries, it makes it by `Exchanges.call`. Training and the
-proof of a plan (`proven_plan`) share this code; `Ranks` has the collectives of processes for one,
-of threads for the other.
+A boundary is one exchange of the plan, at an argument or a result of a torch function call; its
+kinds (enter, leave, gather ...) are in `sharding_plan.Boundary`. `plan_executor` makes calls with
+boundaries by `Exchanges.call`. Training and the proof of a plan (`proven_plan`) share this code:
+`Ranks` has the collectives of processes for one, of threads for the other.
 """
 
 import contextlib
@@ -28,8 +28,9 @@ from recipe_lib.external.tensor_plan.sourced_integers import Division
 from recipe_lib.models.language_model import Entry, replace_entries
 from recipe_lib.ops.fused_kernels import call_with_gradient
 
-Change = Callable[[Tensor], Tensor]
-Rank: TypeAlias = int | Tensor  # a tensor `[]` in code that is compiled
+Change = Callable[[Tensor], Tensor]  # a collective, or a part of one
+Rank: TypeAlias = int | Tensor  # index of a rank; a tensor `[]` in code that is compiled
+# Exchanges whose results several calls share:
 # (kind of exchange, `Boundary.activation`, id of the tensor) -> (the tensor, its result)
 Entered = dict[tuple[str, int, int], tuple[Tensor, Tensor]]
 
@@ -54,13 +55,13 @@ class Exchanges:
     # Returns this rank's index. In code that is compiled it is a tensor `[]`, so that all ranks
     # compile the same graph.
     rank: Callable[[], Rank]
-    # Returns the exchanges so far whose results later calls share. A tensor is kept with its
-    # result, so that no other one gets its id.
+    # Returns the exchanges so far whose results later calls share; `_pass_once` adds to it. A
+    # tensor is kept with its result, so that no other one gets its id.
     entered: Callable[[], Entered]
     # Returns the tokens in each row of the forward that runs; 0: ranks do not share tokens.
     length: Callable[[], int]
-    # Gets (function, args, kwargs, result) of every call that is made here, and optionally True if
-    # it costs little to run again (`KeptTensors.note`).
+    # Gets (function, args, kwargs, result) of every call that is made here, for what is recomputed
+    # in backward; a fifth argument True says that it costs little to run again.
     note: Callable[..., None]
 
     def call(
@@ -70,7 +71,7 @@ class Exchanges:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a torch function with its boundaries' exchanges; return what the model gets."""
+        """Call a torch function with the exchanges of its boundaries; return the model's result."""
         inputs: dict[str, list[Boundary]] = {}
         outputs: dict[str, list[Boundary]] = {}
         for boundary in boundaries:
@@ -84,7 +85,7 @@ class Exchanges:
             result = function(*args, **kwargs)
             self.note(function, args, kwargs, result)
         else:
-            # A sum of which each rank gets its own tokens is one reduce-scatter.
+            # A sum that is sliced to each rank's tokens is one reduce-scatter.
             token_slice = next(
                 (boundary for boundary in outputs["output"] if boundary.kind == "slice"), None
             )
@@ -99,14 +100,14 @@ class Exchanges:
     def _pass_all(
         self, args: Any, kwargs: Any, by_place: dict[str, list[Boundary]]
     ) -> tuple[Any, Any]:
-        """Pass arguments, or a call's results, through the boundaries of their places."""
+        """Exchange arguments, or a call's results, at the boundaries of their places."""
         for place, boundaries in by_place.items():
             tensor = self._pass(dict(list_places(args, kwargs))[place], boundaries)
             args, kwargs = replace_argument(args, kwargs=kwargs, place=place, value=tensor)
         return args, kwargs
 
     def _pass(self, tensor: Tensor, boundaries: list[Boundary]) -> Tensor:
-        """Pass a tensor through the boundaries of one place; see `Boundary` for their kinds."""
+        """Exchange a tensor at the boundaries of one place, several of which are one collective."""
         by_kind = {boundary.kind: boundary for boundary in boundaries}
         if "assemble" in by_kind:
             return self.assemble(tensor, by_kind["assemble"])
@@ -149,7 +150,7 @@ class Exchanges:
         """Gather the `whole` segments of a parameter, of which a rank has its part.
 
         Each rank uses them for its own heads alone, so their gradients are summed over ranks, and
-        scattered.
+        scattered. parts: where the segments are (`dim`, `segments`, `whole`).
         """
         return self._exchange_linear(
             tensor,
@@ -158,9 +159,10 @@ class Exchanges:
         )
 
     def _make_token_exchange(self, where: Boundary, summed: bool) -> tuple[Change, Change]:
-        """Return (gather, slice) of a boundary: a rank's tokens to all tokens, and back.
+        """Return two functions: a rank's tokens to all tokens, and all tokens to a rank's.
 
-        summed: the slice is of the sum over ranks, a reduce-scatter.
+        where: a boundary of the kind gather or slice. summed: the second takes its tokens of the
+        sum over ranks, by a reduce-scatter.
         """
         gather = partial(_gather_tokens, where=where, length=self.length(), ranks=self.ranks)
         return gather, partial(
@@ -173,6 +175,7 @@ class Exchanges:
         )
 
     def _exchange_linear(self, tensor: Tensor, forward: Change, backward: Change) -> Tensor:
+        """Exchange as `exchange` does, and note the forward as one that may run again."""
         result = exchange(tensor, forward, backward)
         self.note(forward, (tensor,), {}, result, True)
         return result
@@ -180,6 +183,10 @@ class Exchanges:
     def _pass_once(
         self, kind: str, boundary: Boundary, tensor: Tensor, make: Callable[[], Tensor]
     ) -> Tensor:
+        """Return the result of `make`, or that of an earlier exchange of the same tensor.
+
+        make: exchanges the tensor. A result of a call is new, so that nothing is shared for it.
+        """
         if boundary.place.startswith("output"):
             return make()
         entered = self.entered()
@@ -199,7 +206,7 @@ class Exchanges:
     ) -> Tensor:
         """Call a function, and sum its result over ranks; its bias is added once, to the sum.
 
-        cut: a slice of tokens; then the result is this rank's tokens of the sum.
+        cut: a slice of tokens: the result is this rank's tokens of the sum. None: all tokens.
         """
         bias = dict(list_places(args, kwargs))[boundary.bias] if boundary.bias else None
         if bias is not None:
@@ -215,6 +222,7 @@ class Exchanges:
         return biased
 
     def _sum(self, tensor: Tensor, cut: Boundary | None) -> Tensor:
+        """Sum a tensor over ranks; cut: as in `_leave`."""
         if cut is not None:
             gather, scatter = self._make_token_exchange(cut, summed=True)
             return exchange(tensor, scatter, gather)
@@ -271,9 +279,10 @@ def exchange(tensor: Tensor, forward: Change, backward: Change) -> Tensor:
 
 
 def enter(tensor: Tensor, total: Change) -> Tensor:
-    """Return a tensor as it is, with its gradient summed over ranks (`Ranks.total`).
+    """Return a tensor as it is, with its gradient summed over ranks.
 
-    For a tensor that all ranks have, and that each one computes a part of the result with.
+    For a tensor that all ranks have, and of which each computes a part of the result. total:
+    `Ranks.total`.
     """
     return exchange(tensor, lambda value: value.view_as(value), total)
 
@@ -281,6 +290,7 @@ def enter(tensor: Tensor, total: Change) -> Tensor:
 def _list_lengths(
     parts: Boundary | ParameterPlan, size: int, whole: tuple[int, ...] = ()
 ) -> list[int]:
+    """Return the length of each segment on a rank; whole: indices of those that it has all of."""
     return [
         stop - start
         for start, stop in compute_bounds(parts.segments, rank=0, size=size, whole=whole)
@@ -288,6 +298,7 @@ def _list_lengths(
 
 
 def _assemble_parameter(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
+    """Return a rank's part of a parameter with its `whole` segments gathered from all ranks."""
     pieces = list(tensor.split(_list_lengths(parts, ranks.size), parts.dim))
     # This rank's parts of the segments that become whole, in one gather along a new dimension 0.
     own_parts = torch.cat([pieces[index] for index in parts.whole], parts.dim)
@@ -301,7 +312,7 @@ def _assemble_parameter(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: 
 def _scatter_gradient(gradient: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
     """Return the gradient of a rank's part of a parameter, from that of the assembled one.
 
-    That of the gathered segments is summed over ranks.
+    The gradient of the gathered segments is summed over ranks.
     """
     dim = parts.dim
     pieces = list(gradient.split(_list_lengths(parts, ranks.size, parts.whole), dim))
@@ -316,6 +327,7 @@ def _scatter_gradient(gradient: Tensor, parts: Boundary | ParameterPlan, ranks: 
 
 
 def _gather_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Ranks) -> Tensor:
+    """Return a tensor with whole rows of `length` tokens along `where.dim`, from ranks' tokens."""
     moved, token_dim = _move_tokens_to_front(tensor, where, length // ranks.size)
     gathered = (
         ranks.gather(moved.contiguous()).movedim(0, token_dim).flatten(where.dim, where.dim + 1)
@@ -328,7 +340,7 @@ def _take_own_tokens(
 ) -> Tensor:
     """Return a rank's tokens of a tensor with whole rows of `length` tokens along `where.dim`.
 
-    summed: of the tensor's sum over ranks, by a reduce-scatter.
+    summed: they are taken of the tensor's sum over ranks, by a reduce-scatter.
     """
     moved, token_dim = _move_tokens_to_front(tensor, where, length)
     part = length // ranks.size
@@ -342,21 +354,22 @@ def _take_own_tokens(
 
 
 def _move_tokens_to_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tensor, int]:
-    """Return the tensor as `[length, ...]`, and the dimension where its tokens were.
+    """Return the tensor as `[length, ...]`, and the dimension in which its tokens were.
 
-    `where.dim` is split into the `length` tokens of a row and what a view has put there with them.
+    `where.dim` is split in two: the `length` tokens of a row, and what a view has put there with
+    them, such as the batch.
     """
-    wide = tensor.unflatten(where.dim, (length, -1) if where.tokens_first else (-1, length))
+    split = tensor.unflatten(where.dim, (length, -1) if where.tokens_first else (-1, length))
     token_dim = where.dim if where.tokens_first else where.dim + 1
-    return wide.movedim(token_dim, 0), token_dim
+    return split.movedim(token_dim, 0), token_dim
 
 
 def get_trained_length(ids: Any, plan: ShardingPlan, size: int) -> int:
     """Return the length s of rows of token ids `[b, s]` whose tokens `size` ranks share.
 
-    0: every rank has all tokens, as the plan says, or as no gradients are wanted: a forward that
-    generates makes other calls, and saves nothing anyway. Raises ValueError for an s that the ranks
-    do not divide.
+    0: every rank has all tokens. That is so if the plan shares none, or without gradients: a
+    forward that generates makes other calls, and saves nothing anyway. Raises ValueError for an s
+    that the ranks do not divide.
     """
     if not plan.shared_tokens or not torch.is_grad_enabled():
         return 0
@@ -377,13 +390,13 @@ def take_own_part(
     size: int,
     whole: tuple[int, ...] = (),
 ) -> Tensor:
-    """Return a rank's part of a tensor: of each segment along dim its `1 / size`, in order.
+    """Return a rank's part of a tensor: its `1 / size` of each segment along dim, in order.
 
     segments: lengths along dim, which repeat until dim ends. whole: indices, over all repetitions,
     of segments to take all of.
     """
     repeated = segments * (tensor.shape[dim] // sum(segments))
-    if not isinstance(rank, int):
+    if not isinstance(rank, int):  # compiled code
         return tensor.index_select(
             dim, _make_row_indices(repeated, rank=rank, size=size, whole=whole)
         )
@@ -397,7 +410,10 @@ def take_own_part(
 
 
 def take_parameter_part(tensor: Tensor, plan: ParameterPlan, rank: int, size: int) -> Tensor:
-    """Return a rank's part of a tensor of a parameter's shape; all of it if the plan cuts none."""
+    """Return a rank's part of a parameter, or of its gradient; all of it if the plan cuts none.
+
+    tensor: of the whole parameter's shape.
+    """
     if plan.dim < 0:
         return tensor
     return take_own_part(tensor, plan.dim, plan.segments, rank=rank, size=size)
@@ -406,9 +422,9 @@ def take_parameter_part(tensor: Tensor, plan: ParameterPlan, rank: int, size: in
 def _make_row_indices(
     segments: tuple[int, ...], rank: Tensor, size: int, whole: tuple[int, ...]
 ) -> Tensor:
-    """Return the indices of a rank's rows, where the rank is a tensor `[]`.
+    """Return the indices along a dimension of a rank's part, where the rank is a tensor `[]`.
 
-    Raises SetupError if ranks have different numbers of rows: the code is compiled for all of them.
+    Raises SetupError if ranks have parts of different sizes: the code is compiled for all of them.
     """
     rank_bounds = [
         compute_bounds(segments, rank=index, size=size, whole=whole) for index in range(size)

@@ -1,9 +1,9 @@
-"""A forward as data: its tensors, operators and calls; an axis that ranks share; sizes on a rank.
+"""Hold one traced forward as data, and compute the sizes that its tensors have on a rank.
 
-`tracing` writes a trace, and everything else reads it: `propagation` follows an axis through it
-(`ShardedAxis`); `find_rewrites` and `token_sharing` compute what the integers of its calls have to
-be on a rank (`LocalSizes`, `list_demands`). A forward says `view(b, s, self.num_heads,
-self.head_dim)`: on a rank `num_heads` has to be divided (`AttributeDivision`).
+`tracing` writes a `ForwardTrace`: torch function calls, the ATen operators (records) that they run,
+tensors with their dimensions. `propagation` follows an axis, a dimension that ranks share, through
+it. A forward says `view(b, s, self.num_heads, self.head_dim)`, and on a rank `num_heads` has to be
+divided: `infer` asks `find_rewrites` for such attributes.
 """
 
 import dataclasses
@@ -31,9 +31,11 @@ from recipe_lib.external.tensor_plan.sourced_integers import (
     list_sources,
 )
 
-Dims = list[AxisNode]
+Dims = list[AxisNode]  # of one tensor, one node a dimension
+# Gets the call of an operator, writes what it finds into its fields, and returns the dimensions of
+# each result; None: it does not know this case.
 Rule = Callable[["OperatorCall"], list[Dims] | None]
-# Functions whose integers are the sizes of what comes out.
+# Functions whose integer arguments are the sizes of the result.
 SHAPES = frozenset(
     "view reshape expand zeros ones empty full new_zeros new_ones new_empty new_full rand"
     " randn".split()
@@ -47,23 +49,20 @@ class TracedTensor:
     dims: list[AxisNode]
     # Names of the parameters it is made of; empty as soon as an input is among its sources.
     parameters: frozenset[str] = frozenset()
-    # It depends on an input.
-    activation: bool = False
-    # It is the model's token ids, or made of them one by one.
-    identifiers: bool = False
+    activation: bool = False  # it depends on an input of the model
+    identifiers: bool = False  # it is the model's token ids, or made of them one by one
     # The tensor that it is a view of; None for one with memory of its own.
     base: "TracedTensor | None" = None
-    # Number of the torch function call that makes it, -1 for none.
-    call: int = -1
+    call: int = -1  # number of the torch function call that makes it; -1: none does
 
     @property
     def root(self) -> "TracedTensor":
-        """The tensor whose memory this is."""
+        """Return the tensor that owns the memory, which may be this one."""
         return self.base.root if self.base is not None else self
 
 
 class OperatorCall:
-    """One operator at work: its arguments by name, and what its rule says of it."""
+    """One run of an ATen operator: its arguments by name, and what its rule says of it."""
 
     def __init__(
         self,
@@ -75,8 +74,10 @@ class OperatorCall:
         place: str,
         known: Callable[[torch.Tensor], TracedTensor],
     ):
-        """results: the tensors that come out. place: path of the module, for people. known: returns
-        what is known of a tensor.
+        """Note the call; the rule runs later.
+
+        function: an `OpOverload`. results: the tensors that come out. place: path of the module,
+        for messages. known: returns what is known of a tensor.
         """
         self.function = function
         self.args = args
@@ -89,37 +90,35 @@ class OperatorCall:
         # What is known of the tensors that go in, by id and in order, and of those that come out.
         self.held = {id(tensor): known(tensor) for tensor in list_tensors((args, kwargs))}
         self.inputs = [self.held[id(tensor)] for tensor in list_tensors((args, kwargs))]
-        self.outputs: list[TracedTensor] = []
-        # Number of the torch function call that makes it, -1 for none.
-        self.call = -1
-        # Dimensions that it sums over, of which inputs: of a product, and of a sum or a mean.
+        self.outputs: list[TracedTensor] = []  # filled in after the rule has run
+        self.call = -1  # number of the torch function call that runs it; -1: none does
+        # (dimension that a product sums over, left operand, right operand)
         self.contractions: list[tuple[AxisNode, TracedTensor, TracedTensor]] = []
+        # (dimension that a sum or a mean goes over, its input)
         self.reductions: list[tuple[AxisNode, TracedTensor]] = []
-        # It picks rows by token.
-        self.lookup = False
-        # What comes out is the same everywhere, whatever its size.
-        self.uniform = False
-        # What comes out differs from place to place, and no input has those places.
-        self.values = False
-        # It counts or sorts.
-        self.ordered = False
-        # What a product is added to.
-        self.added: TracedTensor | None = None
-        # The numbers within brackets of an index, by place.
+        self.lookup = False  # it picks rows of a matrix by number, as an embedding
+        self.uniform = False  # all elements of the result are equal, whatever its size
+        self.values = False  # elements of the result belong to no elements of an input (`arange`)
+        self.ordered = False  # an element of the result depends on several of a dimension (`sort`)
+        self.added: TracedTensor | None = None  # what a product is added to
+        # Of `x[...]`: what is within the brackets, by place (`sharding_plan.list_places`).
         self.picked: dict[str, Any] = {}
-        # The rule that said all this; None for an operator without one.
-        self.rule: Rule | None = None
+        self.rule: Rule | None = None  # None: the operator has none
         schema = function._schema.arguments
-        defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
-        given = zip([each.name for each in schema], args, strict=False)
+        defaults = {
+            argument.name: argument.default_value
+            for argument in schema
+            if argument.has_default_value()
+        }
+        given = zip([argument.name for argument in schema], args, strict=False)
         self._arguments: dict[str, Any] = defaults | dict(given) | kwargs
 
     def get_dims(self, tensor: torch.Tensor) -> Dims:
-        """Return the dimensions of a tensor."""
+        """Return the dimensions of a tensor that goes in."""
         return self.known(tensor).dims
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return an argument by the name that the operator's schema gives it."""
+        """Return an argument by its name in the operator's schema, with the schema's default."""
         return self._arguments.get(name, default)
 
     def get_first_tensor(self) -> torch.Tensor:
@@ -133,12 +132,12 @@ class OperatorCall:
     def contract(
         self, left: AxisNode, right: AxisNode, left_tensor: torch.Tensor, right_tensor: torch.Tensor
     ) -> None:
-        """Sum over a dimension that both tensors have."""
+        """Note that a product sums over a dimension of each operand, which are one."""
         unify(left, right, self.reason)
         self.contractions.append((left, self.known(left_tensor), self.known(right_tensor)))
 
     def join(self, left: AxisNode, right: AxisNode) -> AxisNode:
-        """Return the dimension that comes of two under broadcasting."""
+        """Unite two dimensions as broadcasting does, and return the result's."""
         if left.size == 1:
             return right
         if right.size != 1:
@@ -146,7 +145,7 @@ class OperatorCall:
         return left
 
     def make_dims(self, sizes: Sequence[int], blocked: bool = False) -> Dims:
-        """Return new dimensions, of which nothing is known, or which cannot be cut."""
+        """Return new dimensions, of which nothing is known; blocked: that cannot be cut."""
         return [AxisNode(size, blocked=self.reason if blocked else "") for size in sizes]
 
 
@@ -156,51 +155,47 @@ def get_short_name(function: Any) -> str:
 
 
 class CallKey(NamedTuple):
-    """One torch function call of a module's forward; of a module that runs twice, in both runs."""
+    """The name of a torch function call in a plan; of a module that runs twice, for both runs."""
 
-    module: str  # its path in the model, empty for the model itself
-    number: int  # of the call within one forward, from 0
+    module: str  # path of the module whose forward makes it; empty: the model itself
+    number: int  # index among the calls of one forward of the module that return a tensor
 
 
 @dataclasses.dataclass(eq=False)
 class FunctionCall:
-    """One torch function call that gives a tensor."""
+    """One torch function call of the traced forward."""
 
     key: CallKey
-    # The function's `__name__`.
-    function: str
-    # File and line in the model.
-    source: str
-    # (place, tensor, needs a gradient); places as `sharding_plan.list_places` names them.
+    function: str  # the function's `__name__`
+    source: str  # file and line in the model
+    # (place, tensor, needs a gradient). A place is an argument's index or name: `0`, `weight`,
+    # `1.2` (third item of the second one).
     arguments: list[tuple[str, TracedTensor, bool]] = dataclasses.field(default_factory=list)
-    # Integers, slices and texts among the arguments, by place.
+    # Other arguments, by place: integers, slices, `...`, None and texts.
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     outputs: list[TracedTensor] = dataclasses.field(default_factory=list)
-    # The operators that it runs.
-    records: list[OperatorCall] = dataclasses.field(default_factory=list)
+    records: list[OperatorCall] = dataclasses.field(default_factory=list)  # operators that it runs
 
 
 @dataclasses.dataclass(eq=False)
 class ForwardTrace:
-    """One forward: all that it did, in its order."""
+    """All that one forward did, in its order."""
 
     calls: list[FunctionCall] = dataclasses.field(default_factory=list)
     # The operators of all calls, and those that no call makes.
     records: list[OperatorCall] = dataclasses.field(default_factory=list)
-    parameters: dict[str, TracedTensor] = dataclasses.field(default_factory=dict)
-    # What the model gives.
-    outputs: list[TracedTensor] = dataclasses.field(default_factory=list)
-    # Operators without a rule: name to the module of the first one.
+    parameters: dict[str, TracedTensor] = dataclasses.field(default_factory=dict)  # by name
+    outputs: list[TracedTensor] = dataclasses.field(default_factory=list)  # of the model
+    # Operators without a rule: name -> a module that runs it.
     unknown: dict[str, str] = dataclasses.field(default_factory=dict)
-    # Values that were made up for the meta device, a line each.
+    # "OPERATOR in MODULE" for each result that was made up, as the meta device has no values.
     assumed: list[str] = dataclasses.field(default_factory=list)
     # Comparisons that the forward made: of attributes, and of sizes of tensors.
     decisions: list[Decision] = dataclasses.field(default_factory=list)
     size_decisions: list[Decision] = dataclasses.field(default_factory=list)
-    # How many token ids it got, 0 for none; and what is known of them, if they are `[b, s]`.
-    tokens: int = 0
-    ids: TracedTensor | None = None
-    # By path, the first tensor that a module gave; of layers, and of what is outside of them.
+    tokens: int = 0  # the number of token ids; 0: the model takes none
+    ids: TracedTensor | None = None  # the token ids, if they are `[b, s]`
+    # Path -> first tensor of the output, of layers and of modules outside the layers.
     given: dict[str, TracedTensor] = dataclasses.field(default_factory=dict)
 
     def find_differing_modules(self, other: "ForwardTrace") -> frozenset[str]:
@@ -212,46 +207,40 @@ class ForwardTrace:
 
 @dataclasses.dataclass(eq=False)
 class PendingBoundary:
-    """A boundary before it gets its final form; fields as in `sharding_plan.Boundary`."""
+    """An exchange between ranks before it becomes a `Boundary` of a plan, which names its kinds."""
 
-    kind: str
-    # Number of the call in the whole forward; not, as a Boundary's, in its module's.
-    call: int
-    place: str
-    # The tensor that it acts on.
-    tensor: TracedTensor
-    parameters: frozenset[str] = frozenset()
-    bias: str = ""
-    bias_parameters: frozenset[str] = frozenset()
-    taken: str = ""
-    dim: int = 0
-    segments: tuple[int, ...] = ()
-    whole: tuple[int, ...] = ()
-    mean: bool = False
+    kind: str  # enter, leave, lookup, cut or assemble
+    call: int  # number of the call in the trace; in a Boundary, in its module's forward
+    place: str  # the argument of the call, or `output`
+    tensor: TracedTensor  # the tensor that is exchanged
+    parameters: frozenset[str] = frozenset()  # names of those that the tensor meets or is
+    bias: str = ""  # leave: the argument that is added once, after the sum
+    bias_parameters: frozenset[str] = frozenset()  # names of the parameters of which `bias` is made
+    taken: str = ""  # leave: the argument that has the axis
+    dim: int = 0  # of `taken`, or of the tensor that is cut or assembled
+    segments: tuple[int, ...] = ()  # lengths along dim that are cut evenly, and repeat
+    whole: tuple[int, ...] = ()  # indices of segments that are not cut, or are gathered
+    mean: bool = False  # leave: the sum over ranks is divided by their number
 
 
 @dataclasses.dataclass(eq=False)
 class ShardedAxis:
-    """One axis that ranks share, and what that makes of a forward."""
+    """One axis that ranks share, and what follows from that for the forward."""
 
     node: AxisNode
-    # Each parameter that has the axis, with the dimension.
-    parameter_dims: dict[str, int]
-    # It is the axis of the tokens' rows.
-    vocabulary: bool = False
-    # What the model gives has it.
-    output: bool = False
-    # Some parameters have segments without the axis. What comes of these is sharded, too: a rank
-    # has all of it, but uses it for its part of the axis alone, so that its gradient is a part of a
-    # sum.
+    parameter_dims: dict[str, int]  # name of a parameter that has the axis -> its dimension
+    vocabulary: bool = False  # it is the axis of the vocabulary
+    output: bool = False  # the model's output has it
+    # Some parameters have segments without the axis, such as the shared keys in a fused matrix. All
+    # that is made of these counts as sharded: a rank has all of it, but uses it for its part of the
+    # axis alone, so that its gradient is a part of a sum.
     has_whole_segments: bool = False
-    # Sums or means are taken over it, as by norms.
-    is_reduced: bool = False
-    # Tensors of which a rank has a part.
-    sharded: set[TracedTensor] = dataclasses.field(default_factory=set)
+    is_reduced: bool = False  # sums or means are taken over it, as by norms
+    sharded: set[TracedTensor] = dataclasses.field(default_factory=set)  # a rank has a part of them
     boundaries: list[PendingBoundary] = dataclasses.field(default_factory=list)
-    # Where parameters that stay whole meet a tensor that is cut: boundaries only if they are used
-    # otherwise, too. Else their gradients as a whole are summed over ranks.
+    # Uses of replicated parameters with a tensor that is cut: there the gradient on a rank is a
+    # part of a sum. A parameter with such uses alone has its gradient summed once a step. One with
+    # others, too, gets a boundary at each such use.
     replicated_uses: list[PendingBoundary] = dataclasses.field(default_factory=list)
     # Parameters of products that sum over it (row-parallel).
     row_parameters: set[str] = dataclasses.field(default_factory=set)
@@ -259,12 +248,10 @@ class ShardedAxis:
 
 @dataclasses.dataclass(eq=False)
 class AttributeDivision:
-    """An integer attribute that has to be divided by the number of ranks."""
+    """A division of an integer attribute by the number of ranks."""
 
-    # The axes that ask for it.
-    sharded_axes: set[ShardedAxis]
-    # How much of it each rank has; the rest is divided.
-    kept: int = 0
+    sharded_axes: set[ShardedAxis]  # the axes whose steps it counts
+    kept: int = 0  # how much of it every rank has; the rest is divided
 
 
 def get_shape(tensor: TracedTensor) -> list[int]:
@@ -273,10 +260,11 @@ def get_shape(tensor: TracedTensor) -> list[int]:
 
 
 class LocalSizes:
-    """Sizes on one rank, where some axes are cut."""
+    """The sizes of tensors on one rank, where some axes are cut."""
 
     def __init__(self, sharded_axes: list[ShardedAxis], size: int = 0):
-        """size: into how many parts; 0: the smallest number that each axis can be cut into."""
+        """Prepare for a number of ranks; size 0: for each axis the fewest that can share it."""
+        # Axis -> the number of ranks that share it.
         self.shares = {axis: size or find_smallest_factor(axis.node.size) for axis in sharded_axes}
         self._axes: dict[TracedTensor, list[ShardedAxis]] = {}
         for axis in sharded_axes:
@@ -288,18 +276,20 @@ class LocalSizes:
         return self._axes.get(tensor, [])
 
     def compute_size(self, tensor: TracedTensor, node: AxisNode) -> int:
-        """Return the size of a dimension of a tensor, or of a part of one."""
+        """Return the size on the rank of a dimension of a tensor, or of a part of a dimension."""
         return compute_local_size(
             node, {axis.node: self.shares[axis] for axis in self.list_axes(tensor)}
         )
 
     def read_size(self, size: Size) -> int:
-        """Return what the model reads as the size of a dimension."""
+        """Return what the forward on the rank reads as `tensor.shape[dimension]`."""
         return self.compute_size(size.tensor, size.tensor.dims[size.dimension])
 
     def compute_offset(self, tensor: TracedTensor, node: AxisNode, start: int) -> int | None:
-        """Return where a place within a dimension lies on the rank; None where it does not lie
-        between parts.
+        """Return where an offset within a dimension lies on the rank.
+
+        start: in the whole dimension `node`. None: it is in the middle of what a rank has one part
+        of.
         """
         offset = 0
         for part in list_parts(node):
@@ -309,7 +299,7 @@ class LocalSizes:
                 continue
             if not start:
                 break
-            # Within a product: the place has to begin a step of its outermost factor.
+            # Within a product: the offset has to begin a step of its outermost factor.
             first = list_factors(part)[0]
             inner = part.size // first.size
             if start % inner or first is part:
@@ -324,17 +314,16 @@ class LocalSizes:
 
 @dataclasses.dataclass(eq=False)
 class SizeDemand:
-    """An integer that a call gets, and what it has to be on a rank."""
+    """An integer argument of a call, and what it has to be on a rank."""
 
     call: FunctionCall
-    value: int
-    expected: int
-    # The axes that make the difference; none if there is none.
-    sharded_axes: list[ShardedAxis]
+    value: int  # in the whole model; it knows of what it was computed (`Sourced`)
+    expected: int  # on the rank
+    sharded_axes: list[ShardedAxis]  # the axes that make them differ; empty: they are equal
 
 
 def list_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
-    """Yield what the integers of a call have to be, where that is known."""
+    """Yield what the integer arguments of a call have to be on a rank, where that is known."""
     if not call.outputs or not call.numbers:
         return
     if call.function == "__getitem__":
@@ -348,7 +337,7 @@ def list_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
             continue
         if call.function.startswith("split") and "." in place:
             output = call.outputs[min(int(place.split(".")[1]), len(call.outputs) - 1)]
-        # Else it is not the size that comes out: broadcast, or rounded.
+        # If they differ, the argument is not that size: it is broadcast, or rounded.
         if int(value) == output.dims[dimension].size:
             expected = ranks.compute_size(output, output.dims[dimension])
             yield SizeDemand(
@@ -360,12 +349,12 @@ def list_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
 
 
 def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
-    """Yield places of integers that are sizes of what comes out, with the dimension."""
+    """Yield (place of an integer argument, dimension of the output of which it is the size)."""
     dims = call.outputs[0].dims
     numbers = call.numbers
     if call.function in SHAPES:
-        # `x.view(2, 3)`, `x.view((2, 3))`, `torch.zeros(2, 3)`, `torch.zeros((2, 3))`, `size=(2,
-        # 3)`
+        # Spellings: `x.view(2, 3)`, `x.view((2, 3))`, `torch.zeros(2, 3)`, `torch.zeros((2, 3))`,
+        # `size=(2, 3)`.
         is_method = bool(call.arguments) and call.arguments[0][0] == "0"
         nested = f"{int(is_method)}."
         is_nested = any(place.startswith((nested, "size.")) for place in numbers)
@@ -373,10 +362,10 @@ def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
             yield f"{nested}{dimension}" if is_nested else str(dimension + is_method), dimension
             yield f"size.{dimension}", dimension
     elif call.function == "unflatten":
-        given = int(numbers.get("1", numbers.get("dim", 0)))
+        given_dim = int(numbers.get("1", numbers.get("dim", 0)))
         count = sum(place.startswith(("2.", "sizes.")) for place in numbers)
-        first = given % max(len(dims), 1)
-        if given < 0:  # counted from the end of what comes out, which has more dimensions
+        first = given_dim % max(len(dims), 1)
+        if given_dim < 0:  # counted from the end of the input, which has fewer dimensions
             first -= count - 1
         for number in range(count):
             yield f"2.{number}", first + number
@@ -388,14 +377,14 @@ def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
         for place in numbers:
             if place.split(".")[0] in names and place != "1.dim":
                 yield place, dimension
-    elif call.function.startswith("conv"):
+    elif call.function.startswith("conv"):  # the number of groups is that of channels, if depthwise
         yield "6", 1
         yield "groups", 1
 
 
 def _list_slice_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
-    """Yield what starts and stops of slices have to be."""
-    # With more arguments it is picked by number: those dimensions are blocked.
+    """Yield what starts and stops of the slices in `x[...]` have to be on a rank."""
+    # With tensors in the brackets elements are picked by number: their dimensions are blocked.
     if len(call.arguments) != 1 or call.arguments[0][0] != "0":
         return
     tensor = call.arguments[0][1]
@@ -423,10 +412,11 @@ def _list_slice_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeD
                         expected=expected,
                         sharded_axes=ranks.list_axes(tensor) if expected != int(value) else [],
                     )
-        dimension += item is not None  # None is a new dimension of what comes out
+        dimension += item is not None  # None is a new dimension of the output
 
 
 def _split_place(place: str) -> list[int]:
+    """Return a place as numbers, to sort by: `1.10` comes after `1.9`."""
     return [int(part) if part.isdigit() else 0 for part in place.split(".")]
 
 
@@ -437,19 +427,21 @@ def find_smallest_factor(number: int) -> int:
     )
 
 
-# The integers in a forward that are right for whole tensors only, and the attributes that make them
-# right for a rank's.
+# Find the integers in a forward that are right for whole tensors only, and the attributes that have
+# to be divided so that they are right for a rank's part.
 
 
 def find_rewrites(
     trace: ForwardTrace, sharded_axes: list[ShardedAxis]
 ) -> tuple[dict[Attribute, AttributeDivision], dict[ShardedAxis, str]]:
-    """Return the attributes that have to be divided, with the axes that ask for it; and axes that
-    cannot be cut, with the reason.
+    """Return how attributes have to be divided, and the axes that cannot be cut, with the reason.
+
+    Each call's integers are computed anew for a rank. Where one comes out wrong, a division of one
+    of the attributes that it was computed from is tried.
     """
     ranks = LocalSizes(sharded_axes)
     demands = [demand for call in trace.calls for demand in list_demands(call, ranks)]
-    # What some call gets right as it is must not be divided for another one.
+    # An attribute that is right as it is for some call must not be divided for another one.
     kept: set[Attribute] = set()
     for demand in demands:
         is_same = demand.expected == int(demand.value) and not demand.sharded_axes
@@ -463,10 +455,11 @@ def find_rewrites(
             for attribute in divisions.keys() & attributes.keys():
                 rewrites[attribute].sharded_axes.update(demand.sharded_axes)
             continue
+        # An attribute is divided by one number of ranks, and 1 cannot be divided.
         shares = {ranks.shares[axis] for axis in demand.sharded_axes}
         if len(shares) != 1 or int(demand.value) < 2:
             continue
-        for attribute in [each for each in attributes if each not in kept | divisions.keys()]:
+        for attribute in [key for key in attributes if key not in kept | divisions.keys()]:
             division = next(
                 (
                     division
@@ -480,23 +473,24 @@ def find_rewrites(
                 rewrites[attribute] = AttributeDivision(set(demand.sharded_axes), division.kept)
                 break
     refused: dict[ShardedAxis, str] = {}
-    for demand in [each for each in demands if not _is_right(each, ranks, divisions)]:
-        guilty = list(demand.sharded_axes)
-        if not guilty:  # a whole tensor, whose size an attribute gave that others have divided
+    for demand in [demand for demand in demands if not _is_right(demand, ranks, divisions)]:
+        failed_axes = list(demand.sharded_axes)
+        if not failed_axes:  # the tensor is whole, but other axes have divided its attribute
             for attribute in list_sources(demand.value, Attribute):
-                guilty += rewrites[attribute].sharded_axes if attribute in rewrites else ()
+                failed_axes += rewrites[attribute].sharded_axes if attribute in rewrites else ()
         reason = (
             f"{demand.call.function} at {demand.call.source} in"
             f" {demand.call.key.module or 'the model itself'} takes the size"
             f" {int(demand.value)}, which no attribute of its own gives for a part"
         )
-        refused |= dict.fromkeys(guilty, reason)
+        refused |= dict.fromkeys(failed_axes, reason)
     return rewrites, refused
 
 
 def _list_divisions(demand: SizeDemand, ranks: int) -> Iterator[Division]:
-    """Yield how an attribute may be divided: all of it, or as much of one that is the very size as
-    is needed.
+    """Yield the ways to divide an attribute: all of it, or as much as the demand needs.
+
+    The second is possible where the integer is the attribute itself, not computed from it.
     """
     yield Division(ranks)
     value = int(demand.value)
@@ -513,11 +507,10 @@ def is_control_flow_same(
     size: int,
     last: dict[str, int],
 ) -> bool:
-    """Return True if the forward goes as far as its last boundaries on each of `size` ranks as it
-    does on the whole.
+    """Return True if comparisons of sizes come out on each of `size` ranks as in the whole model.
 
-    last: by module, the number of the last call that has a boundary. A comparison of sizes that
-    comes after it may come out otherwise: `if groups == 1: return keys`.
+    last: module -> the number of its last call with a boundary. A comparison after that call may
+    come out otherwise, since no exchange depends on it: `if groups == 1: return keys`.
     """
     # The vocabulary is cut unevenly, and no size in a layer depends on it.
     ranks = LocalSizes([axis for axis in sharded_axes if not axis.vocabulary], size)
@@ -530,4 +523,5 @@ def is_control_flow_same(
 
 
 def _is_right(demand: SizeDemand, ranks: LocalSizes, divisions: dict[Attribute, Division]) -> bool:
+    """Return True if a call's integer, computed anew with these divisions, is right on a rank."""
     return evaluate(demand.value, ranks.read_size, divisions) == demand.expected

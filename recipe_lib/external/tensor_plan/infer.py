@@ -1,10 +1,9 @@
-"""Infer a tensor-parallel plan of a model from the operators of one forward; names decide nothing.
+"""Infer a tensor-parallel plan of a model from the operators of one forward, not from names.
 
-`infer_plan` traces a forward, follows every axis that parameters have, keeps those that ranks can
-share, and makes a `ShardingPlan` of them. An axis is a dimension, or a factor of one, that occurs
-in several tensors, such as the heads of an attention; which dimensions are one axis follows from
-the operators (`axes`). Callers: `apply_plan` for a user's model, `proven_plan` for one with
-adapters, `transformers_models` for a config alone.
+`infer_plan` is called by `apply_plan`, `proven_plan` and `transformers_models`. An axis is a
+dimension, or a factor of one, that several tensors share, such as the heads of an attention. A
+boundary is an exchange between ranks at one argument or result of a torch function call: `enter`
+(the gradient is summed), `leave` (the result is summed) and others. A plan has both as data.
 """
 
 import contextlib
@@ -64,11 +63,11 @@ def infer_plan(
     """Return the tensor-parallel plan of a model, which is not changed.
 
     model: any language model, on the meta device or another one. inputs: keyword arguments of its
-    forward, on the same device, token ids `[b, s]` first (`build_example_inputs` makes those of
-    transformers). size: number of ranks; only axes that they can share are cut; 0: all axes.
-    tokens: ranks share tokens as well (sequence parallel), in modules where that is possible.
-    others: further keyword arguments of training; modules that make other calls for these do not
-    share tokens. Raises SetupError where the forward cannot be traced.
+    forward, on the same device, token ids `[b, s]` first. size: number of ranks; only axes that
+    they can share are cut; 0: all axes that some number of ranks can share. tokens: ranks share
+    tokens as well (sequence parallel), in modules where that is possible. others: further sets of
+    keyword arguments that training uses, such as for packed rows; modules whose calls differ for
+    these share no tokens. Raises SetupError where the forward cannot be traced.
     """
     forward = trace(model, inputs, find_rule)
     # Modules whose calls differ between the inputs.
@@ -127,7 +126,8 @@ def _follow_axes(
     """Follow every axis of a parameter through the trace.
 
     shapes: of the parameters, by name. Returns the axes that can be cut, and for others the reason
-    why not. Axes that an operator has blocked are in neither: their nodes have the reason.
+    why not. Axes that an operator has blocked are in neither: their nodes have the reason. size: as
+    of `infer_plan`.
     """
     reasons: dict[AxisNode, str] = {}
     dims_by_axis: dict[AxisNode, dict[str, list[int]]] = {}
@@ -173,7 +173,7 @@ def _find_parameter_dims(
         raise Refusal(
             f"{size} ranks cannot share parts of {', '.join(dims_by_name)} that all of them need"
         )
-    # The axis of the logits alone may be cut unevenly: the last rank has fewer rows of vocabulary.
+    # Only the axis of the logits may be cut unevenly: the last rank has fewer rows of vocabulary.
     is_output = any(axis in map(find, output.dims) for output in forward.outputs)
     if size and axis.size % size and not is_output:
         raise Refusal(f"{size} ranks cannot share its {axis.size} steps")
@@ -210,7 +210,8 @@ def _build_plan(
     """Build the plan of the axes that ranks share.
 
     shapes: of the parameters, by name. chosen: the axes. divisions: the integer attributes that
-    ranks divide. reasons: why other axes stay whole. shared: where ranks share tokens.
+    ranks divide, such as `num_heads`. reasons: why other axes stay whole. shared: where ranks share
+    tokens.
     """
     axes = tuple(
         Axis(
@@ -224,11 +225,12 @@ def _build_plan(
     )
     partial_parameters, mixed_parameters = _find_partial_parameters(forward, chosen, shared.uses)
     pending = _list_pending(forward, chosen=chosen, token_uses=shared.uses, mixed=mixed_parameters)
+    # Biases that are added once, after the sum of their product over ranks.
     late_biases = {name for _, boundary in pending for name in boundary.bias_parameters}
     arguments = chain.from_iterable(call.arguments for call in forward.calls)
-    used = set[str]().union(*(tensor.parameters for _, tensor, _ in arguments))
+    used_parameters = set[str]().union(*(tensor.parameters for _, tensor, _ in arguments))
     sharded_plans = _plan_sharded_parameters(forward, shapes, chosen)
-    unused = dict.fromkeys(shapes.keys() - used, "the forward does not use it")
+    unused = dict.fromkeys(shapes.keys() - used_parameters, "the forward does not use it")
     parameters = [
         sharded_plans.get(name)
         or ParameterPlan(
@@ -265,7 +267,7 @@ def _build_plan(
     replicated_matrices = [
         name
         for name, shape in shapes.items()
-        if name in used and name not in sharded_plans and len(shape) > 1
+        if name in used_parameters and name not in sharded_plans and len(shape) > 1
     ]
     refused = [
         f"{size} ranks: a comparison of sizes would send the forward another way"
@@ -293,7 +295,10 @@ def _find_legal_sizes(
     sizes: list[int],
     boundaries: tuple[Boundary, ...],
 ) -> tuple[int, ...]:
-    """Return the sizes with which comparisons of sizes in the forward come out as in the trace."""
+    """Return the numbers of ranks for which comparisons in the forward come out as in the trace.
+
+    sizes: the numbers to try. A comparison after the last exchange of its module may differ.
+    """
     # Module -> its last call with an exchange: later entries of the dict replace earlier ones.
     last_calls = {
         boundary.module: boundary.call
@@ -341,10 +346,10 @@ def _plan_sharded_parameters(
 def _find_partial_parameters(
     forward: ForwardTrace, chosen: list[ShardedAxis], token_uses: set[Place]
 ) -> tuple[set[str], set[str]]:
-    """Find replicated parameters of whose gradient a rank computes a part of the sum.
+    """Find the replicated parameters whose gradient on a rank is a part of a sum over ranks.
 
-    Returns the names of those of which that is so at all uses, and of those with other uses too.
-    token_uses: the arguments that meet a rank's tokens alone.
+    Returns two sets of names: those whose uses are all of that kind, and those with other uses too.
+    token_uses: arguments that meet a rank's tokens alone, which is such a use.
     """
     boundaries = [boundary for sharded in chosen for boundary in sharded.replicated_uses]
     partial_uses = {(boundary.call, boundary.place) for boundary in boundaries} | token_uses
@@ -399,7 +404,7 @@ def _list_pending(
 def _build_token_boundaries(forward: ForwardTrace, shared: SharedTokens) -> tuple[Boundary, ...]:
     """Build the boundaries at which tokens are gathered or sliced, in the order of the forward."""
     activations: dict[TracedTensor, int] = {}
-    # By kind and place, so that a module that runs twice has them once.
+    # By (kind, module, call, place), so that a module that runs twice has them once.
     boundaries: dict[tuple[str, str, int, str], Boundary] = {}
     exchanges = [("slice", item) for item in shared.slices.items()]
     exchanges += [("gather", item) for item in shared.gathers.items()]
@@ -431,8 +436,8 @@ def _build_boundaries(
 ) -> tuple[Boundary, ...]:
     """Build the boundaries of the axes, in the order of the forward.
 
-    A tensor that has to enter wherever it is used enters once, where it is made. pending: from
-    `_list_pending`.
+    A tensor that enters at all its uses enters once, where it is made, so that its gradient is
+    summed once. pending: from `_list_pending`.
     """
     exchanges = {**shared.gathers, **shared.slices}
     # Calls and tensors with an exchange of tokens: an `enter` is not moved past one.
@@ -480,13 +485,13 @@ def _build_boundaries(
         )
         axes.update((axis,) if axis >= 0 else ())
         parameters.update(names)
-    # By kind and place, so that a module that runs twice has them once.
+    # By (kind, module, call, place), so that a module that runs twice has them once.
     boundaries: dict[tuple[str, str, int, str], Boundary] = {}
     for (kind, index, place), (axes, parameters, boundary) in sorted(
         merged.items(), key=lambda item: item[0][1]
     ):
         call = forward.calls[index]
-        # A cut sums in the backward alone, and so if its tensor needs a gradient.
+        # A `cut` sums gradients alone, so it sums nothing where its tensor needs none.
         needs_gradient = any(
             needs for argument_place, _, needs in call.arguments if argument_place == place
         )
@@ -519,25 +524,25 @@ Uses = dict[TracedTensor, set[Place]]  # a tensor -> (index of a call, argument)
 def _find_moved(call: FunctionCall, users: Uses) -> TracedTensor | None:
     """Return the input of a call that only moves elements (views, copies); None for other calls.
 
-    Then the gradient of the input can be summed over ranks in place of the output's. Early places
-    are better: with or without a mask, fewer calls come before them that could differ. None also
-    where another call uses the input.
+    The gradient of the input can then be summed over ranks in place of the output's. An exchange
+    early in a module is better: calls before it are counted, and their number may differ with and
+    without a mask. None also where another call uses the input.
     """
     if not call.records or any(record.name not in MOVES for record in call.records):
         return None
-    moved = [tensor for _, tensor, needs_gradient in call.arguments if needs_gradient]
-    if not len(call.outputs) == len(call.arguments) == len(moved) == 1:
+    inputs = [tensor for _, tensor, needs_gradient in call.arguments if needs_gradient]
+    if not len(call.outputs) == len(call.arguments) == len(inputs) == 1:
         return None
-    return moved[0] if moved[0].activation and len(users[moved[0]]) == 1 else None
+    return inputs[0] if inputs[0].activation and len(users[inputs[0]]) == 1 else None
 
 
 def _find_giving_call(
     forward: ForwardTrace, tensor: TracedTensor, users: Uses, entering: Uses
 ) -> int | None:
-    """Return the last call that returns a tensor, if all later uses of it need it to enter.
+    """Return the index of the last call that returns a tensor, if all later uses need it to enter.
 
-    Calls that return their input count too. None if a later use must not have it entered, or an
-    earlier one reads it as it is.
+    Calls that return their input count too. None if a later use does not need that, or an earlier
+    call reads the tensor.
     """
     calls = range(max(tensor.call, 0), max(users[tensor])[0] + 1)
     giving_calls = [index for index in calls if tensor in forward.calls[index].outputs]
@@ -563,9 +568,10 @@ def _explain_replicated(tensor: TracedTensor, reasons: dict[AxisNode, str]) -> s
 def _list_refusals(
     forward: ForwardTrace, reasons: dict[AxisNode, str], matrices: list[str]
 ) -> Iterable[str]:
-    """Yield lines for a user on what stays whole; of axes only those of replicated matrices.
+    """Yield lines for a user that say what stays whole, and why.
 
-    matrices: names of replicated parameters of two and more dimensions.
+    reasons: of axes that are not cut; a line is made for those that one of `matrices` has.
+    matrices: names of the replicated parameters of two and more dimensions.
     """
     for name, place in forward.unknown.items():
         yield f"no rule for the operator {name} (first in {place}): what it touches stays whole"

@@ -1,9 +1,9 @@
-"""Rules: what each aten operator means for dimensions, which it keeps, unites, takes apart, sums
-over or blocks.
+"""Define for each aten operator a rule: what it does to the dimensions of its tensors.
 
-A rule gets an `OperatorCall` and returns the dimensions of each tensor that comes out; `tracing`
-asks `find_rule` for it. An operator without a rule is unknown: whoever traces blocks all that it
-touches, which is always safe.
+A dimension is an `AxisNode`; dimensions that are united are one axis, which ranks may share. A rule
+unites dimensions, takes them apart, notes which are summed over, and blocks those that no rank can
+compute a part of. `tracing` asks `find_rule` for the rule of each operator of a forward. What an
+operator without a rule touches is blocked by `tracing`, which is always safe.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +24,15 @@ from recipe_lib.external.tensor_plan.axes import (
 from recipe_lib.external.tensor_plan.forward_trace import Dims, OperatorCall, Rule, get_short_name
 from recipe_lib.external.tensor_plan.sharding_plan import list_tensors
 
-RULES: dict[str, Rule] = {}
+RULES: dict[str, Rule] = {}  # name of an operator -> its rule; `register_rule` fills it
+
+
+# A rule gets the call of an operator (`step`), writes what it finds into the fields of `step`, and
+# returns the dimensions of each result; None: the operator is treated as one without a rule.
 
 
 def register_rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for operators by their names without namespace and overload."""
+    """Return a decorator that registers a rule by names without namespace and overload."""
 
     def register(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, rule))
@@ -38,24 +42,28 @@ def register_rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def broadcast(step: OperatorCall, tensors: Sequence[torch.Tensor], shape: Sequence[int]) -> Dims:
-    """Return the dimensions of tensors that come together element by element."""
-    joined: Dims = [AxisNode(1) for _ in shape]
+    """Unite the dimensions of tensors that are combined element by element, and return them.
+
+    shape: the common shape, as torch broadcasts the tensors to it.
+    """
+    joined_dims: Dims = [AxisNode(1) for _ in shape]
     for tensor in tensors:
         dims = step.get_dims(tensor)
         offset = len(shape) - len(dims)
-        for number, node in enumerate(dims):
-            if shape[offset + number] == node.size:
-                joined[offset + number] = step.join(joined[offset + number], node)
+        for dim, node in enumerate(dims):
+            if shape[offset + dim] == node.size:
+                joined_dims[offset + dim] = step.join(joined_dims[offset + dim], node)
     # A dimension that no input has is new.
     return [
         node if node.size == size else AxisNode(size)
-        for node, size in zip(joined, shape, strict=True)
+        for node, size in zip(joined_dims, shape, strict=True)
     ]
 
 
 def find_rule(function: Any) -> Rule | None:
-    """Return the rule of an operator, or None."""
+    """Return the rule of an operator (an `OpOverload`), None if it has none."""
     registered = RULES.get(get_short_name(function))
+    # Every operator that torch itself marks as pointwise needs no entry.
     if registered is None and torch.Tag.pointwise in function.tags:
         return trace_elementwise
     return registered
@@ -90,7 +98,7 @@ def trace_elementwise(step: OperatorCall) -> list[Dims] | None:
     " new_zeros new_ones new_full new_empty new_empty_strided".split()
 )
 def trace_uniform(step: OperatorCall) -> list[Dims]:
-    """Trace an operator that gives one value everywhere."""
+    """Trace an operator that fills its result with one value: any part of it is like the whole."""
     step.uniform = True
     if step.name.endswith("_like"):
         return [list(step.get_dims(step.get_first_tensor()))]
@@ -105,7 +113,7 @@ def trace_uniform(step: OperatorCall) -> list[Dims]:
     *"histc bincount nonzero nonzero_numpy _unique2 unique_consecutive _local_scalar_dense".split()
 )
 def trace_values(step: OperatorCall) -> list[Dims]:
-    """Trace an operator that gives new values, no element of which belongs to one of an input."""
+    """Trace an operator whose results do not correspond to its inputs element by element."""
     step.values = True
     for tensor in list_tensors((step.args, step.kwargs)):
         for node in step.get_dims(tensor):
@@ -121,33 +129,34 @@ def trace_values(step: OperatorCall) -> list[Dims]:
     *"median nanmedian var_mean std_mean aminmax mode kthvalue count_nonzero nansum".split()
 )
 def trace_reduction(step: OperatorCall) -> list[Dims]:
-    """Block dimensions that become one element, but for sums and means, which ranks can put
-    together.
+    """Trace a reduction. The dimensions that it reduces are blocked.
+
+    Those of sums and means are noted instead: ranks can add up what each of them has.
     """
     step.ordered = True
     tensor = step.get_first_tensor()
     dims = step.get_dims(tensor)
     gone = _list_given_dims(step, len(dims))
     linear = step.name in ("mean", "sum") and len(gone) < len(dims) and tensor.is_floating_point()
-    for number in gone if dims else ():
+    for dim in gone if dims else ():
         if linear:
-            step.reductions.append((dims[number], step.known(tensor)))
+            step.reductions.append((dims[dim], step.known(tensor)))
         else:
-            block(dims[number], step.reason)
-    kept = len(step.get_shape()) == len(dims)
-    kept_dims = [
-        AxisNode(1) if number in gone else node
-        for number, node in enumerate(dims)
-        if kept or number not in gone
+            block(dims[dim], step.reason)
+    keepdim = len(step.get_shape()) == len(dims)
+    output_dims = [
+        AxisNode(1) if dim in gone else node
+        for dim, node in enumerate(dims)
+        if keepdim or dim not in gone
     ]
-    return [list(kept_dims) for _ in step.results]
+    return [list(output_dims) for _ in step.results]
 
 
 def _list_given_dims(step: OperatorCall, count: int) -> set[int]:
-    """Return the numbers of the dimensions that an operator is told, of `count`; none: all."""
-    over = step.get("dim")
-    numbers = [over] if isinstance(over, int) else over or range(count)
-    return {number % max(count, 1) for number in numbers}
+    """Return the `dim` argument as numbers from 0. Without one, it is all `count` dimensions."""
+    argument = step.get("dim")
+    dims = [argument] if isinstance(argument, int) else argument or range(count)
+    return {dim % max(count, 1) for dim in dims}
 
 
 @register_rule(
@@ -159,27 +168,27 @@ def _list_given_dims(step: OperatorCall, count: int) -> set[int]:
 )
 @register_rule("constant_pad_nd", "reflection_pad1d", "replication_pad1d")
 def trace_along(step: OperatorCall) -> list[Dims]:
-    """Block the dimensions along which what an element becomes depends on its neighbors, or its
-    place.
+    """Trace an operator that works along some dimensions, and block these.
+
+    An element of the result depends there on its neighbors, or on where it lies.
     """
     dims = list(step.get_dims(step.get_first_tensor()))
     step.ordered = not step.name.startswith(("tri", "constant_pad"))
-    over = step.get("dim", step.get("dims"))
-    numbers = [over] if isinstance(over, int) else over or list(range(len(dims)))
+    argument = step.get("dim", step.get("dims"))
+    along = [argument] if isinstance(argument, int) else argument or list(range(len(dims)))
     if step.name.startswith("tri"):
-        numbers = [-2, -1]
+        along = [-2, -1]
     elif "_pad" in step.name:
-        numbers = [
-            number for number, size in enumerate(step.get_shape()) if size != dims[number].size
-        ]
-    for number in numbers:
-        block(dims[number], step.reason)
+        along = [dim for dim, size in enumerate(step.get_shape()) if size != dims[dim].size]
+    for dim in along:
+        block(dims[dim], step.reason)
     return [_keep_equal_dims(step, dims, out) for out in step.results]
 
 
 def _keep_equal_dims(step: OperatorCall, dims: Dims, out: torch.Tensor) -> Dims:
-    """Keep the dimensions that are as long as before; others become new ones, which cannot be
-    cut.
+    """Return dimensions of a result: the input's where sizes are equal, new blocked ones elsewhere.
+
+    out: the result.
     """
     return [
         node if node.size == size else step.make_dims([size], True)[0]
@@ -189,7 +198,10 @@ def _keep_equal_dims(step: OperatorCall, dims: Dims, out: torch.Tensor) -> Dims:
 
 @register_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
 def trace_normalization(step: OperatorCall) -> list[Dims]:
-    """Trace statistics over the last dimensions, which a weight and a bias share."""
+    """Trace a norm: the last dimensions, over which it takes statistics, are blocked.
+
+    The statistics are results, too, with one element in these dimensions.
+    """
     dims = list(step.get_dims(step.get("input")))
     count = len(step.get("normalized_shape"))
     for node in dims[len(dims) - count :]:
@@ -198,94 +210,102 @@ def trace_normalization(step: OperatorCall) -> list[Dims]:
         if step.get(name) is not None:
             broadcast(step, [step.get(name), step.get("input")], step.get("input").shape)
     statistics = dims[: len(dims) - count] + [AxisNode(1)] * count
-    return [dims if number == 0 else list(statistics) for number in range(len(step.results))]
+    return [dims if index == 0 else list(statistics) for index in range(len(step.results))]
 
 
 @register_rule(
     *"mm bmm mv dot matmul addmm baddbmm addmv linear _int_mm addmm_ baddbmm_ addbmm".split()
 )
 def trace_matrix_product(step: OperatorCall) -> list[Dims] | None:
-    """Trace a product: it sums over the last dimension of the left operand; a batch is shared."""
+    """Trace `[..., n, k] x [..., k, m]`, which sums over k; an addend is joined to the result."""
     tensors = list(list_tensors((step.args, step.kwargs)))
+    # `addmm` and `baddbmm` take the addend first, `linear` last.
     added = tensors.pop(0) if step.name.startswith(("addm", "badd")) else None
-    if len(tensors) < 2 or step.name == "addbmm":
+    if len(tensors) < 2 or step.name == "addbmm":  # addbmm sums over the batch, too
         return None
     left, right = tensors[:2]
-    ours, theirs = map(step.get_dims, (left, right))
+    left_dims, right_dims = map(step.get_dims, (left, right))
     if step.name == "linear":
-        theirs = theirs[::-1]
+        right_dims = right_dims[::-1]
         added = tensors[2] if len(tensors) > 2 else None
-    if min(len(ours), len(theirs)) > 2 and len(ours) != len(theirs):
+    if min(len(left_dims), len(right_dims)) > 2 and len(left_dims) != len(right_dims):
         return None
-    rows = theirs[-2] if len(theirs) > 1 else theirs[0]
-    step.contract(ours[-1], right=rows, left_tensor=left, right_tensor=right)
-    batch = [step.join(one, other) for one, other in zip(ours[:-2], theirs[:-2], strict=False)]
-    longer = ours if len(ours) >= len(theirs) else theirs
+    rows = right_dims[-2] if len(right_dims) > 1 else right_dims[0]
+    step.contract(left_dims[-1], right=rows, left_tensor=left, right_tensor=right)
+    batch = [
+        step.join(left_node, right_node)
+        for left_node, right_node in zip(left_dims[:-2], right_dims[:-2], strict=False)
+    ]
+    # An operand without batch dimensions meets the other's.
+    longer = left_dims if len(left_dims) >= len(right_dims) else right_dims
     batch = batch if len(batch) == len(longer) - 2 else longer[: max(len(longer) - 2, 0)]
     product_dims = [
         *batch,
-        *(ours[-2:-1] if len(ours) > 1 else []),
-        *(theirs[-1:] if len(theirs) > 1 else []),
+        *(left_dims[-2:-1] if len(left_dims) > 1 else []),
+        *(right_dims[-1:] if len(right_dims) > 1 else []),
     ]
     step.added = None if added is None else step.known(added)
     if added is not None and [node.size for node in product_dims] == step.get_shape():
         offset = len(product_dims) - added.dim()
-        for number, node in enumerate(step.get_dims(added)):
-            step.join(product_dims[offset + number], node)
+        for dim, node in enumerate(step.get_dims(added)):
+            step.join(product_dims[offset + dim], node)
     return [product_dims]
 
 
 @register_rule("_grouped_mm", "transformers::grouped_mm_fallback")
 def trace_grouped_product(step: OperatorCall) -> list[Dims] | None:
-    """Trace rows sorted by group times the matrix of their group: [rows, k] x [groups, k, n]."""
+    """Trace rows, sorted by group, times their group's matrix: `[rows, k] x [groups, k, n]`."""
     rows, matrices = list(list_tensors(step.args))[:2]
-    ours, theirs = map(step.get_dims, (rows, matrices))
-    if len(ours) != 2 or len(theirs) != 3:
+    row_dims, matrix_dims = map(step.get_dims, (rows, matrices))
+    if len(row_dims) != 2 or len(matrix_dims) != 3:
         return None
-    block(theirs[0], step.reason)
-    step.contract(ours[1], right=theirs[1], left_tensor=rows, right_tensor=matrices)
-    return [[ours[0], theirs[2]]]
+    block(matrix_dims[0], step.reason)
+    step.contract(row_dims[1], right=matrix_dims[1], left_tensor=rows, right_tensor=matrices)
+    return [[row_dims[0], matrix_dims[2]]]
 
 
 @register_rule("embedding")
 def trace_embedding(step: OperatorCall) -> list[Dims]:
-    """Trace the rows of a matrix that are picked by number."""
+    """Trace a look-up: rows of a matrix that are picked by number."""
     step.lookup = True
     return [[*step.get_dims(step.get("indices")), step.get_dims(step.get("weight"))[1]]]
 
 
 @register_rule("convolution")
 def trace_convolution(step: OperatorCall) -> list[Dims] | None:
-    """Trace a convolution: it mixes channels unless each has its own kernel (depthwise); places are
-    blocked.
+    """Trace a convolution of `[b, channels, ...]`; the dimensions that it slides over are blocked.
+
+    It sums over channels, unless each channel has its own kernel (depthwise). Channels in groups
+    are blocked.
     """
     data, weight, bias = map(step.get, ("input", "weight", "bias"))
-    ours, kernel = map(step.get_dims, (data, weight))
-    for node in (*ours[2:], *kernel[2:]):
+    data_dims, kernel_dims = map(step.get_dims, (data, weight))
+    for node in (*data_dims[2:], *kernel_dims[2:]):
         block(node, step.reason)
     if step.get("transposed"):
         return None
-    channels = kernel[0]
+    channels = kernel_dims[0]
     if step.get("groups") == 1:
-        step.contract(ours[1], right=kernel[1], left_tensor=data, right_tensor=weight)
-    elif step.get("groups") == ours[1].size == kernel[0].size:
-        channels = step.join(ours[1], kernel[0])
+        step.contract(data_dims[1], right=kernel_dims[1], left_tensor=data, right_tensor=weight)
+    elif step.get("groups") == data_dims[1].size == kernel_dims[0].size:
+        channels = step.join(data_dims[1], kernel_dims[0])
     else:
-        block(ours[1], step.reason)
-        block(kernel[0], step.reason)
+        block(data_dims[1], step.reason)
+        block(kernel_dims[0], step.reason)
     if bias is not None:
         step.join(channels, step.get_dims(bias)[0])
-    return [[ours[0], channels, *step.make_dims(step.get_shape()[2:], True)]]
+    return [[data_dims[0], channels, *step.make_dims(step.get_shape()[2:], True)]]
 
 
-# What moves elements: views, cuts, concatenations, picks by number; and attention in one go.
+# Rules of operators that move elements: views, slices, concatenations, picks by number. At the end
+# stands fused attention.
 
 
 @register_rule(
     "view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy", "flatten", "unflatten"
 )
 def trace_view(step: OperatorCall) -> list[Dims] | None:
-    """Trace the same elements under other sizes: dimensions are joined and taken apart."""
+    """Trace the same elements in another shape: dimensions are joined and taken apart."""
     tensor = step.get_first_tensor()
     if tensor.shape == step.results[0].shape:
         return [list(step.get_dims(tensor))]
@@ -322,7 +342,7 @@ def trace_permutation(step: OperatorCall) -> list[Dims]:
 
 @register_rule("expand", "expand_copy")
 def trace_expand(step: OperatorCall) -> list[Dims]:
-    """Trace repeated dimensions of one element, and new ones in front."""
+    """Trace an expansion: a dimension that becomes longer, or comes in front, is a new one."""
     shape = step.get_shape()
     dims = step.get_dims(step.get_first_tensor())
     dims = [AxisNode(1)] * (len(shape) - len(dims)) + list(dims)
@@ -336,38 +356,40 @@ def trace_expand(step: OperatorCall) -> list[Dims]:
 
 @register_rule("unsqueeze", "squeeze", "unsqueeze_", "squeeze_")
 def trace_squeeze(step: OperatorCall) -> list[Dims]:
-    """Trace dimensions of one element that come and go."""
+    """Trace dimensions of one element that are added or removed."""
     dims = list(step.get_dims(step.get_first_tensor()))
     if step.name.startswith("unsqueeze"):
         dims.insert(step.get("dim") % (len(dims) + 1), AxisNode(1))
         return [dims]
-    gone = set() if step.get("dim") == [] else _list_given_dims(step, len(dims))
-    return [[node for number, node in enumerate(dims) if number not in gone or node.size != 1]]
+    # An empty list of dimensions removes none, no list at all removes every one of size 1.
+    removable = set() if step.get("dim") == [] else _list_given_dims(step, len(dims))
+    return [[node for dim, node in enumerate(dims) if dim not in removable or node.size != 1]]
 
 
 @register_rule("slice", "narrow")
 def trace_slice(step: OperatorCall) -> list[Dims]:
-    """Trace one stretch of a dimension."""
+    """Trace a slice of one dimension: it cuts the dimension into parts, of which it keeps one."""
     dims = list(step.get_dims(step.get_first_tensor()))
-    number = step.get("dim", 0) % len(dims)
-    size = dims[number].size
-    length = step.get_shape()[number]
+    sliced_dim = step.get("dim", 0) % len(dims)
+    size = dims[sliced_dim].size
+    length = step.get_shape()[sliced_dim]
     if length == size:
         return [dims]
     stride = step.get("step", 1)
     start = step.get("start") or 0
     if stride > 1 and size % stride == 0 and 0 <= start < stride and length == size // stride:
-        # Every other one, as of gate and up.
-        dims[number], within = regroup([dims[number]], [length, stride], step.reason)
+        # Such as `x[..., ::2]` of a gate and an up projection that alternate.
+        dims[sliced_dim], within = regroup([dims[sliced_dim]], [length, stride], step.reason)
         block(within, step.reason)
         return [dims]
     if stride != 1 or not length:
-        block(dims[number], step.reason)
-        dims[number] = step.make_dims([length], True)[0]
+        block(dims[sliced_dim], step.reason)
+        dims[sliced_dim] = step.make_dims([length], True)[0]
         return [dims]
     start = max(start + size, 0) if start < 0 else start
-    pieces = cut(dims[number], [start, length, size - start - length], step.reason)
-    dims[number] = pieces[1 if start else 0]
+    pieces = cut(dims[sliced_dim], [start, length, size - start - length], step.reason)
+    # `cut` leaves out parts without elements.
+    dims[sliced_dim] = pieces[1 if start else 0]
     return [dims]
 
 
@@ -376,52 +398,53 @@ def trace_slice(step: OperatorCall) -> list[Dims]:
     " split_with_sizes_copy".split()
 )
 def trace_split(step: OperatorCall) -> list[Dims]:
-    """Trace a dimension that is cut into several; single elements, as of `unbind`, block it."""
+    """Trace a dimension that is cut into several; picks of single elements (`unbind`) block it."""
     dims = list(step.get_dims(step.get_first_tensor()))
-    number = step.get("dim", 0) % len(dims)
+    split_dim = step.get("dim", 0) % len(dims)
     if step.name in ("unbind", "select"):
-        block(dims[number], step.reason)
-        return [dims[:number] + dims[number + 1 :] for _ in step.results]
-    lengths = [out.shape[number] for out in step.results]
+        block(dims[split_dim], step.reason)
+        return [dims[:split_dim] + dims[split_dim + 1 :] for _ in step.results]
+    lengths = [out.shape[split_dim] for out in step.results]
     if not all(lengths):
-        block(dims[number], step.reason)
+        block(dims[split_dim], step.reason)
         return [
-            [*dims[:number], *step.make_dims([length], True), *dims[number + 1 :]]
+            [*dims[:split_dim], *step.make_dims([length], True), *dims[split_dim + 1 :]]
             for length in lengths
         ]
     return [
-        [*dims[:number], piece, *dims[number + 1 :]]
-        for piece in cut(dims[number], lengths, step.reason)
+        [*dims[:split_dim], piece, *dims[split_dim + 1 :]]
+        for piece in cut(dims[split_dim], lengths, step.reason)
     ]
 
 
 @register_rule("cat", "stack", "concat")
 def trace_cat(step: OperatorCall) -> list[Dims]:
-    """Trace tensors one after the other along a dimension, old or new."""
+    """Trace tensors put together along a dimension they have (`cat`) or a new one (`stack`)."""
+    # torch ignores tensors of shape [0] here, whatever the shape of the others.
     tensors = [
         tensor for tensor in list_tensors(step.args[0]) if tensor.numel() or tensor.dim() > 1
     ]
     shape = step.get_shape()
-    number = step.get("dim", 0) % len(shape)
+    cat_dim = step.get("dim", 0) % len(shape)
     dims_by_tensor = [list(step.get_dims(tensor)) for tensor in tensors]
     if step.name == "stack":
-        joined = AxisNode(shape[number], blocked=step.reason)
+        joined = AxisNode(shape[cat_dim], blocked=step.reason)
         for dims in dims_by_tensor:
-            dims.insert(number, joined)
+            dims.insert(cat_dim, joined)
     else:
-        joined = make_concatenation(dims[number] for dims in dims_by_tensor)
-    dims_of_all = dims_by_tensor[0]
+        joined = make_concatenation(dims[cat_dim] for dims in dims_by_tensor)
+    output_dims = dims_by_tensor[0]
     for dims in dims_by_tensor[1:]:
-        for place, node in enumerate(dims):
-            if place != number:
-                unify(dims_of_all[place], node, step.reason)
-    dims_of_all[number] = joined
-    return [dims_of_all]
+        for dim, node in enumerate(dims):
+            if dim != cat_dim:
+                unify(output_dims[dim], node, step.reason)
+    output_dims[cat_dim] = joined
+    return [output_dims]
 
 
 @register_rule("repeat")
 def trace_repeat(step: OperatorCall) -> list[Dims]:
-    """Trace copies of the whole, one after the other, along each dimension."""
+    """Trace `Tensor.repeat`: a dimension becomes (copies x itself), copies outermost."""
     repeats = step.get("repeats")
     dims = list(step.get_dims(step.get_first_tensor()))
     dims = [AxisNode(1)] * (len(repeats) - len(dims)) + dims
@@ -438,98 +461,113 @@ def trace_repeat(step: OperatorCall) -> list[Dims]:
     " _native_batch_norm_legit".split()
 )
 def trace_opaque(step: OperatorCall) -> list[Dims]:
-    """Keep dimensions of a view whose sizes stay in front; block all others."""
+    """Block all dimensions of an operator that is not followed.
+
+    Only views of known kinds keep the first dimensions, as long as their sizes stay.
+    """
     shape = step.get_shape()
     dims = list(step.get_dims(step.get_first_tensor()))
-    keeps = step.name in ("view_as_real", "view_as_complex", "unfold")
-    same = 0
-    while keeps and same < min(len(dims), len(shape)) and dims[same].size == shape[same]:
-        if step.name == "unfold" and same == step.get("dimension") % len(dims):
+    keeps_some = step.name in ("view_as_real", "view_as_complex", "unfold")
+    kept = 0  # how many
+    while keeps_some and kept < min(len(dims), len(shape)) and dims[kept].size == shape[kept]:
+        if step.name == "unfold" and kept == step.get("dimension") % len(dims):
             break
-        same += 1
-    for node in (*dims[same:], *(node for other in step.inputs[1:] for node in other.dims)):
+        kept += 1
+    for node in (*dims[kept:], *(node for other in step.inputs[1:] for node in other.dims)):
         block(node, step.reason)
-    return [dims[:same] + step.make_dims(out.shape[same:], True) for out in step.results]
+    return [dims[:kept] + step.make_dims(out.shape[kept:], True) for out in step.results]
 
 
 @register_rule(
     "index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"
 )
 def trace_index(step: OperatorCall) -> list[Dims]:
-    """Trace elements that are picked, or put, by numbers along some dimensions, which are
-    blocked.
+    """Trace `x[indices]`, or a write there; the dimensions that are indexed are blocked.
+
+    An index is a mask, which stands for as many dimensions as it has, or numbers, which stand for
+    one. Indices of neighboring dimensions leave their common shape there, others leave it in front.
     """
     dims = list(step.get_dims(step.get_first_tensor()))
-    picks = list(step.get("indices"))
-    single = _find_negative_pick(step, picks)
+    indices = list(step.get("indices"))  # None: a dimension that is not indexed
+    single = _find_negative_pick(step, indices)
     if single is not None:
-        at, element = single
-        start = dims[at].size + element
-        dims[at] = cut(dims[at], [start, 1, -element - 1], step.reason)[1 if start else 0]
+        single_dim, element = single
+        start = dims[single_dim].size + element
+        dims[single_dim] = cut(dims[single_dim], [start, 1, -element - 1], step.reason)[
+            1 if start else 0
+        ]
         return [dims]
-    used = []  # numbers of the dimensions that are picked from
-    number = 0
+    indexed = []  # numbers of the dimensions that are indexed
+    dim = 0
     shapes = []
-    for pick in picks:
+    for index in indices:
         count = 1
-        if pick is not None:
-            count = pick.dim() if pick.dtype in (torch.bool, torch.uint8) else 1
-            used += list(range(number, number + count))
-            shapes.append((3,) if count > 1 or pick.dtype is torch.bool else tuple(pick.shape))
-        number += count
-    for place in used:
-        block(dims[place], step.reason)
-    masks = any(pick is not None and pick.dtype in (torch.bool, torch.uint8) for pick in picks)
-    given = [pick for pick in picks if pick is not None]
-    kept = [node for place, node in enumerate(dims) if place not in used]
-    front = used[0] if used and used == list(range(used[0], used[-1] + 1)) else 0
+        if index is not None:
+            count = index.dim() if index.dtype in (torch.bool, torch.uint8) else 1
+            indexed += list(range(dim, dim + count))
+            # A mask gives one dimension, of any size; 3 stands for it, only the length counts.
+            shapes.append((3,) if count > 1 or index.dtype is torch.bool else tuple(index.shape))
+        dim += count
+    for number in indexed:
+        block(dims[number], step.reason)
+    has_mask = any(
+        index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices
+    )
+    given = [index for index in indices if index is not None]
+    kept = [node for number, node in enumerate(dims) if number not in indexed]
+    # Where the dimensions of the indices lie in the result.
+    first = indexed[0] if indexed and indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
     target = step.get("values") if "put" in step.name else step.results[0]
-    count = len(torch.broadcast_shapes(*shapes)) if given and not masks else 1
+    count = len(torch.broadcast_shapes(*shapes)) if given and not has_mask else 1
     if "put" in step.name:
-        put_dims = [*kept[:front], *(AxisNode(1) for _ in range(count)), *kept[front:]]
+        put_dims = [*kept[:first], *(AxisNode(1) for _ in range(count)), *kept[first:]]
         offset = len(put_dims) - target.dim()
-        for place, node in enumerate(step.get_dims(target)):
-            if place + offset >= 0 and node.size == put_dims[place + offset].size:
-                step.join(put_dims[place + offset], node)
+        for number, node in enumerate(step.get_dims(target)):
+            if number + offset >= 0 and node.size == put_dims[number + offset].size:
+                step.join(put_dims[number + offset], node)
         return [dims]
-    picked = list(target.shape[front : front + count])
-    spent = step.make_dims(picked) if masks else broadcast(step, given, picked)
-    return [[*kept[:front], *spent, *kept[front:]]]
+    index_shape = list(target.shape[first : first + count])
+    index_dims = step.make_dims(index_shape) if has_mask else broadcast(step, given, index_shape)
+    return [[*kept[:first], *index_dims, *kept[first:]]]
 
 
 def _find_negative_pick(
     step: OperatorCall, picks: list[torch.Tensor | None]
 ) -> tuple[int, int] | None:
-    """Return the dimension and the number of `x[..., [-1], :]`, which is a slice of one element;
-    None for other picks.
+    """Return (dimension, index) of `x[..., [-1], :]`, which is a slice of one element.
+
+    None for other indices. picks: the indices, None for a dimension without one.
     """
-    given = [number for number, pick in enumerate(picks) if pick is not None]
+    indexed_dims = [dim for dim, index in enumerate(picks) if index is not None]
+    # A place such as `1.1.0`: an item of a list within the brackets.
     listed = [
         value
         for place, value in step.picked.items()
         if place.count(".") == 2 and isinstance(value, int)
     ]
-    if "put" in step.name or len(given) != 1 or len(listed) != 1 or listed[0] >= 0:
+    if "put" in step.name or len(indexed_dims) != 1 or len(listed) != 1 or listed[0] >= 0:
         return None
-    pick = picks[given[0]]
-    return (given[0], listed[0]) if pick is not None and tuple(pick.shape) == (1,) else None
+    index = picks[indexed_dims[0]]
+    return (
+        (indexed_dims[0], listed[0]) if index is not None and tuple(index.shape) == (1,) else None
+    )
 
 
 @register_rule(
     *"index_select index_add index_add_ index_copy index_copy_ index_fill index_fill_".split()
 )
 def trace_index_along(step: OperatorCall) -> list[Dims]:
-    """Trace slices that are picked, or added, by number along one dimension, which is blocked."""
+    """Trace slices that are picked, or written, by number along one dimension, which is blocked."""
     dims = list(step.get_dims(step.get_first_tensor()))
-    number = step.get("dim") % max(len(dims), 1)
-    block(dims[number], step.reason)
+    indexed_dim = step.get("dim") % max(len(dims), 1)
+    block(dims[indexed_dim], step.reason)
     if step.name == "index_select":
-        dims[number] = step.get_dims(step.get("index"))[0]
+        dims[indexed_dim] = step.get_dims(step.get("index"))[0]
         return [dims]
     source = step.get("source")
-    for place, node in enumerate(step.get_dims(source) if source is not None else ()):
-        if place != number:
-            unify(dims[place], node, step.reason)
+    for dim, node in enumerate(step.get_dims(source) if source is not None else ()):
+        if dim != indexed_dim:
+            unify(dims[dim], node, step.reason)
     return [dims]
 
 
@@ -537,27 +575,28 @@ def trace_index_along(step: OperatorCall) -> list[Dims]:
     *"gather scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_".split()
 )
 def trace_gather(step: OperatorCall) -> list[Dims]:
-    """Trace elements that are picked, or put, by numbers along one dimension, which lie where the
-    elements do.
+    """Trace elements that are picked, or written, by an index tensor along one dimension.
+
+    That dimension is blocked; the index has the others, too.
     """
     dims = list(step.get_dims(step.get_first_tensor()))
-    number = step.get("dim") % max(len(dims), 1)
-    block(dims[number], step.reason)
-    other_dims = [
+    indexed_dim = step.get("dim") % max(len(dims), 1)
+    block(dims[indexed_dim], step.reason)
+    dims_by_tensor = [
         step.get_dims(tensor)
         for tensor in (step.get("index"), step.get("src"))
         if isinstance(tensor, torch.Tensor)
     ]
-    for other in other_dims:
-        for place, node in enumerate(other):
-            if place == number:
+    for tensor_dims in dims_by_tensor:
+        for dim, node in enumerate(tensor_dims):
+            if dim == indexed_dim:
                 block(node, step.reason)
-            elif node.size == dims[place].size:
-                unify(dims[place], node, step.reason)
+            elif node.size == dims[dim].size:
+                unify(dims[dim], node, step.reason)
             else:
-                block(dims[place], step.reason)
+                block(dims[dim], step.reason)
                 block(node, step.reason)
-    return [other_dims[0] if step.name == "gather" else dims]
+    return [dims_by_tensor[0] if step.name == "gather" else dims]
 
 
 @register_rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
@@ -570,29 +609,30 @@ def trace_gather(step: OperatorCall) -> list[Dims]:
     "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math"
 )
 def trace_attention(step: OperatorCall) -> list[Dims]:
-    """Trace softmax(q k^T) v over [b, h, s, e]; fewer heads of keys and values than of queries
-    stand for groups.
+    """Trace softmax(q k^T) v over `[b, heads, s, head width]`: it sums over s and the width.
+
+    There may be fewer heads of keys and values than of queries: each serves a group of these.
     """
     query, key, value = map(step.get, ("query", "key", "value"))
-    ours, keys, values = map(step.get_dims, (query, key, value))
-    groups = query.shape[-3] // key.shape[-3]
-    for theirs in (keys, values):
-        for one, other in zip(ours[:-3], theirs[:-3], strict=True):
-            step.join(one, other)
-        unify(ours[-3], make_product([theirs[-3], AxisNode(groups)]), step.reason)
-    unify(keys[-2], values[-2], step.reason)
-    for node in (ours[-1], keys[-1], keys[-2], ours[-2]):
+    query_dims, key_dims, value_dims = map(step.get_dims, (query, key, value))
+    group_size = query.shape[-3] // key.shape[-3]
+    for dims in (key_dims, value_dims):
+        for query_batch, batch in zip(query_dims[:-3], dims[:-3], strict=True):
+            step.join(query_batch, batch)
+        unify(query_dims[-3], make_product([dims[-3], AxisNode(group_size)]), step.reason)
+    unify(key_dims[-2], value_dims[-2], step.reason)
+    for node in (query_dims[-1], key_dims[-1], key_dims[-2], query_dims[-2]):
         block(node, step.reason)
-    unify(ours[-1], keys[-1], step.reason)
+    unify(query_dims[-1], key_dims[-1], step.reason)
     mask = step.get("attn_mask", step.get("attn_bias"))
     if mask is not None:
-        broadcast(step, [mask], [*(node.size for node in ours[:-1]), keys[-2].size])
-        offset = len(ours) - mask.dim()
-        for place, node in enumerate(step.get_dims(mask)[:-2]):
-            step.join(ours[offset + place], node)
-    output_dims: list[Dims] = [[*ours[:-1], values[-1]]]
+        broadcast(step, [mask], [*(node.size for node in query_dims[:-1]), key_dims[-2].size])
+        offset = len(query_dims) - mask.dim()
+        for dim, node in enumerate(step.get_dims(mask)[:-2]):
+            step.join(query_dims[offset + dim], node)
+    output_dims: list[Dims] = [[*query_dims[:-1], value_dims[-1]]]
     for out in step.results[1:]:
-        # Rows of the queries' heads, such as log-sum-exps.
-        kept = ours[:2] if out.dim() == 3 and out.shape[:2] == query.shape[:2] else []
+        # One number for each query of a head, such as log-sum-exps.
+        kept = query_dims[:2] if out.dim() == 3 and out.shape[:2] == query.shape[:2] else []
         output_dims.append([*kept, *step.make_dims(out.shape[len(kept) :], True)])
     return output_dims

@@ -1,8 +1,9 @@
-"""Follow one axis through a trace: which tensors a rank has a part of, and where that begins and
-ends.
+"""Follow one axis through a traced forward, to find the exchanges that ranks need to share it.
 
-`follow_axis` is called for each axis that a parameter has. It returns the axis with the boundaries
-that it needs, or raises `Refusal`, whose text says why ranks cannot share it.
+An axis is a dimension, or a factor of one, that several tensors have, such as attention heads.
+`infer` calls `follow_axis` for each axis that a parameter has. It returns the axis with its
+boundaries (exchanges between ranks at a call), or raises `Refusal`, whose text says why not. A
+record is one ATen operator of the trace, a call one torch function call, which runs operators.
 """
 
 from collections.abc import Iterable
@@ -19,13 +20,14 @@ from recipe_lib.external.tensor_plan.forward_trace import (
 )
 from recipe_lib.external.tensor_plan.sharding_plan import find_period
 
-# What may follow a product within its call: nothing of it depends on values.
+# Operators that move elements, or change their type. They may follow a product within its call,
+# between it and the sum over ranks: a sum gives the same before and after them.
 MOVES = frozenset(
     "view _unsafe_view _reshape_alias permute transpose t clone alias detach _to_copy squeeze"
     " unsqueeze".split()
 )
 
-# What takes parts of a dimension that was put together of several.
+# Operators that take parts of a dimension that was put together of several.
 _TAKES = frozenset("slice narrow split split_with_sizes chunk index".split())
 
 
@@ -39,10 +41,11 @@ def follow_axis(
     parameter_dims: dict[str, int],
     records: Iterable[OperatorCall],
 ) -> ShardedAxis:
-    """Follow an axis through the records that have to do with it.
+    """Follow an axis through the records that have to do with it, and return what was found.
 
-    node: a leaf that nothing blocks. parameter_dims: the dimension of each parameter that has it.
-    Raises Refusal where a rank could not compute its part.
+    node: the axis, a leaf that is not blocked. parameter_dims: name of a parameter that has it ->
+    its dimension. records: those that read or make a tensor with the axis, in order. Raises Refusal
+    where a rank could not compute its part.
     """
     follower = _AxisFollower(
         trace,
@@ -55,16 +58,17 @@ def follow_axis(
 
 
 class _AxisFollower:
-    """One axis on its way through one trace; its methods are the kinds of operators that it
-    meets.
-    """
+    """Follows one axis through one trace; there is a method for each kind of operator it meets."""
 
     def __init__(self, trace: ForwardTrace, axis: ShardedAxis) -> None:
         self.trace = trace
         self.axis = axis
 
     def follow(self, records: Iterable[OperatorCall]) -> None:
-        """Note all tensors that are sharded, and all boundaries. Raises Refusal."""
+        """Note all tensors that are sharded, and all boundaries, in `self.axis`.
+
+        Raises Refusal where ranks cannot share the axis, or where it would not be worth it.
+        """
         axis = self.axis
         in_outputs = [self._is_in(output) for output in self.trace.outputs]
         axis.vocabulary = axis.output = any(in_outputs)
@@ -86,7 +90,7 @@ class _AxisFollower:
             is_sharded = output in axis.sharded
             if is_sharded and not has_it:
                 raise Refusal("what every rank uses in part is in what the model gives")
-            # Logits may stay cut, along their last dimension, if the axis is that of the tokens.
+            # Logits may stay cut along their last dimension, which is the vocabulary's.
             is_cut_last = is_sharded and has_axis(output.dims[-1], axis.node)
             if has_it and (axis.row_parameters or not is_cut_last):
                 raise Refusal("the axis is in what the model gives")
@@ -97,18 +101,21 @@ class _AxisFollower:
         if axis.vocabulary and (axis.row_parameters or axis.is_reduced):
             raise Refusal("a product, a sum or a mean is over tokens")
         if axis.is_reduced:
-            # An axis of embeddings: every norm would cost a sum over ranks.
+            # The axis of hidden states' channels: every norm would cost a sum over ranks.
             for record in self.trace.records:
                 if record.lookup and have_axis(record.inputs[0].dims[1:], axis.node):
                     raise Refusal("hidden states have it, and norms take means over it")
         self._check_runs_alike()
 
     def _is_in(self, tensor: TracedTensor) -> bool:
+        """Return True if a dimension of the tensor has the axis."""
         return have_axis(tensor.dims, self.axis.node)
 
     def _gather_whole_segments(self) -> None:
-        """Note the parameters of which some segments have the axis and others not: these are
-        gathered wherever they are used.
+        """Note an `assemble` boundary at each use of a parameter with segments without the axis.
+
+        A rank holds its part of these segments, too, and gathers them there. Raises Refusal where
+        they are most of a parameter.
         """
         for name, dim in self.axis.parameter_dims.items():
             parameter = self.trace.parameters[name]
@@ -123,7 +130,7 @@ class _AxisFollower:
                 raise Refusal(f"most of {name} does not have the axis")
             views = self._find_stored_views(parameter)
             for number, call in enumerate(self.trace.calls):
-                for place, tensor in [each[:2] for each in call.arguments if each[1] in views]:
+                for place, tensor in [entry[:2] for entry in call.arguments if entry[1] in views]:
                     dims = [
                         at for at, node in enumerate(tensor.dims) if has_axis(node, self.axis.node)
                     ]
@@ -146,7 +153,7 @@ class _AxisFollower:
     def _find_stored_views(self, parameter: TracedTensor) -> set[TracedTensor]:
         """Return the parameter, and views of it that no call makes, such as `weight.T`.
 
-        Raises Refusal for any other such use.
+        Raises Refusal for another operator on it outside of calls, where ranks cannot exchange.
         """
         views = {parameter}
         for record in self.trace.records:
@@ -164,7 +171,10 @@ class _AxisFollower:
         return views
 
     def _select_reached(self, records: Iterable[OperatorCall]) -> Iterable[OperatorCall]:
-        """Yield the records that have to do with the axis, or with what every rank uses in part."""
+        """Yield the records that read or make a tensor with the axis, or a sharded one.
+
+        The second are tensors that a rank has whole, but uses for its part of the axis alone.
+        """
         if not self.axis.has_whole_segments:
             yield from records
             return
@@ -175,8 +185,10 @@ class _AxisFollower:
                 yield record
 
     def _pass(self, record: OperatorCall) -> None:
-        """Pass an operator that sums over no part of the axis: what comes out is sharded if
-        something that goes in is.
+        """Pass an operator that does not sum over the axis: its outputs are sharded if inputs are.
+
+        A whole input that meets a sharded one gets a boundary. Raises Refusal where only some of
+        the outputs have the axis.
         """
         sharded = self.axis.sharded
         sharded_inputs = [tensor for tensor in record.inputs if tensor in sharded]
@@ -184,7 +196,7 @@ class _AxisFollower:
         if sharded_inputs and self.axis.has_whole_segments and not record.uniform:
             calls = self.trace.calls
             is_even = record.call >= 0 and calls[record.call].function in ("chunk", "tensor_split")
-            # What every rank uses in part, or is taken from it.
+            # All inputs lack the axis and are used in part, or a part of a fused tensor is taken.
             if not any(map(self._is_in, sharded_inputs)) or (record.name in _TAKES and not is_even):
                 sharded_outputs = record.outputs
         if not sharded_outputs:
@@ -214,7 +226,11 @@ class _AxisFollower:
                 self._meet_whole(record, tensor)
 
     def _meet_whole(self, record: OperatorCall, whole: TracedTensor) -> None:
-        """Note where a tensor that each rank has whole meets one of which it has a part."""
+        """Note where a tensor that each rank has whole meets one of which it has a part.
+
+        One with the axis is cut there. One without it that needs a gradient enters: its gradient is
+        summed over ranks in backward.
+        """
         if record.call < 0:
             if self._is_in(whole) or whole.activation or whole.parameters:
                 raise Refusal("the axis goes through an operator that no torch function call makes")
@@ -236,7 +252,7 @@ class _AxisFollower:
                     tensor=tensor,
                     dim=dim,
                     whole=whole_numbers,
-                    # Segments with whole ones among them are named one by one.
+                    # `whole` are indices over all segments, so these are not shortened then.
                     segments=tuple(lengths) if whole_numbers else find_period(lengths),
                 )
                 self.axis.boundaries.append(cutting)
@@ -253,7 +269,10 @@ class _AxisFollower:
                 )
 
     def _sum_product(self, record: OperatorCall) -> None:
-        """Note a product that sums over the axis: each rank has a part of the sum."""
+        """Note a product that sums over the axis (row-parallel): each rank has a part of the sum.
+
+        Raises Refusal unless one operand is a parameter, the other an activation, and both are cut.
+        """
         where = self._describe(record)
         left, right = next(
             (left, right)
@@ -276,9 +295,7 @@ class _AxisFollower:
         self.axis.boundaries.append(leaving)
 
     def _reduce(self, record: OperatorCall) -> None:
-        """Note a sum or a mean over the axis: that of each rank's part, put together; whole on each
-        rank from there on.
-        """
+        """Note a sum or a mean over the axis: each rank takes that of its part, and ranks sum."""
         reduced = record.reductions[0][1]
         if reduced not in self.axis.sharded:
             return
@@ -291,7 +308,7 @@ class _AxisFollower:
         self.axis.boundaries.append(leaving)
 
     def _look_up(self, record: OperatorCall) -> None:
-        """Note an embedding whose rows the ranks share: the axis is that of the tokens."""
+        """Note an embedding whose rows ranks share: the axis is that of the vocabulary."""
         if not any(tensor.identifiers for tensor in record.inputs[1:]):
             raise Refusal(f"rows are picked by number, not by token, in {self._describe(record)}")
         self.axis.vocabulary = True
@@ -302,8 +319,9 @@ class _AxisFollower:
     def _note_taken(
         self, record: OperatorCall, leaving: PendingBoundary, taken: TracedTensor
     ) -> None:
-        """Note which argument of its call a product, a sum or a mean over the axis takes, and where
-        that has the axis.
+        """Note in a boundary which argument of the call is summed, and where it has the axis.
+
+        taken: the tensor that the operator sums over, which is made of that argument.
         """
         for place, tensor, _ in _find_arguments(self.trace.calls[record.call], taken):
             dim, segments = self._find_only_dim(tensor)
@@ -316,7 +334,10 @@ class _AxisFollower:
             leaving.segments = find_period([length for length, _ in segments])
 
     def _find_only_dim(self, tensor: TracedTensor) -> tuple[int, list[tuple[int, bool]] | None]:
-        """Return the only dimension that has the axis, and its segments; None for other tensors."""
+        """Return the dimension that has the axis, and its segments.
+
+        (-1, None) if several dimensions have it or none. Segments are (length, is whole).
+        """
         dims = [at for at, node in enumerate(tensor.dims) if has_axis(node, self.axis.node)]
         if len(dims) != 1:
             return -1, None
@@ -325,8 +346,10 @@ class _AxisFollower:
     def _make_leaving(
         self, kind: str, record: OperatorCall, parameters: frozenset[str]
     ) -> PendingBoundary:
-        """Make a sum over ranks act on what the operator's call gives; what else happens within the
-        call must allow that.
+        """Make the boundary that sums the result of the operator's call over ranks.
+
+        A call may run further operators after this one. Raises Refusal unless they only move
+        elements or add a bias, and the call returns this result alone.
         """
         where = self._describe(record)
         if record.call < 0:
@@ -357,20 +380,20 @@ class _AxisFollower:
     def _note_bias(
         self, record: OperatorCall, leaving: PendingBoundary, added: TracedTensor
     ) -> None:
-        """Note what is added to a product within its call: once, after the sum over ranks."""
+        """Note what is added to a product within its call: it is added once, after the sum."""
         if not added.parameters:
             if not added.activation:
-                return  # an addend that is multiplied by zero
+                return  # made of no input and no parameter: an addend that is multiplied by zero
             raise Refusal(f"an activation is added within the call of {self._describe(record)}")
         for place, tensor, _ in _find_arguments(self.trace.calls[record.call], added):
             leaving.bias = place
             leaving.bias_parameters = tensor.parameters
 
     def _check_runs_alike(self) -> None:
-        """Refuse a module that runs more than once and needs other boundaries then, except where no
-        gradient passes.
+        """Raise Refusal for a module that runs more than once with other boundaries each time.
 
-        The executor knows a call by its module and its number there, whichever run it is of.
+        A plan names a call by its module and its index there, for all runs. An `enter` where no
+        gradient passes does nothing, and may be there in one run alone.
         """
         by_call: dict[int, set[tuple[str, str]]] = {}
         by_key: dict[CallKey, set[tuple[str, str]]] = {}
@@ -397,8 +420,9 @@ class _AxisFollower:
 def _find_arguments(
     call: FunctionCall, tensor: TracedTensor
 ) -> list[tuple[str, TracedTensor, bool]]:
-    """Return the arguments of a call that a tensor within it is made of: the tensor itself if it is
-    one of them.
+    """Return the arguments of a call that a tensor within the call is made of.
+
+    Arguments are (place, tensor, needs a gradient). A tensor that is an argument is returned alone.
     """
     for argument in call.arguments:
         if argument[1] is tensor:
@@ -413,5 +437,5 @@ def _find_arguments(
                 if source not in seen:
                     seen.add(source)
                     queue.append(source)
-                    made_of += [each for each in call.arguments if each[1] is source][:1]
+                    made_of += [entry for entry in call.arguments if entry[1] is source][:1]
     return made_of

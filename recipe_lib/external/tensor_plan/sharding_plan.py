@@ -1,10 +1,9 @@
-"""A tensor-parallel plan as data: how each parameter is cut, and where ranks exchange what.
+"""Describe a tensor-parallel plan as data: how parameters are cut, where ranks exchange tensors.
 
-`infer.infer_plan` makes a `ShardingPlan`, `plan_executor` runs it. An axis is a dimension, or a
-factor of one, that several tensors share, such as attention heads; ranks share its steps. The
-second half of the file is for reports: `group_parameters` and `count_boundaries` take layers that
-are alike together, `count_step_bytes` counts what ranks send, `count_held_elements` what each one
-holds.
+`infer.infer_plan` makes a `ShardingPlan`, `plan_executor` runs it, `tune tp-plan` reports on it by
+the second half of the file. An axis is a dimension, or a factor of one, that several tensors share,
+such as attention heads; each rank has some of its steps (heads). A boundary is one exchange of the
+ranks, at an argument or a result of one call of a torch function.
 """
 
 import dataclasses
@@ -25,18 +24,14 @@ from recipe_lib.errors import ConfigError
 class ParameterPlan:
     """One parameter, as ranks hold it."""
 
-    # As in `named_parameters()`.
-    name: str
-    # Of the whole parameter.
-    shape: tuple[int, ...]
+    name: str  # as in `named_parameters()`
+    shape: tuple[int, ...]  # of the whole parameter
     # `column` (column-parallel: the axis comes out of its product), `row` (row-parallel: its
     # product sums over the axis), `vocabulary` (rows of tokens), `sharded` (has the axis without a
     # product: a bias, a value per head) or `replicated`.
     role: str
-    # The dimension that is cut; -1: none is.
-    dim: int = -1
-    # `Axis.number` of the axis along which it is cut; -1: none.
-    axis: int = -1
+    dim: int = -1  # the dimension that is cut; -1: none is
+    axis: int = -1  # `Axis.number` of the axis along which it is cut; -1: none
     # Lengths along dim, such as those of queries, keys and values in a fused matrix. Each one is
     # cut into equal consecutive parts, one a rank.
     segments: tuple[int, ...] = ()
@@ -45,24 +40,21 @@ class ParameterPlan:
     whole: tuple[int, ...] = ()
     # Elements along dim that belong to one step of the axis, such as the width of a head.
     unit: int = 0
-    # `sharded`; `full`, the same on each rank; `partial`, to be summed over ranks.
+    # What a rank's gradient is: `sharded`, of its part; `full`, the same on each rank; `partial`,
+    # to be summed over ranks.
     gradient: str = "full"
-    # A bias of a row-parallel product, to be added once, to the sum over ranks.
+    # A bias of a row-parallel product: it is added once, to the sum over ranks.
     after_reduction: bool = False
-    # Why a replicated parameter is not cut; for people.
-    reason: str = ""
+    reason: str = ""  # why a replicated parameter is not cut, in words
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
     """One axis of the model that is cut."""
 
-    # By which other parts of the plan refer to it.
-    number: int
-    # Its steps, such as the number of heads. Numbers of ranks that divide it are legal.
-    size: int
-    # Names of those that are cut along it.
-    parameters: tuple[str, ...]
+    number: int  # by which other parts of the plan refer to it
+    size: int  # number of steps, such as heads; numbers of ranks that divide it are legal
+    parameters: tuple[str, ...]  # names of those that are cut along it
     # The axis of the vocabulary, which may be cut unevenly: rank r of t holds rows from
     # r * ceil(size / t) on.
     vocabulary: bool = False
@@ -83,38 +75,36 @@ class Boundary:
     `slice`     all tokens become the rank's                 is gathered
     `assemble`  a parameter: `whole` segments are gathered   is reduce-scattered there
 
-    A tensor that is gathered and enters has its gradient reduce-scattered; one that leaves and is
-    sliced is reduce-scattered itself. Fields that a kind does not need have their default.
+    Two kinds at one place are one collective: of a tensor that is gathered and enters, the gradient
+    is reduce-scattered; one that leaves and is sliced is reduce-scattered itself. Fields that a
+    kind does not need have their default.
     """
 
-    kind: str
-    # Path of the module in whose forward the call is.
-    module: str
-    # Index of the torch function call in one forward of the module.
-    call: int
+    kind: str  # see above
+    module: str  # path of the module in whose forward the call is; empty: the model itself
+    call: int  # index of the torch function call in one forward of the module
     # `output` or `output.1` of that call; or the argument, `0`, `1.2` or `weight` (`list_places`).
     place: str
-    # Numbers of the axes that make the exchange necessary.
-    axes: tuple[int, ...]
-    # Names of the parameters of the product, or of those that an entering tensor meets.
+    axes: tuple[int, ...]  # numbers of the axes that make the exchange necessary
+    # Names: of the parameters of a product that leaves, of the embedding of a lookup, of those that
+    # an entering tensor meets, of the one that is assembled.
     parameters: tuple[str, ...] = ()
     # Enter, gather, slice: boundaries with the same number are of one tensor, which is exchanged
     # once for all of them; -1: other kinds.
     activation: int = -1
     # Leave: the argument (as `place`) that is added once, after the sum; empty: none.
     bias: str = ""
-    # Leave: the argument (as `place`) that has the axis.
+    # Leave: the argument (as `place`) that has the axis, of which a rank has its part.
     taken: str = ""
     # The dimension of `taken`, or of the tensor that is cut, gathered, sliced or assembled.
     dim: int = 0
     # Leave, cut, assemble: lengths along dim that are cut evenly. They repeat until dim ends.
     segments: tuple[int, ...] = ()
-    # Cut, assemble: indices of segments that stay whole, as `ParameterPlan.whole`.
+    # Cut: indices of segments that stay whole. Assemble: of those that are gathered.
     whole: tuple[int, ...] = ()
-    # Name of the torch function, by which the executor notices another forward.
+    # Name of the torch function. Another one at that call shows that the forward has changed.
     function: str = ""
-    # File and line of the call; for people.
-    source: str = ""
+    source: str = ""  # file and line of the call, for messages and reports
     # Elements a token that ranks exchange, for reports: leave and lookup in the forward, enter and
     # cut in the backward. 0 where nothing is summed, or where the trace had no token ids.
     width: int = 0
@@ -127,9 +117,9 @@ class Boundary:
 
 @dataclasses.dataclass(frozen=True)
 class Rewrite:
-    """An integer attribute that the forward makes shapes of, and that ranks divide.
+    """An integer attribute, such as `num_heads`, of which a forward makes shapes.
 
-    A rank runs with kept + (value - kept) / size.
+    A rank runs with kept + (value - kept) / number of ranks.
     """
 
     module: str  # path of the module that has it
@@ -141,22 +131,18 @@ class Rewrite:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingPlan:
-    """A plan for a whole model.
+    """A tensor-parallel plan of a whole model.
 
     `tune tp-plan` writes `to_dict`: the names of fields are part of a file format.
     """
 
     axes: tuple[Axis, ...]
-    # Of the model, in its order; replicated ones too.
-    parameters: tuple[ParameterPlan, ...]
-    # In the order of the forward.
-    boundaries: tuple[Boundary, ...]
+    parameters: tuple[ParameterPlan, ...]  # all of the model, in its order; replicated ones too
+    boundaries: tuple[Boundary, ...]  # those of axes, then those of tokens; each in forward order
     rewrites: tuple[Rewrite, ...]
-    # Why axes that look possible stay whole, a line each.
-    refused: tuple[str, ...]
-    # Numbers of ranks above 1 that can run it.
-    legal_sizes: tuple[int, ...]
-    # Share, 0 to 1, of activations (by elements, those that no axis cuts) of which a rank has its
+    refused: tuple[str, ...]  # why axes that look possible stay whole, and more, a line each
+    legal_sizes: tuple[int, ...]  # numbers of ranks above 1 that can run it
+    # Share, 0 to 1, by elements, of the activations without a cut axis: of these a rank has its
     # own tokens alone. 0: every rank has all tokens; else ranks must divide the length of rows.
     shared_tokens: float = 0.0
     # Paths of layers, and of modules outside them, whose output has a rank's own tokens alone.
@@ -176,12 +162,9 @@ class ShardingPlan:
         return cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(self))))
 
     def hash(self) -> str:
-        """Return 16 hexadecimal digits that are equal for equal plans, on any machine.
-
-        Texts for people do not count.
-        """
+        """Return 16 hexadecimal digits that are equal for equal plans, on any machine."""
         fields = self.to_dict()
-        # Texts, and what follows from the other fields.
+        # Texts for people do not count, nor what follows from the other fields.
         del fields["refused"], fields["shared_tokens"], fields["local_outputs"]
         for parameter in fields["parameters"]:
             del parameter["reason"]
@@ -194,10 +177,10 @@ class ShardingPlan:
 def compute_bounds(
     segments: tuple[int, ...], rank: int, size: int, whole: tuple[int, ...] = ()
 ) -> list[tuple[int, int]]:
-    """Return (start, stop) of a rank's part of each segment, of consecutive ones.
+    """Return (start, stop) of a rank's part of each segment of a dimension.
 
-    segments: lengths. size: number of ranks; where it does not divide a length, the last ranks have
-    less. whole: indices of segments to take all of.
+    segments: lengths of consecutive segments. size: number of ranks; where it does not divide a
+    length, the last ranks have less. whole: indices of segments of which a rank takes all.
     """
     starts_and_stops = []
     offset = 0
@@ -233,6 +216,7 @@ def list_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple
 
 
 def _list_places_within(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (place, item) of a nested value; a value that is no tuple or list is one item."""
     if isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from _list_places_within(f"{place}.{index}", item)
@@ -257,6 +241,7 @@ def replace_argument(
 # Not nested in `replace_argument`: a nested function that calls itself is a reference cycle, and
 # would keep the value, which may be an activation, until the garbage collector runs.
 def _put(argument: Any, path: list[str], value: Any) -> Any:
+    """Return an argument with the item at a path of indices replaced; an empty path: all of it."""
     if not path:
         return value
     items = list(argument)
@@ -265,10 +250,13 @@ def _put(argument: Any, path: list[str], value: Any) -> Any:
 
 
 def get_output_values(output: Any) -> Any:
-    """Return a model's output, the fields of a dataclass as a dict."""
+    """Return a model's output as it is, but of a dataclass its fields as a dict."""
     if dataclasses.is_dataclass(output) and not isinstance(output, (dict, type)):
         return vars(output)
     return output
+
+
+# Count what a plan sends and holds, for reports.
 
 
 BYTES = 2  # of an element of an activation, or of a parameter, in bf16
@@ -278,19 +266,19 @@ WIDE_BYTES = 4
 # Elements a token that ranks sum for the loss where each one has a part of the logits: the largest
 # logit, the sum of exponentials, the label's logit.
 LOSS_NUMBERS = 3
-# A number between dots, or at the end of a path, in a path or a sentence.
+# A number behind a dot: a layer's index, in a path or in a path within a sentence.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[.\s,;)]|$)")
 
 
 def make_pattern(name: str) -> str:
-    """Return a path, or a sentence with paths, with `*` for numbers, as in `layers.*.mlp`."""
+    """Return a path, or a sentence with paths, with `*` for layers' numbers: `layers.*.mlp`."""
     return _NUMBER.sub("*", name)
 
 
 def group_parameters(plan: ShardingPlan) -> dict[ParameterPlan, list[str]]:
     """Group the plan's parameters whose plans are equal but for layer numbers.
 
-    Returns the common plan, with the pattern of the names, -> names, in the order of the model.
+    Returns (common plan, its name a pattern) -> the parameters' names, in the order of the model.
     """
     groups: dict[ParameterPlan, list[str]] = {}
     for parameter in plan.parameters:
@@ -322,11 +310,12 @@ def count_boundaries(plan: ShardingPlan) -> dict[Boundary, int]:
 def list_collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
     """List the collectives of one forward and backward as (phase, name, elements a token).
 
-    The phase is "forward" or "backward". An activation that is exchanged for several places counts
-    once, and each module as if it ran once.
+    The phase is "forward" or "backward", the name "all-reduce", "all-gather" or "reduce-scatter".
+    An activation that is exchanged for several places counts once, and each module as if it ran
+    once.
     """
     exchanges: list[tuple[str, str, int]] = []
-    seen: set[tuple[str, int]] = set()
+    seen: set[tuple[str, int]] = set()  # (kinds at a place, activation)
     by_place: dict[tuple[str, int, str], list[Boundary]] = {}
     for boundary in plan.boundaries:
         by_place.setdefault((boundary.module, boundary.call, boundary.place), []).append(boundary)
@@ -352,7 +341,7 @@ def list_collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
 def _list_phases(kinds: set[str]) -> list[tuple[str, str]]:
     """List (phase, collective) of the boundaries of these kinds at one place.
 
-    Gathered tokens are not kept: the backward of a product gathers them again.
+    Gathered tokens are not kept for backward: a product's backward gathers them again.
     """
     entering = bool(kinds & {"enter", "cut"})
     if kinds & {"leave", "lookup"}:
@@ -374,9 +363,9 @@ def count_step_bytes(plan: ShardingPlan, size: int, tokens: int) -> dict[str, in
     """Return the bytes that a rank of `size` sends for `tokens` tokens, by purpose.
 
     "forward", "backward": activations in bf16, without activation checkpointing, and the segments
-    of parameters that are assembled, gathered in both, with their gradients scattered. "loss": its
-    sums in fp32, where logits stay cut. "gradients": partial ones of replicated parameters in fp32,
-    once a step.
+    of parameters that are assembled: they are gathered in both, and their gradients scattered.
+    "loss": its sums in fp32, where each rank has a part of the logits. "gradients": partial ones of
+    replicated parameters in fp32, once a step.
     """
     sent = {"forward": 0, "backward": 0}
     for phase, name, width in list_collectives(plan):
@@ -396,7 +385,10 @@ def count_step_bytes(plan: ShardingPlan, size: int, tokens: int) -> dict[str, in
 
 
 def count_whole_elements(parameter: ParameterPlan) -> int:
-    """Count the elements of a cut parameter that every rank computes with; 0 for most."""
+    """Count the elements of a cut parameter in its `whole` segments, which all ranks compute with.
+
+    0 for most parameters.
+    """
     length = sum(parameter.segments[index] for index in parameter.whole)
     return prod(parameter.shape) // parameter.shape[parameter.dim] * length if length else 0
 
@@ -423,7 +415,7 @@ def compute_cut_share(plan: ShardingPlan) -> float:
 
 
 def why_not(plan: ShardingPlan, size: int) -> str:
-    """Return why a plan does not allow `size` ranks; empty if it does."""
+    """Return why a plan does not allow `size` ranks, in words; empty if it does."""
     if size in plan.legal_sizes:
         return ""
     refusals = [line for line in plan.refused if line.startswith(f"{size} ranks: ")]
@@ -444,7 +436,7 @@ def why_not(plan: ShardingPlan, size: int) -> str:
 
 
 def find_period(segments: list[int]) -> tuple[int, ...]:
-    """Return the shortest list of lengths that gives the segments when it is repeated."""
+    """Return the shortest run of lengths whose repetition gives all the segments."""
     for length in range(1, len(segments) + 1):
         if len(segments) % length == 0 and segments == segments[:length] * (
             len(segments) // length

@@ -1,7 +1,8 @@
-"""Small copies of large models, which a plan or a cut into stages is proven on.
+"""Make small copies of large models of transformers, to prove things on them in seconds.
 
-A copy is of the same class and kinds of layers, of sizes that a proof takes seconds for. Sizes are
-set by the names that transformers' configs use for them; a plan never looks at these names.
+`shrink` makes the config of a copy of the same class and kinds of layers, `randomize` fills it with
+values. Tensor-parallel plans (`proven_plan`, `apply_plan`) and cuts into pipeline stages
+(`stage_parts`) are proven on it. Sizes are set by the names that configs use for them.
 """
 
 import copy
@@ -9,10 +10,10 @@ from typing import Any
 
 import torch
 
-SMALL_MODEL = 2**20  # elements of a model that needs no smaller copy to be proven
-_WIDTH = 64
-_HEADS = 8
-# What a size becomes, by the names that configs give it.
+SMALL_MODEL = 2**20  # parameters (elements) of a model that needs no smaller copy
+_WIDTH = 64  # channels of hidden states
+_HEADS = 8  # heads of queries; also what a size without a name in `_SIZES` becomes
+# What a size becomes -> the names that configs give it.
 _SIZES = {
     64: (
         "hidden_size n_embd d_model n_embed embed_dim word_embed_proj_dim dim model_dim"
@@ -63,11 +64,12 @@ _SIZES = {
     160: "vocab_size vocab_size_per_layer_input padded_vocab_size text_vocab_size",
 }
 _SIZE_OF = {name: size for size, names in _SIZES.items() for name in names.split()}
+# Names of the number of layers.
 _LAYERS = (
     "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers"
     " num_decoder_layers".split()
 )
-# Sizes that some configs leave open, though their models cannot be built without.
+# Sizes that are None in some configs, though their models cannot be built without.
 _NEEDED = frozenset(
     "head_dim num_key_value_heads n_routed_experts num_experts num_experts_per_tok v_head_dim"
     " n_shared_experts moe_intermediate_size linear_num_value_heads linear_num_key_heads"
@@ -75,17 +77,17 @@ _NEEDED = frozenset(
 )
 
 
+# Names of the number of heads of keys and values.
 _KEYS = (
     "num_key_value_heads num_kv_heads n_kv_heads n_head_kv kv_n_heads multi_query_group_num".split()
 )
 
 
 def shrink(config: Any, layers: int = 2, keys: int = 4) -> Any:
-    """Shrink a transformers config: a copy of the same class, with one layer of each kind but at
-    least `layers`.
+    """Return a small copy of a transformers config, with one layer of each kind, at least `layers`.
 
-    keys: heads of keys and values, where they are fewer than of queries; one stays one. Token ids
-    become small ones.
+    keys: the number of heads of keys and values, if there are fewer of them than of queries; one
+    head stays one. Configs within it are shrunk, too, and special token ids fit the vocabulary.
     """
     small = copy.deepcopy(config)
     settings = vars(small)
@@ -107,6 +109,7 @@ def shrink(config: Any, layers: int = 2, keys: int = 4) -> Any:
             and not isinstance(value, bool)
             and value > 0
         ):
+            # Counts, such as of experts, do not grow; nor does the vocabulary.
             settings[name] = (
                 min(_SIZE_OF[name], value)
                 if _SIZE_OF[name] < 8 or name == "vocab_size"
@@ -115,27 +118,30 @@ def shrink(config: Any, layers: int = 2, keys: int = 4) -> Any:
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(settings.get(name), dict):
             settings[name] = _reset_rope(settings[name])
+    # A state-space model: its heads share the expanded channels evenly.
     if (
         isinstance(settings.get("expand"), int)
         and isinstance(settings.get("num_heads"), int)
         and "head_dim" in settings
     ):
-        settings["head_dim"] = (
-            settings["expand"] * _WIDTH // settings["num_heads"]
-        )  # heads of a state space share what is expanded
+        settings["head_dim"] = settings["expand"] * _WIDTH // settings["num_heads"]
     if isinstance(settings.get("pad_token_id"), int):
         settings["pad_token_id"] = 0
     return small
 
 
 def _choose_key_heads(value: int, original: dict[str, Any], fewer: int) -> int:
-    """Choose the heads of keys and values: one stays one, fewer than of queries stay fewer."""
+    """Return the heads of keys and values: one stays one, fewer than of queries stay fewer.
+
+    value: in the original config. original: its attributes. fewer: the result if they are fewer.
+    """
     names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
     heads = next((original[name] for name in names if isinstance(original.get(name), int)), value)
     return 1 if value == 1 else fewer if value < heads else _HEADS
 
 
 def _reset_rope(held: dict[str, Any]) -> dict[str, Any]:
+    """Return rotary settings of the default kind, without lists: these fit the old head width."""
     if any(isinstance(value, dict) for value in held.values()):  # one for each kind of layer
         return {
             key: _reset_rope(value) if isinstance(value, dict) else value
@@ -148,7 +154,12 @@ def _reset_rope(held: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_layer_lists(held: dict[str, Any], layers: int) -> int:
-    """Cut lists with an entry per layer to one layer of each kind. Returns the number of layers."""
+    """Cut lists with an entry for each layer, in place; return the number of layers to have.
+
+    One layer of each kind stays, at least `layers`. held: the attributes of a config. Without such
+    lists a period, such as a key that ends in `_every_n_layers`, says how many layers show all
+    kinds, 9 at most.
+    """
     num_layers = next((held[name] for name in _LAYERS if isinstance(held.get(name), int)), layers)
     lists = {
         name: value
@@ -163,18 +174,20 @@ def _cut_layer_lists(held: dict[str, Any], layers: int) -> int:
     if not lists:
         longest = max((value for value in periods if isinstance(value, int)), default=1)
         return max(layers, min(longest + 1 if longest > 1 else layers, 9))
+    # The kind of a layer is what the lists say of it.
     kinds = list(zip(*(map(repr, value) for value in lists.values()), strict=True))
-    kept = sorted({kinds.index(kind) for kind in kinds})
+    kept = sorted({kinds.index(kind) for kind in kinds})  # indices of layers
     while len(kept) < min(layers, num_layers):
-        kept = sorted([*kept, next(number for number in range(num_layers) if number not in kept)])
+        kept = sorted([*kept, next(index for index in range(num_layers) if index not in kept)])
     for name, value in lists.items():
-        held[name] = type(value)(value[number] for number in kept)
+        held[name] = type(value)(value[index] for index in kept)
     return len(kept)
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Fill a model with random weights: biases of zero and scales of one would hide what a cut does
-    to them.
+    """Fill a model with random weights, in place.
+
+    Biases of zero and scales of one, as classes initialize them, would hide wrong cuts of them.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -1,10 +1,9 @@
-"""Integers that know where they come from: an attribute, the size of a tensor, or arithmetic on
-both.
+"""Make integers know where they come from: an attribute, a tensor's size, or arithmetic on both.
 
 A forward that was written for whole tensors says `view(b, s, self.num_heads, self.head_dim)`. While
-such a model is traced, the integer attributes of its modules and of their configs are `Sourced`,
-and so are the sizes of tensors; what a call gets as a size can then be computed anew for a rank,
-with an attribute divided or without.
+a model is traced, integer attributes of its modules and of their configs are `Sourced`
+(`make_attributes_sourced`), and so are the sizes of tensors. `evaluate` then computes what a call's
+integer would be on one tensor-parallel rank, where some attributes are divided.
 """
 
 import contextlib
@@ -18,19 +17,17 @@ from recipe_lib.models.language_model import Entry, replace_entries
 
 
 class Attribute(NamedTuple):
-    """module: path of the module. name: of its attribute, `config.num_heads` for one of an object
-    that it holds.
-    """
+    """The source of an integer that was read off a module."""
 
-    module: str
-    name: str
-    value: int
+    module: str  # path of the module
+    name: str  # of its attribute; `config.num_heads` for one of an object that it has
+    value: int  # in the whole model
 
 
 class Size(NamedTuple):
-    """The size of one dimension of a tensor; tensor: what the trace knows it by."""
+    """The source of an integer that is the size of one dimension of a tensor."""
 
-    tensor: Any
+    tensor: Any  # a `TracedTensor` of forward_trace, which imports this module
     dimension: int
 
 
@@ -38,9 +35,9 @@ _Source = TypeVar("_Source", Attribute, Size)
 
 
 class Arithmetic(NamedTuple):
-    """`operator` is one of + - * //; the operands are integers, sourced or not."""
+    """The source of an integer that was computed of others, which may be `Sourced`."""
 
-    operator: str
+    operator: str  # `+`, `-`, `*` or `//`
     left: int
     right: int
 
@@ -49,6 +46,8 @@ _COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul, "//": opera
 
 
 def _make_operator(sign: str, reflected: bool) -> Callable[[Any, Any], Any]:
+    """Return the method of `Sourced` for an operator. reflected: its operand is on the left."""
+
     def compute(self: Any, other: Any) -> Any:
         if not isinstance(other, int) or isinstance(other, bool):
             return NotImplemented
@@ -61,17 +60,13 @@ def _make_operator(sign: str, reflected: bool) -> Callable[[Any, Any], Any]:
 
 
 class Decision(NamedTuple):
-    """A comparison that the forward made, and perhaps went another way for. operator is one of
-    _COMPARE.
+    """A comparison that the forward made; with another result it may run other calls."""
 
-    module, call: the module whose forward made it, and the number of the call that came next there.
-    """
-
-    operator: str
+    operator: str  # a key of `_COMPARE`
     left: int
     right: int
-    module: str = ""
-    call: int = 0
+    module: str = ""  # path of the module whose forward made it; empty: the model itself
+    call: int = 0  # number of the torch function call that came next in that forward
 
 
 _COMPARE = {
@@ -85,6 +80,8 @@ _COMPARE = {
 
 
 def _make_comparison(sign: str) -> Callable[[Any, Any], Any]:
+    """Return the method of `Sourced` for a comparison, which notes it. sign: as in `_COMPARE`."""
+
     def compare(self: Any, other: Any) -> Any:
         if not isinstance(other, int) or isinstance(other, bool):
             return NotImplemented
@@ -99,12 +96,10 @@ def _make_comparison(sign: str) -> Callable[[Any, Any], Any]:
 
 
 class Sourced(int):
-    """An integer with its source; to all others it is an integer. note: gets the comparisons that
-    are made with it.
-    """
+    """An integer with its source; other code takes it for a plain integer."""
 
-    source: Any
-    note: Any
+    source: Any  # an `Attribute`, a `Size` or an `Arithmetic`; None: not known
+    note: Any  # a function that gets the `Decision` of each comparison; None: nobody asks
 
     def __new__(cls, value: int, source: Any = None, note: Any = None) -> "Sourced":
         sourced = super().__new__(cls, value)
@@ -130,10 +125,10 @@ class Sourced(int):
 
 
 class Division(NamedTuple):
-    """An integer that counts what `ranks` share evenly, but for `kept` that each of them has."""
+    """A division of an integer over ranks, which share evenly what it counts."""
 
     ranks: int = 1
-    kept: int = 0
+    kept: int = 0  # how much of it every rank has; the rest is divided
 
     def divide(self, value: int) -> int:
         """Return what the integer is on a rank."""
@@ -141,9 +136,9 @@ class Division(NamedTuple):
 
 
 def evaluate(value: int, sizes: Callable[[Size], int], divisions: dict[Attribute, Division]) -> int:
-    """Compute what the integer would be on a rank.
+    """Compute what an integer would be on a rank, from its source; without one it is the same.
 
-    sizes: the size of a dimension there. divisions: how an attribute is divided there.
+    sizes: returns the size of a dimension there. divisions: the attributes that are divided there.
     """
     source = getattr(value, "source", None)
     if isinstance(source, Attribute):
@@ -159,14 +154,17 @@ def evaluate(value: int, sizes: Callable[[Size], int], divisions: dict[Attribute
 def is_decided_alike(
     decision: Decision, sizes: Callable[[Size], int], divisions: dict[Attribute, Division]
 ) -> bool:
-    """Return True if a comparison comes out on a rank as it does on the whole."""
+    """Return True if a comparison comes out on a rank as in the whole model; see `evaluate`."""
     compare = _COMPARE[decision.operator]
     left, right = (evaluate(side, sizes, divisions) for side in (decision.left, decision.right))
     return bool(compare(int(decision.left), int(decision.right)) == compare(left, right))
 
 
 def list_sources(value: object, kind: type[_Source]) -> list[_Source]:
-    """Return the attributes, or sizes, that an integer or a slice was computed from."""
+    """Return the attributes, or sizes, that an integer or a slice was computed from.
+
+    kind: `Attribute` or `Size`.
+    """
     if isinstance(value, slice):
         return list_sources(value.start, kind) + list_sources(value.stop, kind)
     source = getattr(value, "source", None)
@@ -180,10 +178,10 @@ def list_sources(value: object, kind: type[_Source]) -> list[_Source]:
 def make_attributes_sourced(
     model: torch.nn.Module, note: Callable[[Decision], None]
 ) -> contextlib.AbstractContextManager[None]:
-    """Make integer attributes of modules, and of objects such as configs that they hold, Sourced
-    while it is entered.
+    """Return a context in which integer attributes of the model's modules are `Sourced`.
 
-    note: gets the comparisons that are made with them.
+    So are those of plain objects that modules have, such as configs. note: gets the comparisons
+    that are made with them.
     """
     entries: list[Entry] = []
     seen: set[int] = set()
@@ -199,6 +197,10 @@ def make_attributes_sourced(
 def _make_sourced(
     held: dict[str, Any], path: str, prefix: str, note: Callable[[Decision], None]
 ) -> Iterator[Entry]:
+    """Yield (dict, name, new value) for the public integers above 1 among attributes.
+
+    held: the `__dict__` of a module at `path`, or of an object that it has. prefix: of the names.
+    """
     for name, value in held.items():
         if type(value) is int and value > 1 and not name.startswith("_"):
             yield held, name, Sourced(value, Attribute(path, prefix + name, value), note)

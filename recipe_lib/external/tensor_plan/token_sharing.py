@@ -1,13 +1,9 @@
-"""Find which tensors of a forward a rank needs its own tokens of alone (sequence parallel), and
-where ranks exchange them.
+"""Find the tensors of a traced forward of which a rank needs its own tokens alone.
 
-Between the products that are cut, every rank would do the same to all tokens. What works on each
-token by itself is done by each rank for its part of every row: a tensor that is summed over ranks
-leaves as a rank's tokens, and what needs the others' is gathered. Whatever looks at several tokens
-(attention, scans, sizes of whole rows) has whole rows.
-
-`share_tokens` spreads tokens through the calls (`TokenFlow`), then computes the sizes that the
-forward reads and asks for; tensors whose sizes come out wrong stay whole, until none is wrong.
+This is sequence parallelism without names: between the products that ranks divide, a rank works on
+its tokens of every row, where each token is computed by itself. What looks at several tokens, such
+as attention, gets whole rows: tokens are gathered before it and sliced after it. `infer` calls
+`share_tokens`. A call is one of a torch function in the trace; a record, an operator within it.
 """
 
 import dataclasses
@@ -49,45 +45,51 @@ class TokenDim(NamedTuple):
     """The dimension in which a tensor has its tokens."""
 
     dim: int
-    # With other things in the dimension, the tokens are the outermost there, not the innermost.
+    # A view has put the tokens into one dimension with others, and they are outermost there, as
+    # in `[tokens * heads, width]`. False: innermost, as in `[batch * tokens, width]`.
     first: bool = False
 
 
-Layouts = dict[TracedTensor, TokenDim]
-Place = tuple[int, str]  # number of a call, and an argument, `output` or `output.1`
+Layouts = dict[TracedTensor, TokenDim]  # a tensor -> where it has its tokens
+# (number of a call in the trace, one of its tensors): the place of an argument, such as `0` or
+# `weight`, or `output`, or `output.1` of several.
+Place = tuple[int, str]
+# Where a tensor is gathered or sliced -> the tensor, and where it has its tokens.
 TokenExchanges = dict[Place, tuple[TracedTensor, TokenDim]]
-OF_ANOTHER_TYPE = frozenset(("type_as", "to"))  # an argument says no more than a type
+# Functions of whose arguments all but the first give no more than a type.
+OF_ANOTHER_TYPE = frozenset(("type_as", "to"))
 
 
 class TokenWise(NamedTuple):
-    """A call that gets a rank's tokens alone."""
+    """The result of following a rank's tokens through one call."""
 
-    outputs: Layouts  # where what comes out has a rank's tokens
-    demands: Layouts  # further inputs, of which all tokens have to be cut, and where
+    outputs: Layouts  # the outputs that are a rank's tokens; others are the same on all ranks
+    demands: Layouts  # further inputs that have to be sliced to a rank's tokens for that
 
 
 def list_candidates(tensor: TracedTensor, length: int) -> list[TokenDim]:
-    """Return where a tensor could have rows of `length` tokens."""
+    """Return all the ways in which a tensor could have rows of `length` tokens, by its sizes."""
     layouts = []
-    for number, size in enumerate(get_shape(tensor)):
+    for dim, size in enumerate(get_shape(tensor)):
         if size % length == 0:
-            layouts.append(TokenDim(number))
+            layouts.append(TokenDim(dim))
             if size > length:
-                layouts.append(TokenDim(number, True))
+                layouts.append(TokenDim(dim, True))
     return layouts
 
 
 def run_call_on_tokens(call: FunctionCall, layouts: Layouts, length: int) -> TokenWise | None:
-    """Run a call whose arguments in `layouts` are a rank's tokens, by the rules of its operators.
+    """Follow a rank's tokens through one call, by the rules of its operators; nothing is computed.
 
-    Returns None if it cannot work on these alone.
+    layouts: the arguments that are a rank's tokens. length: tokens in a row. Returns None if the
+    call needs other ranks' tokens as well.
     """
     local = dict(layouts)
     demands: Layouts = {}
     arguments = {tensor for _, tensor, _ in call.arguments}
     read = {tensor for record in call.records for tensor in record.inputs} | set(call.outputs)
     if call.function not in OF_ANOTHER_TYPE and not arguments & layouts.keys() <= read:
-        return None  # its shape is read, within the call
+        return None  # an argument that no operator reads: the call reads its shape
     for record in call.records:
         if local.keys().isdisjoint((*record.inputs, *record.outputs)):
             continue
@@ -105,16 +107,15 @@ def run_call_on_tokens(call: FunctionCall, layouts: Layouts, length: int) -> Tok
             return None
         demands |= token_wise.demands
         local |= token_wise.demands | token_wise.outputs
-    return TokenWise({each: local[each] for each in call.outputs if each in local}, demands)
+    return TokenWise({output: local[output] for output in call.outputs if output in local}, demands)
 
 
 def _run_record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -> TokenWise | None:
-    """Run an operator's rule once more, with the tokens of its inputs marked.
+    """Run an operator's rule once more, on inputs whose tokens are one axis of their own.
 
-    All dimensions of its inputs are new, and the tokens of those that are shared out are one axis.
-    If that axis is neither blocked, summed over nor taken apart, and comes out once, what a rank
-    makes of its tokens is its tokens of what the whole would be; and whatever else has the axis has
-    to be cut.
+    All other dimensions are new. A rank can work on its tokens alone if the rule neither blocks
+    that axis, sums over it nor takes it apart, and each output has it once or not at all. Inputs
+    that get the axis by the rule are the `demands`.
     """
     if record.rule is None or record.values:
         return None
@@ -127,7 +128,7 @@ def _run_record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -
             rest = AxisNode(dims[layout.dim].size // length)
             dims[layout.dim] = make_product([tokens, rest] if layout.first else [rest, tokens])
         marked[tensor] = TracedTensor(dims)
-    again = OperatorCall(
+    rerun = OperatorCall(
         record.function,
         record.args,
         record.kwargs,
@@ -135,10 +136,10 @@ def _run_record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -
         place=record.place,
         known=lambda tensor: marked[record.held[id(tensor)]],
     )
-    output_dims = record.rule(again)
+    output_dims = record.rule(rerun)
     if output_dims is None or find(tokens).kind != "leaf" or find(tokens).blocked:
         return None
-    summed = [node for node, _, _ in again.contractions] + [node for node, _ in again.reductions]
+    summed = [node for node, _, _ in rerun.contractions] + [node for node, _ in rerun.reductions]
     if have_axis(summed, tokens):
         return None
     outputs: Layouts = {}
@@ -162,19 +163,25 @@ def _run_record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -
 
 
 def _find_token_dim(dims: list[AxisNode], tokens: AxisNode) -> TokenDim | None:
-    """Return where the tokens lie, if once and at the end or the beginning of a dimension."""
+    """Return where the axis `tokens` lies in a tensor's dimensions.
+
+    None where it is not there, or more than once, or in the middle of a dimension's factors.
+    """
     root = find(tokens)
     if sum(leaf is root for node in dims for leaf in list_leaves(node)) != 1:
         return None
-    number = next(number for number, node in enumerate(dims) if has_axis(node, tokens))
-    factors = list_factors(dims[number])
+    dim = next(dim for dim, node in enumerate(dims) if has_axis(node, tokens))
+    factors = list_factors(dims[dim])
     if factors and factors[-1] is root:
-        return TokenDim(number)
-    return TokenDim(number, True) if factors and factors[0] is root else None
+        return TokenDim(dim)
+    return TokenDim(dim, True) if factors and factors[0] is root else None
 
 
 class TokenFlow:
-    """The tokens on their way through a forward."""
+    """The state of one search: which tensors and calls have a rank's tokens alone.
+
+    `spread` computes it from `whole` and `stopped`, which the caller enlarges between two rounds.
+    """
 
     def __init__(
         self,
@@ -183,20 +190,25 @@ class TokenFlow:
         rewrites: dict[Attribute, AttributeDivision],
         unsteady: frozenset[str] = frozenset(),
     ):
+        """Prepare for `spread`. Arguments as of `share_tokens`."""
         self.trace = trace
         self.sharded_axes = sharded_axes
         self.rewrites = rewrites
-        self.length = trace.ids.dims[1].size if trace.ids is not None else 0
+        self.length = trace.ids.dims[1].size if trace.ids is not None else 0  # tokens in a row
         self.sharded = {tensor for axis in sharded_axes for tensor in axis.sharded}
         boundaries = [boundary for axis in sharded_axes for boundary in axis.boundaries]
-        self.leaving = {each.call: each for each in boundaries if each.kind == "leave"}
-        self.looking = {each.call: each for each in boundaries if each.kind == "lookup"}
+        # Number of a call -> its boundary: products whose results are summed over ranks, and
+        # look-ups in embeddings whose rows ranks share.
+        self.leaving = {item.call: item for item in boundaries if item.kind == "leave"}
+        self.looking = {item.call: item for item in boundaries if item.kind == "lookup"}
         # Numbers of the calls that work on a rank's part of an axis: these have whole rows.
-        self.cut = {each.call for each in boundaries}
+        self.cut = {item.call for item in boundaries}
         self.cut |= {number for number, call in enumerate(trace.calls) if self._is_cut(call)}
-        # Tensors that every rank has to have whole where they are made; calls that get whole ones.
+        # Tensors of which every rank needs all tokens at once where they are made.
         self.whole: set[TracedTensor] = set(trace.outputs)
+        # Numbers of the calls whose arguments are gathered, whatever the call does.
         self.stopped: set[int] = set()
+        # Results of `run_call_on_tokens`: many calls are tried again in each round.
         self._run: dict[tuple[int, frozenset[tuple[TracedTensor, TokenDim]]], TokenWise | None] = {}
         for number, call in enumerate(trace.calls):
             if call.key.module in unsteady:
@@ -204,7 +216,7 @@ class TokenFlow:
                 self.whole.update(tensor for _, tensor, _ in call.arguments if tensor.activation)
                 self.whole.update(call.outputs)
         self._keep_head_whole()
-        # Of each tensor: the arguments that it is, and the calls that hand it on as it is.
+        # Tensor -> the arguments that it is, and the calls that return it as it is.
         self._users: dict[TracedTensor, list[Place]] = {}
         self._handed: dict[TracedTensor, set[int]] = {}
         for number, call in enumerate(trace.calls):
@@ -217,12 +229,16 @@ class TokenFlow:
                     self._users.setdefault(tensor, []).append((number, place))
 
     def _is_cut(self, call: FunctionCall) -> bool:
+        """Return True if the call reads or makes a tensor that is cut along an axis."""
         tensors = [tensor for _, tensor, _ in call.arguments] + call.outputs
-        tensors += [each for record in call.records for each in (*record.inputs, *record.outputs)]
+        tensors += [item for record in call.records for item in (*record.inputs, *record.outputs)]
         return not self.sharded.isdisjoint(tensors)
 
     def _keep_head_whole(self) -> None:
-        """Keep whole what the model gives, and all that leads to it from the last product on."""
+        """Keep whole the model's outputs, and all between them and the last product's input.
+
+        The last product is the output projection: its input is gathered.
+        """
         queue = [output for output in self.trace.outputs if output.call >= 0]
         seen = set(queue)
         while queue:
@@ -236,22 +252,25 @@ class TokenFlow:
                         queue.append(tensor)
 
     def _try_on_tokens(self, number: int, layouts: Layouts) -> TokenWise | None:
+        """Return `run_call_on_tokens` of the call with this number."""
         key = (number, frozenset(layouts.items()))
         if key not in self._run:
             self._run[key] = run_call_on_tokens(self.trace.calls[number], layouts, self.length)
         return self._run[key]
 
     def spread(self) -> None:
-        """Follow the tokens through the calls, then back from where whole tensors are cut."""
+        """Follow the tokens through the calls, then move slices and gathers to earlier calls."""
         assert self.trace.ids is not None
-        self.made: Layouts = {}  # tensors of which the call that makes them gives a rank's tokens
-        # Whole ones, of which it is known where the tokens are.
-        self.aligned: Layouts = {self.trace.ids: TokenDim(1)}
+        # Tensors that are a rank's tokens as the call that makes them returns them.
+        self.made: Layouts = {}
+        # Tensors of all tokens, where it is known in which dimension these are.
+        self.aligned: Layouts = {self.trace.ids: TokenDim(1)}  # ids are `[b, s]`
         self.slices: TokenExchanges = {}
         self.gathers: TokenExchanges = {}
-        self.early: set[TracedTensor] = set()  # whole from the call on that makes them
+        # Tensors of `made` that are gathered where they are made: all later calls get them whole.
+        self.early: set[TracedTensor] = set()
         self.fresh: set[TracedTensor] = set()  # embeddings that no layer has read yet
-        self.local: set[int] = set()  # calls that work on a rank's tokens
+        self.local: set[int] = set()  # numbers of the calls that work on a rank's tokens
         for number, call in enumerate(self.trace.calls):
             if number in self.cut:
                 self._spread_cut_call(number, call)
@@ -263,15 +282,16 @@ class TokenFlow:
         self._merge_gathers()
 
     def _spread_cut_call(self, number: int, call: FunctionCall) -> None:
+        """Give a call that works on a rank's part of an axis whole rows; slice what it looks up."""
         self._gather_arguments(number, call)
-        ids = {each: self.aligned[each] for _, each, _ in call.arguments if each in self.aligned}
+        ids = {id_: self.aligned[id_] for _, id_, _ in call.arguments if id_ in self.aligned}
         token_wise = self._try_on_tokens(number, ids) if number in self.looking and ids else None
         for output in call.outputs if token_wise is not None else ():
             if token_wise is not None and output in token_wise.outputs:
                 self._slice_output(number, output, token_wise.outputs[output])
 
     def _slice_output(self, number: int, output: TracedTensor, layout: TokenDim) -> None:
-        """Make a call's whole output a rank's tokens there, unless it has to be whole."""
+        """Slice a call's output to a rank's tokens, unless all of it is needed."""
         if output in self.whole:
             self.aligned[output] = layout
             return
@@ -281,22 +301,27 @@ class TokenFlow:
             self.fresh.add(output)
 
     def _is_scaling_embedding(self, call: FunctionCall) -> bool:
-        """Return True if a call makes embeddings of embeddings, without parameters."""
+        """Return True if a call computes with embeddings and no parameters, such as a scale."""
         arguments = [tensor for _, tensor, _ in call.arguments]
         is_fresh = not self.fresh.isdisjoint(arguments)
         return is_fresh and not any(tensor.parameters for tensor in arguments)
 
     def _gather_arguments(self, number: int, call: FunctionCall) -> None:
+        """Gather all arguments that are a rank's tokens."""
         for place, tensor, _ in call.arguments:
             if self.is_local(tensor):
                 self.gathers[number, place] = (tensor, self.made[tensor])
 
     def is_local(self, tensor: TracedTensor) -> bool:
-        """Return True if the forward gets a rank's tokens of it alone."""
+        """Return True if calls after the one that makes the tensor get a rank's tokens of it."""
         return tensor in self.made and tensor not in self.early
 
     def _find_giver(self, tensor: TracedTensor) -> int:
-        """Return the last of the calls in a row, in one module, that make or hand on a tensor."""
+        """Return the number of the last call that returns a tensor just made.
+
+        Calls that return their argument as it is (`x.to(x.dtype)`) count, as long as they follow
+        one another in one module.
+        """
         number = tensor.call
         module = self.trace.calls[number].key.module
         handed = self._handed.get(tensor, ())
@@ -305,20 +330,21 @@ class TokenFlow:
         return number
 
     def _spread_call(self, number: int, call: FunctionCall) -> None:
+        """Let a call work on a rank's tokens if it can; else gather its arguments."""
         arguments = [tensor for _, tensor, _ in call.arguments]
         layouts = {tensor: self.made[tensor] for tensor in arguments if self.is_local(tensor)}
         aligned = {tensor: self.aligned[tensor] for tensor in arguments if tensor in self.aligned}
-        cuts: Layouts = {}
+        sliced: Layouts = {}
         if not layouts and not is_handing_on(call):
-            # A whole activation is cut as early as it can be.
+            # A whole activation is sliced as early as it can be.
             for _, tensor, needs_gradient in call.arguments:
                 if needs_gradient and tensor in aligned and tensor.activation:
                     layouts = aligned
-                    cuts = aligned
+                    sliced = aligned
         can_try = layouts and number not in self.stopped
         token_wise = self._try_on_tokens(number, layouts) if can_try else None
         if token_wise is not None:
-            self._note_local_call(number, token_wise, {**cuts, **token_wise.demands})
+            self._note_local_call(number, token_wise, {**sliced, **token_wise.demands})
             return
         self._gather_arguments(number, call)
         aligned_call = self._try_on_tokens(number, aligned) if aligned else None
@@ -326,7 +352,7 @@ class TokenFlow:
             self.aligned.update(aligned_call.outputs)
 
     def _note_local_call(self, number: int, token_wise: TokenWise, cuts: Layouts) -> None:
-        """Note a call that works on a rank's tokens. cuts: arguments that are whole till then."""
+        """Note a call that works on a rank's tokens. cuts: arguments that are sliced for it."""
         call = self.trace.calls[number]
         self.local.add(number)
         for place, tensor, _ in call.arguments:
@@ -345,8 +371,9 @@ class TokenFlow:
                     self.aligned[output] = layout
 
     def _move_slice_back(self, number: int, output: TracedTensor) -> None:
-        """Slice a whole tensor that is sliced wherever it is used where it is made, or make it of
-        sliced ones.
+        """Replace slices at all uses of a tensor by one slice, where the tensor is made or before.
+
+        output: of the call `number`. If that call can work on tokens, its inputs are sliced.
         """
         uses = self._users.get(output, [])
         if output in self.made or output.call != number or output in self.whole or not uses:
@@ -355,17 +382,19 @@ class TokenFlow:
             return
         layout = self.slices[uses[0]][1]
         is_cut = number in self.cut
-        is_made = not is_cut and self._try_made_of_tokens(number, output, layout)
-        is_given = (number in self.leaving or number in self.looking) if is_cut else len(uses) > 1
-        if not is_made and not is_given:
+        runs_on_tokens = not is_cut and self._try_made_of_tokens(number, output, layout)
+        # At a sum over ranks a slice makes the all-reduce a reduce-scatter; elsewhere one slice
+        # has to take the place of several.
+        is_worth = (number in self.leaving or number in self.looking) if is_cut else len(uses) > 1
+        if not runs_on_tokens and not is_worth:
             return
         for use in uses:
             self.slices.pop(use)
-        if not is_made:
+        if not runs_on_tokens:
             self._slice_output(number, output, layout)
 
     def _try_made_of_tokens(self, number: int, output: TracedTensor, layout: TokenDim) -> bool:
-        """Let a call work on a rank's tokens of its first activation. False if it cannot."""
+        """Let a call make `output` of tokens of its first activation; False if it cannot."""
         call = self.trace.calls[number]
         if number in self.stopped or number in self.local or len(call.outputs) != 1:
             return False
@@ -383,7 +412,7 @@ class TokenFlow:
         return False
 
     def _merge_gathers(self) -> None:
-        """Gather a tensor that is gathered wherever it is used where it is made."""
+        """Replace gathers at all uses of a tensor by one gather where the tensor is made."""
         for tensor, layout in list(self.made.items()):
             uses = self._users.get(tensor, [])
             is_gathered = bool(uses) and self.gathers.keys() >= set(uses)
@@ -392,7 +421,7 @@ class TokenFlow:
             for use in uses:
                 self.gathers.pop(use)
             place = (tensor.call, name_output(self.trace.calls[tensor.call], tensor))
-            if self.slices.pop(place, None) is not None:  # it is whole before it would be cut
+            if self.slices.pop(place, None) is not None:  # it is whole before the slice
                 del self.made[tensor]
             else:
                 giver = self._find_giver(tensor)
@@ -400,18 +429,19 @@ class TokenFlow:
                 self.early.add(tensor)
 
     def is_seen_cut(self, tensor: TracedTensor, dimension: int) -> bool:
-        """Return True if the forward reads the size of a rank's tokens as that of the dimension."""
+        """Return True if the forward reads a rank's tokens alone as `tensor.shape[dimension]`."""
         return self.is_local(tensor) and self.made[tensor].dim == dimension
 
     def get_layout(self, number: int, tensor: TracedTensor) -> TokenDim | None:
-        """Return where a call's tensor has a rank's tokens, as the call gets or makes it; None
-        where it is whole there.
+        """Return where an argument or output of a call has a rank's tokens; None: it has all.
+
+        Arguments are looked at after their gather or slice, outputs before it.
         """
         call = self.trace.calls[number]
         if tensor in call.outputs:
             is_sliced_after = (number, name_output(call, tensor)) in self.slices
             return None if is_sliced_after else self.made.get(tensor)
-        uses = [(number, place) for place, each, _ in call.arguments if each is tensor]
+        uses = [(number, place) for place, argument, _ in call.arguments if argument is tensor]
         for use in uses:
             if use in self.slices:
                 return self.made.get(tensor, self.slices[use][1])
@@ -420,32 +450,33 @@ class TokenFlow:
 
 
 def is_handing_on(call: FunctionCall) -> bool:
-    """Return True if a call gives its argument as it is, as a conversion to its own type does."""
+    """Return True if a call returns its argument itself, as a conversion to its own type does."""
     return not call.records and any(tensor in call.outputs for _, tensor, _ in call.arguments)
 
 
 def name_output(call: FunctionCall, output: TracedTensor) -> str:
-    """Return the place of one of a call's outputs."""
+    """Return the place of one of a call's outputs: `output`, or `output.1` of several."""
     return "output" if len(call.outputs) == 1 else f"output.{call.outputs.index(output)}"
 
 
-# In each of which tensors whose sizes come out wrong are made whole; a model needs one or two
+# Rounds of `share_tokens`, each with more whole tensors than the last. A model needs one or two.
 _ROUNDS = 40
-_RANKS = 2  # of which sizes are computed
+_RANKS = 2  # the number of ranks for which sizes are computed
 
 
 @dataclasses.dataclass(eq=False)
 class SharedTokens:
-    """The exchanges of tokens, and what ranks have of them in between."""
+    """The places where a forward exchanges tokens, and what that saves; by default none."""
 
-    # Where tokens are put together again, and where they are cut.
+    # Where a rank's tokens become all tokens, and where all become a rank's.
     gathers: TokenExchanges = dataclasses.field(default_factory=dict)
     slices: TokenExchanges = dataclasses.field(default_factory=dict)
-    # Arguments that whole parameters are, where a rank's tokens meet them.
+    # Arguments that are replicated parameters and meet a rank's tokens: the gradients that come
+    # of these uses have to be summed over ranks.
     uses: set[Place] = dataclasses.field(default_factory=set)
-    # Of the elements that no axis cuts, those of which a rank has its tokens alone; 0 to 1.
+    # Share of the elements of activations without a cut axis that is a rank's tokens; 0 to 1.
     share: float = 0.0
-    # Paths of the modules that give a rank's tokens alone (`ForwardTrace.given`).
+    # Paths of layers, and of modules outside them, whose output is a rank's tokens alone.
     local: tuple[str, ...] = ()
 
 
@@ -455,12 +486,15 @@ def share_tokens(
     rewrites: dict[Attribute, AttributeDivision],
     unsteady: frozenset[str] = frozenset(),
 ) -> SharedTokens:
-    """Return where tokens can be shared out in a forward; nothing where the model takes no ids, or
-    where it would not work.
+    """Return where ranks can share tokens in a forward.
 
-    sharded_axes: the axes that are cut. rewrites: attributes that are divided. unsteady: paths of
-    modules whose forwards make other calls for other inputs, so that none of theirs can be told by
-    its number.
+    Each round spreads tokens through the calls, then computes for two ranks the sizes that the
+    forward reads and passes on. Tensors with wrong sizes are kept whole in the next round, until
+    none is wrong. An empty result: the model takes no token ids, or `_ROUNDS` were not enough.
+
+    sharded_axes: the axes that are cut. rewrites: integer attributes of modules that are divided.
+    unsteady: paths of modules whose forwards make other calls for other inputs. Calls in a plan are
+    numbered, so that no exchange of tokens can be put there.
     """
     flow = TokenFlow(trace, sharded_axes=sharded_axes, rewrites=rewrites, unsteady=unsteady)
     if trace.ids is None:
@@ -473,45 +507,48 @@ def share_tokens(
 
 
 def _make_wrong_whole(flow: TokenFlow) -> bool:
-    """Make whole what sizes come out wrong for. Returns True if there was anything."""
-    before = (len(flow.whole), len(flow.stopped))
+    """Add to `flow.whole` and `flow.stopped` what has wrong sizes; return False if nothing has."""
+    counts_before = (len(flow.whole), len(flow.stopped))
     sizes = _SharedSizes(flow)
     for record in flow.trace.records:
-        if record.call < 0:  # of no call that could be given other tensors
+        if record.call < 0:  # an operator without a torch function call, where ranks can exchange
             flow.whole.update(filter(flow.is_local, (*record.inputs, *record.outputs)))
     for (number, _), (tensor, _) in [*flow.slices.items(), *flow.gathers.items()]:
         is_written = any(
-            tensor in each.inputs and tensor in each.outputs
-            for each in flow.trace.calls[number].records
+            tensor in record.inputs and tensor in record.outputs
+            for record in flow.trace.calls[number].records
         )
-        if tensor.call != number and is_written:  # which a copy would not show
+        # Written in place: the write would go into the gathered or sliced copy.
+        if tensor.call != number and is_written:
             flow.whole.add(tensor)
             flow.stopped.add(number)
     for number, call in enumerate(flow.trace.calls):
         sizes.at = number
-        # A size of a rank's tokens that goes where nothing says what it has to be.
+        # A size of a rank's tokens that is passed where nothing says what it has to be.
         for value in call.numbers.values() if call.function not in _CHECKED else ():
             flow.whole.update(_list_cut_tensors(flow, value))
         for demand in list_demands(call, sizes):
             if evaluate(demand.value, sizes.read_size, sizes.divisions) == demand.expected:
                 continue
             partly_read = [
-                each for each in _list_cut_tensors(flow, demand.value) if each not in flow.whole
+                tensor
+                for tensor in _list_cut_tensors(flow, demand.value)
+                if tensor not in flow.whole
             ]
             flow.whole.update(partly_read)
-            if not partly_read:  # what it reads is whole already: so is what it makes
+            if not partly_read:  # the number is right for whole tensors: make the outputs whole
                 flow.stopped.add(number)
-                flow.whole.update(each for each in call.outputs if each in flow.made)
+                flow.whole.update(output for output in call.outputs if output in flow.made)
     for decision in flow.trace.size_decisions:
         if not is_decided_alike(decision, sizes.read_size, sizes.divisions):
             flow.whole.update(_list_cut_tensors(flow, decision.left))
             flow.whole.update(_list_cut_tensors(flow, decision.right))
     _keep_runs_alike(flow)
-    return (len(flow.whole), len(flow.stopped)) != before
+    return (len(flow.whole), len(flow.stopped)) != counts_before
 
 
 def _list_cut_tensors(flow: TokenFlow, value: object) -> list[TracedTensor]:
-    """Return the tensors of whose rank's tokens a value was computed from the size."""
+    """Return the tensors that are a rank's tokens and from whose sizes a value was computed."""
     return [
         size.tensor
         for size in list_sources(value, Size)
@@ -520,7 +557,10 @@ def _list_cut_tensors(flow: TokenFlow, value: object) -> list[TracedTensor]:
 
 
 def _keep_runs_alike(flow: TokenFlow) -> None:
-    """Make whole what a call that is made more than once would exchange otherwise each time."""
+    """Make whole the tensors of calls that run more than once, and not with equal exchanges.
+
+    A module may run twice. A plan names its calls once, for all runs.
+    """
     exchanges: dict[int, set[tuple[str, str, TokenDim]]] = {}
     for kind, places in (("gather", flow.gathers), ("slice", flow.slices)):
         for (number, place), (_, layout) in places.items():
@@ -529,24 +569,25 @@ def _keep_runs_alike(flow: TokenFlow) -> None:
     for number, call in enumerate(flow.trace.calls):
         runs.setdefault(call.key, []).append(number)
     for numbers in runs.values():
-        first = exchanges.get(numbers[0], set())
-        is_alike = all(exchanges.get(number, set()) == first for number in numbers)
+        first_run = exchanges.get(numbers[0], set())
+        is_alike = all(exchanges.get(number, set()) == first_run for number in numbers)
         for number in () if is_alike else numbers:
             call = flow.trace.calls[number]
             flow.whole.update(call.outputs)
             if number in flow.stopped:
-                flow.whole.update(each for _, each, _ in call.arguments if each in flow.made)
+                flow.whole.update(tensor for _, tensor, _ in call.arguments if tensor in flow.made)
             flow.stopped.add(number)
 
 
 def _collect_shared(flow: TokenFlow) -> SharedTokens:
-    """Return the places, once everything is right."""
+    """Return where tokens are exchanged, once a round has found no wrong size."""
     uses = set()
     for number in flow.local:
         for place, tensor, needs_gradient in flow.trace.calls[number].arguments:
             is_parameter = needs_gradient and tensor.parameters
             if is_parameter and (number, place) not in flow.slices:
                 uses.add((number, place))
+    # The bias of a row-parallel product is added after the sum, to a rank's tokens if it is sliced.
     for number, leaving in flow.leaving.items():
         if leaving.bias and (number, "output") in flow.slices:
             uses.add((number, leaving.bias))
@@ -555,8 +596,8 @@ def _collect_shared(flow: TokenFlow) -> SharedTokens:
         for output in call.outputs:
             if output.activation and output not in flow.sharded:
                 sizes[output] = prod(get_shape(output))
-    shared = sum(size for tensor, size in sizes.items() if tensor in flow.made)
-    share = shared / max(sum(sizes.values()), 1) if flow.gathers or flow.slices else 0.0
+    num_shared = sum(size for tensor, size in sizes.items() if tensor in flow.made)
+    share = num_shared / max(sum(sizes.values()), 1) if flow.gathers or flow.slices else 0.0
     return SharedTokens(
         flow.gathers,
         flow.slices,
@@ -567,14 +608,13 @@ def _collect_shared(flow: TokenFlow) -> SharedTokens:
 
 
 class _SharedSizes(LocalSizes):
-    """Sizes on one rank, where axes and tokens are shared out: what a call makes, and what is read
-    of it later.
-    """
+    """Sizes of tensors on one rank, where ranks share axes and tokens."""
 
     def __init__(self, flow: TokenFlow):
         super().__init__(flow.sharded_axes)
         self.flow = flow
-        self.at = 0  # number of the call whose tensors are asked for
+        self.at = 0  # number of the call whose tensors are asked for; the caller sets it
+        # How attributes that the forward makes shapes of are divided.
         self.divisions = {
             attribute: Division(self.shares[next(iter(rewrite.sharded_axes))], rewrite.kept)
             for attribute, rewrite in flow.rewrites.items()
@@ -582,16 +622,16 @@ class _SharedSizes(LocalSizes):
         }
 
     def compute_size(self, tensor: TracedTensor, node: AxisNode) -> int:
-        """Return the size of a dimension of a tensor as the call `at` has it."""
+        """Return the size of a dimension of a tensor as the call `at` gets or makes it."""
         size = super().compute_size(tensor, node)
         layout = self.flow.get_layout(self.at, tensor)
         return size // _RANKS if layout is not None and tensor.dims[layout.dim] is node else size
 
     def read_size(self, size: Size) -> int:
-        """Return what the model reads as the size of a dimension."""
+        """Return what the forward on a rank reads as the size of a dimension."""
         axis_size = super().compute_size(size.tensor, size.tensor.dims[size.dimension])
         return axis_size // (_RANKS if self.flow.is_seen_cut(size.tensor, size.dimension) else 1)
 
 
-# Functions of whose numbers `list_demands` says what they have to be.
+# Functions for whose integers `list_demands` says what they have to be on a rank.
 _CHECKED = SHAPES.union("unflatten split split_with_sizes narrow __getitem__".split())

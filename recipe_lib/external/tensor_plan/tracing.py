@@ -1,5 +1,8 @@
-"""One forward of a model, watched: every operator, what its dimensions are, and which torch
-function call made it.
+"""Trace one forward of a model: its operators, their dimensions, the torch functions that run them.
+
+`infer.infer_plan` calls `trace`. Two modes of torch watch the forward. A function mode sees calls
+of torch functions, at which ranks can exchange tensors later. A dispatch mode sees the ATen
+operators that these run, and applies each one's rule: what it does to the dimensions of tensors.
 """
 
 import os
@@ -37,10 +40,10 @@ from recipe_lib.models.language_model import list_layer_names
 
 
 class _Watch(TorchFunctionMode):
-    """Every torch function call that a model makes, by the module whose forward makes it.
+    """The function mode: it numbers the calls of each module's forward that return a tensor.
 
-    A call counts if it gives a tensor; what a torch function calls on its own account does not
-    count. The executor (`recipe_lib.external.plan_executor`) counts the same calls.
+    Calls that a torch function makes itself are not seen. `plan_executor` counts in the same way
+    when it runs the plan, so a change here has to be made there, too.
     """
 
     def __init__(
@@ -49,24 +52,25 @@ class _Watch(TorchFunctionMode):
         trace: ForwardTrace,
         known: Callable[[torch.Tensor], TracedTensor],
     ):
+        """Watch a model. trace: is filled in. known: returns what is known of a tensor."""
         super().__init__()
         self.model = model
         self.trace = trace
         self.known = known
         self.current = -1  # number of the call that is running
-        self.last = ""  # path of the module that made the latest call
-        self.inside = tuple(f"{name}." for name in list_layer_names(model))
-        # Path and number of calls, of the forwards that are running.
+        self.last = ""  # path of the module that made the latest call; for errors
+        self.inside = tuple(f"{name}." for name in list_layer_names(model))  # prefixes in layers
+        # [path, number of calls so far] of the forwards that are running, the outermost first.
         self._open: list[list[Any]] = [["", 0]]
         self._hooks: list[Any] = []
 
     @property
     def module(self) -> str:
-        """The path of the module whose forward is running."""
+        """Return the path of the module whose forward is running; empty: the model itself."""
         return str(self._open[-1][0])
 
     def note(self, decision: Decision) -> None:
-        """Keep a comparison, with the call that comes next."""
+        """Keep a comparison of integers, with the module and the number of its next call."""
         module, call = self._open[-1]
         self.trace.decisions.append(decision._replace(module=module, call=call))
 
@@ -90,9 +94,10 @@ class _Watch(TorchFunctionMode):
             hook.remove()
 
     def _close_frame(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Note a module's output, and go back to the module that called it; a forward hook."""
         first = next(list_tensors(output), None)
         if first is not None and not self.module.startswith(self.inside):
-            # It reads a shape, which is none of the model's reads.
+            # `known` may read a shape, which this mode would take for a read of the model's.
             with torch._C.DisableTorchFunction():
                 self.trace.given[self.module] = self.known(first)
         self._open.pop()
@@ -106,7 +111,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", str(function))
-        if name in ("__get__", "size"):
+        if name in ("__get__", "size"):  # a read of an attribute or a shape: not counted
             return self._read(function, args, kwargs)
         self.last = self.module
         call = FunctionCall(CallKey(*self._open[-1]), name, _describe_source())
@@ -126,7 +131,7 @@ class _Watch(TorchFunctionMode):
     def _read(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Read an attribute of a tensor; sizes know what they are of."""
+        """Read an attribute of a tensor; sizes become integers that know their dimension."""
         value = function(*args, **kwargs)
         if isinstance(value, torch.Size):
             traced = self.known(args[0])
@@ -144,24 +149,24 @@ class _Watch(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
-    """The rule of each operator, applied as it runs."""
+    """The dispatch mode: it applies the rule of each operator as it runs, and records it."""
 
     def __init__(self, trace: ForwardTrace, find_rule: Callable[[Any], Rule | None]):
         super().__init__()
         self.trace = trace
         self.find_rule = find_rule
-        self.watch: _Watch | None = None
-        # By id; the tensor is held, so that its id stays its own.
+        self.watch: _Watch | None = None  # set by `trace`; each mode needs the other
+        # By a tensor's id. The tensor is kept, so that no later one gets its id.
         self._known: dict[int, tuple[TracedTensor, torch.Tensor]] = {}
 
     def known(self, tensor: torch.Tensor) -> TracedTensor:
-        """Return what is known of a tensor; one that nothing has made so far is a constant."""
+        """Return what is known of a tensor; a new one, made by no operator, is a constant."""
         if id(tensor) not in self._known:
             self.remember(tensor, TracedTensor([AxisNode(size) for size in tensor.shape]))
         return self._known[id(tensor)][0]
 
     def remember(self, tensor: torch.Tensor, traced: TracedTensor) -> TracedTensor:
-        """Keep what is known of a tensor. Returns it."""
+        """Keep what is known of a tensor, and return that."""
         self._known[id(tensor)] = (traced, tensor)
         return traced
 
@@ -174,41 +179,46 @@ class _Operators(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         assert self.watch is not None
-        place = self.watch.module or "the model itself"
+        module_path = self.watch.module or "the model itself"
         result = _make_up_result(function, args, kwargs)
         if result is not None:
             name = get_short_name(function)
-            if name != "_grouped_mm":  # of which nothing but its size is made up
-                self.trace.assumed.append(f"{name} in {place}")
+            if name != "_grouped_mm":  # its result is made up for its size alone
+                self.trace.assumed.append(f"{name} in {module_path}")
         else:
             result = function(*args, **kwargs)
         outputs = list(list_tensors(result))
         if not outputs:
             return result
-        step = OperatorCall(function, args, kwargs, results=outputs, place=place, known=self.known)
+        step = OperatorCall(
+            function, args, kwargs, results=outputs, place=module_path, known=self.known
+        )
         step.call = self.watch.current
+        # An index tensor has no values on meta; the arguments of the call have them.
         if step.call >= 0 and self.trace.calls[step.call].function == "__getitem__":
             step.picked = self.trace.calls[step.call].numbers
         step.rule = self.find_rule(function)
         dims = step.rule(step) if step.rule is not None else None
         sizes = [[node.size for node in nodes] for nodes in dims or ()]
-        # A rule whose dimensions are not as long as what came out is none, either.
+        # A rule whose dimensions have other sizes than the results does not cover this case.
         if dims is None or sizes != [list(output.shape) for output in outputs]:
-            self.trace.unknown[step.name] = place
+            self.trace.unknown[step.name] = module_path
             for node in (node for traced in step.inputs for node in traced.dims):
-                block(node, f"{step.name}, for which there is no rule, in {place}")
+                block(node, f"{step.name}, for which there is no rule, in {module_path}")
             dims = [[AxisNode(size, blocked=step.reason) for size in out.shape] for out in outputs]
         self._record(step, dims)
         return result
 
     def _record(self, step: OperatorCall, dims: list[Any]) -> None:
-        activation = any(each.root.activation for each in step.inputs)
+        """Record an operator and what is known of its results. dims: of each result."""
+        activation = any(traced.root.activation for traced in step.inputs)
         sources = () if activation else step.inputs
-        names = frozenset[str]().union(*(each.parameters for each in sources))
-        views = any(each.alias_info is not None for each in step.function._schema.returns)
+        names = frozenset[str]().union(*(traced.parameters for traced in sources))
+        # The schema says of a result whether it shares memory with an argument.
+        views = any(result.alias_info is not None for result in step.function._schema.returns)
         for tensor, sizes in zip(step.results, dims, strict=True):
             if id(tensor) in step.held:
-                # In place: what is written into a tensor is written into its memory.
+                # Written in place: the tensor that owns the memory has new values, too.
                 traced = self.known(tensor)
                 traced.root.activation |= activation
                 traced.activation |= activation
@@ -225,7 +235,8 @@ class _Operators(TorchDispatchMode):
                         sizes,
                         names,
                         activation,
-                        identifiers=is_by_one and any(each.identifiers for each in step.inputs),
+                        identifiers=is_by_one
+                        and any(argument.identifiers for argument in step.inputs),
                         base=step.inputs[0] if views and step.inputs else None,
                         call=step.call,
                     ),
@@ -239,17 +250,20 @@ class _Operators(TorchDispatchMode):
 def trace(
     model: torch.nn.Module, inputs: dict[str, Any], find_rule: Callable[[Any], Rule | None]
 ) -> ForwardTrace:
-    """Run one forward of the model on `inputs` and returns what it did.
+    """Run one forward of the model on `inputs`, and return what it did.
 
-    Model and inputs are on one device; the meta device will do, and takes no memory. Values that a
-    forward asks a meta tensor for are made up. Every floating parameter is taken as trained. Raises
-    SetupError where the forward fails.
+    The model is not changed. It and the inputs are on one device, which may be meta. Values that a
+    forward asks a meta tensor for are made up. Every floating point parameter counts as trained, so
+    that a plan does not depend on what is frozen. inputs: keyword arguments, token ids first.
+    find_rule: returns the rule of an operator, or None. Raises SetupError where the forward fails.
     """
     forward = ForwardTrace()
     operators = _Operators(forward, find_rule)
     watch = operators.watch = _Watch(model, forward, operators.known)
     frozen = torch.nn.ParameterList(
-        each for each in model.parameters() if not each.requires_grad and each.is_floating_point()
+        parameter
+        for parameter in model.parameters()
+        if not parameter.requires_grad and parameter.is_floating_point()
     )
     for name, parameter in model.named_parameters():
         traced = TracedTensor([AxisNode(size) for size in parameter.shape], frozenset([name]))
@@ -282,13 +296,12 @@ def trace(
     return forward
 
 
+# Folders of code that is none of the model's: torch and this package.
 _NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
 def _describe_source() -> str:
-    """Return file and line of the innermost frame that belongs neither to torch nor to this
-    folder.
-    """
+    """Return `file:line` of the model's code that runs: the innermost such frame."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
         frame = frame.f_back
@@ -296,15 +309,17 @@ def _describe_source() -> str:
 
 
 def _make_up_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make up what an operator gives that asks a meta tensor for its values; None for any other
-    operator.
+    """Make up the result of an operator that needs values of a meta tensor.
+
+    None for other operators. What is made up: 0 or False for a value that Python reads (`item`), 3
+    indices for `nonzero`, zeros for a copy to another device.
     """
     name = get_short_name(function)
     tensors = list(list_tensors((args, kwargs)))
     if not tensors or tensors[0].device.type != "meta":
         return None
     first = tensors[0]
-    if name == "_local_scalar_dense":
+    if name == "_local_scalar_dense":  # what `item` runs
         return False if first.dtype is torch.bool else 0.0 if first.is_floating_point() else 0
     if name == "nonzero":
         return first.new_zeros((3, first.dim()), dtype=torch.long)

@@ -1,4 +1,8 @@
-"""Plans for transformers' causal language models, from their config alone."""
+"""Infer tensor-parallel plans of transformers' causal language models, from their config alone.
+
+`tune tp-plan` and tests call `infer_config_plan` or `infer_plan_and_mask`. A plan says how ranks
+cut each parameter, and at which calls of the forward they exchange tensors.
+"""
 
 from typing import Any
 
@@ -9,11 +13,11 @@ from recipe_lib.external.inspection import require_transformers
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 
-# The form of the attention mask: of four dimensions, because one of two makes some models read its
-# values, which meta tensors do not have; some models take no other, and some none at all.
+# Forms of the attention mask, in the order in which they are tried. `square`, `[b, 1, s, s]`, is
+# first: `row`, `[b, s]`, makes some models read its values, which meta tensors do not have. Some
+# models take `row` alone, and some no mask at all.
 MASKS = ("square", "row", "none")
-# A model that cannot be traced without values is traced with them if its parameters take no more
-# than this.
+# Bytes. A model that cannot be traced on meta is traced on the CPU if its parameters take no more.
 _SMALL = 2**28
 
 
@@ -22,10 +26,8 @@ def build_transformers_model(
 ) -> torch.nn.Module:
     """Build the causal language model of a transformers config; on meta it takes no memory.
 
-    attention: what transformers calls its implementation; a plan's calls are those of the one it
-    was made with.
-
-    Raises SetupError if transformers is not installed.
+    attention: transformers' `attn_implementation`. A plan serves the one it was made with, as
+    others make other calls. Raises SetupError if transformers is not installed.
     """
     require_transformers()
     from transformers import AutoModelForCausalLM
@@ -40,13 +42,13 @@ def build_transformers_model(
 def build_example_inputs(
     config: Any, batch: int = 2, length: int = 16, device: str = "meta", mask: str = "square"
 ) -> dict[str, Any]:
-    """Build inputs for one forward of a transformers causal language model: ids [b, s], a mask, no
-    cache.
+    """Build keyword arguments of one forward: random ids `[batch, length]`, a mask, no cache.
 
-    mask: `square` (causal, [b, 1, s, s]), `row` (all ones, [b, s]) or `none`.
+    mask: `square` (causal, `[b, 1, s, s]`, added to scores), `row` (all ones, `[b, s]`) or `none`.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     words = getattr(text, "vocab_size", None) or config.vocab_size
+    # Not the first three ids: one may be padding, of which classes warn.
     ids = torch.randint(
         min(3, words - 1), words, (batch, length), generator=torch.Generator().manual_seed(0)
     )
@@ -60,10 +62,11 @@ def build_example_inputs(
 
 
 def infer_config_plan(config: Any, size: int = 0, tokens: bool = True) -> ShardingPlan:
-    """Infer the tensor parallel plan of a transformers causal language model from its config alone.
+    """Infer the tensor-parallel plan of a transformers causal language model from its config alone.
 
-    size: takes only axes that this many ranks can share; 0 takes all. tokens: shares out tokens,
-    too. Raises SetupError where no forward can be traced.
+    size: number of ranks; only dimensions that they can share are cut; 0: all that some number can
+    share. tokens: ranks share tokens as well (sequence parallel). Raises SetupError where no
+    forward can be traced.
     """
     return infer_plan_and_mask(config, size, tokens)[0]
 
@@ -71,9 +74,7 @@ def infer_config_plan(config: Any, size: int = 0, tokens: bool = True) -> Shardi
 def infer_plan_and_mask(
     config: Any, size: int = 0, tokens: bool = True
 ) -> tuple[ShardingPlan, str]:
-    """Infer the plan; return the form of the attention mask with which the forward could be traced,
-    too.
-    """
+    """Infer the plan as `infer_config_plan` does; return also the entry of `MASKS` that worked."""
     model = build_transformers_model(config)
     num_bytes = sum(
         parameter.numel() * parameter.element_size() for parameter in model.parameters()
