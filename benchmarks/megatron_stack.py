@@ -393,7 +393,9 @@ class Training:
         for parameter in parameters:
             size = parameter.numel()
             # Megatron's name for a parameter's view of the buffer.
-            parameter.main_grad = self.gradients[begin : begin + size].view(parameter.shape)  # type: ignore[attr-defined]
+            parameter.main_grad = (  # type: ignore[attr-defined]
+                self.gradients[begin : begin + size].view(parameter.shape)
+            )
             parameter.register_post_accumulate_grad_hook(_accumulate_into_main_grad)
             begin += size
         self.states = [
