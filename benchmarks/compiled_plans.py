@@ -62,9 +62,12 @@ def main(argv: list[str] | None = None) -> int:
                 f" {errors[-1]:+.2%} |"
             )
             print(rows[-1], flush=True)
-    worst = max(errors, key=abs)
-    mean = sum(map(abs, errors)) / len(errors)
-    summary = f"{len(errors)} runs: mean of the errors' amounts {mean:.2%}, the worst {worst:+.2%}."
+    worst_error = max(errors, key=abs)
+    mean_error = sum(map(abs, errors)) / len(errors)
+    summary = (
+        f"{len(errors)} runs: mean of the errors' amounts {mean_error:.2%}, the worst"
+        f" {worst_error:+.2%}."
+    )
     page = PAGE.format(torch=torch.__version__, rows="\n".join(rows), summary=summary)
     if arguments.output:
         arguments.output.write_text(page, encoding="utf-8")

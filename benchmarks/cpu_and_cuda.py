@@ -169,14 +169,14 @@ def _list_lever_cases() -> list[RunPair]:
                 tolerance=max(2e-4, setting.tolerance),
             )
             pairs.append(pair)
-    for number, settings in enumerate(TOGETHER):
+    for index, settings in enumerate(TOGETHER):
         words: dict[str, None] = {}  # an ordered set: levers may share an override
         tolerance = 2e-4
         for setting in keep_one_rank(settings):
             words |= dict.fromkeys(setting.overrides)
             tolerance = max(tolerance, setting.tolerance)
         pair = RunPair(
-            f"full together {number}", FULL, words=_drop_device(words), tolerance=tolerance
+            f"full together {index}", FULL, words=_drop_device(words), tolerance=tolerance
         )
         pairs.append(pair)
     return pairs
@@ -323,14 +323,14 @@ def _list_labeled_cases() -> list[RunPair]:
 def _list_distilled_cases() -> list[RunPair]:
     """Return runs of distillation."""
     pairs = []
-    for words in (
+    for overrides in (
         (),
         ("distill.quantize_teacher=nf4",),
         ("distill.quantize_teacher=none", "distill.stream_teacher=true"),
         ("distill.divergence=jensen_shannon", "distill.trainable=adapters"),
     ):
-        name = f"distill {' '.join(words) or 'plain'}"
-        pairs.append(RunPair(name, DISTILL, words=("dtype=fp32", *words), tolerance=2e-3))
+        name = f"distill {' '.join(overrides) or 'plain'}"
+        pairs.append(RunPair(name, DISTILL, words=("dtype=fp32", *overrides), tolerance=2e-3))
     return pairs
 
 
@@ -343,9 +343,9 @@ def build_command(pair: RunPair, folder: Path) -> list[str]:
     folder: where `write_files` has written; the run's output goes below it.
     """
     output = folder / "out"
-    words = [word.format(folder=folder) for word in pair.words]
+    overrides = [word.format(folder=folder) for word in pair.words]
     if pair.recipe == DISTILL:
-        return distill_models.build_arguments(folder, output, *words)
+        return distill_models.build_arguments(folder, output, *overrides)
     common = [
         f"model.preset={folder}/{pair.model}.json",
         f"max_steps={STEPS}",
@@ -355,7 +355,7 @@ def build_command(pair: RunPair, folder: Path) -> list[str]:
         labeled = labeled_runs.build_arguments(
             folder / pair.data, output, pair.recipe, "batch_size=4"
         )
-        return keep_latest(*labeled, *common, *words)
+        return keep_latest(*labeled, *common, *overrides)
     common += [
         "batch_size=8",
         "checkpoint.save_model=false",
@@ -364,7 +364,7 @@ def build_command(pair: RunPair, folder: Path) -> list[str]:
         "lr_scheduler.type=constant",
         "dtype=fp32",
     ]
-    return keep_latest(*build_arguments(output), *common, *words)
+    return keep_latest(*build_arguments(output), *common, *overrides)
 
 
 def write_files(pair: RunPair, folder: Path) -> None:
@@ -416,8 +416,8 @@ def _run_on(
     """
     torch._dynamo.reset()  # nothing compiled for the other device is used again
     device_word = f"device={'auto' if device == 'cuda' else device}"
-    words = keep_latest(*build_command(pair, folder), device_word, *more_words)
-    run = run_here(words, recipe=pair.recipe)
+    arguments = keep_latest(*build_command(pair, folder), device_word, *more_words)
+    run = run_here(arguments, recipe=pair.recipe)
     steps = []
     error = ""
     if run.code == 0:

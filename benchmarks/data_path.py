@@ -1,9 +1,10 @@
 """Measure tokenizing, masking and packing of 100,000 conversations, ours beside TRL's.
 
-Run `python -m benchmarks.data_path --trl PYTHON --output FILE`; with `--against CHECKOUT` an
-earlier commit is measured beside this one instead. A side is what is measured, in a process of its
-own. A row is a conversation of GSM8K with a number, so that no two are alike; data and tokenizer
-are in REALDATA_DIR.
+    python -m benchmarks.data_path --trl PYTHON --output docs/measurements/data_path.md
+
+With `--against CHECKOUT` an earlier commit is measured beside this one instead. A side is what is
+measured, in a process of its own. A row is a conversation of GSM8K with a number, so that no two
+are alike; data and tokenizer are in REALDATA_DIR.
 """
 
 import argparse

@@ -194,10 +194,10 @@ def write_page(outputs: dict[str, str]) -> str:
 
 def _format_command(row: Row) -> str:
     """Return a row's command, or the letter that stands for it, and a link to its page."""
-    command = LONG.get(row.command, f"`{row.command}`")
+    shown_command = LONG.get(row.command, f"`{row.command}`")
     if row.page is None:
-        return command
-    return f"{command}, [{Path(row.page).stem}]({row.page.removeprefix('docs/')})"
+        return shown_command
+    return f"{shown_command}, [{Path(row.page).stem}]({row.page.removeprefix('docs/')})"
 
 
 def _describe_need(command: str) -> str:

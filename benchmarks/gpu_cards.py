@@ -161,6 +161,7 @@ def _run(options: argparse.Namespace, words: list[str]) -> int:
             print(f"{report['seconds']:5d} s  {describe_line(row)}", flush=True)
             paths = write_pair(options.output / name, report, format_page(report))
     print("\n".join([*summarize(report), *map(str, paths)]))
+    # `is_wrong`: it failed, or a dry run's bytes are not the planned ones.
     return 1 if any(is_wrong(row, gpu) or has_run_out(row) for row in report["rows"]) else 0
 
 
@@ -280,6 +281,7 @@ def measure_job(job: Job, *, gpu: bool, cap: int, seconds: float) -> dict[str, A
     What runs out of memory with the default allocator runs once more with expandable segments; the
     result's `expandable` tells which one it is of. cap: bytes of the allocator.
     """
+    # `run_or_tell` makes {"failed": message} of an error that a user would be told.
     if not gpu:
         result = run_apart(functools.partial(run_or_tell, gpu_plan.trace_on_cpu, job.case), seconds)
         return result if "failed" in result else {"measured": result}
@@ -290,6 +292,7 @@ def measure_job(job: Job, *, gpu: bool, cap: int, seconds: float) -> dict[str, A
         }
     outcome: dict[str, Any] = {}
     for expandable in (False, True):
+        # One step after the first, in which the optimizer makes its states.
         measure = functools.partial(
             gpu_plan.measure, job.case, expandable=expandable, cap=cap, steady=1
         )
@@ -333,11 +336,12 @@ def describe_line(row: dict[str, Any]) -> str:
 def summarize(report: dict[str, Any]) -> list[str]:
     """Return lines: numbers of rows by the page's verdict and outcome, and errors of the plans."""
     rows = report["rows"]
-    counts = Counter(
+    outcome_counts = Counter(
         (row["said"], describe_outcome(row).split(",")[0]) for row in rows if "measured" in row
     )
     lines = [
-        f"said {said}, {outcome}: {count}" for (said, outcome), count in sorted(counts.items())
+        f"said {said}, {outcome}: {count}"
+        for (said, outcome), count in sorted(outcome_counts.items())
     ]
     # Active bytes alone: under a cap the allocator gives back what it would have kept, so that
     # reserved bytes cannot be compared. A CPU has no caching allocator: requested bytes.

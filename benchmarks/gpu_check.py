@@ -91,9 +91,9 @@ def main(argv: list[str] | None = None) -> int:
 
     Return 1 if a part or a case failed.
     """
-    words = sys.argv[1:] if argv is None else argv
-    if words and words[0] in PARTS:
-        return int(importlib.import_module(PARTS[words[0]]).main(words[1:]))
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in PARTS:
+        return int(importlib.import_module(PARTS[arguments[0]]).main(arguments[1:]))
     parser = argparse.ArgumentParser(
         description="Measure what fine-tuning takes on a GPU. Parts: streams, kernels, plan, times,"
         " ladder, cards, tensor, doctor, peers; PART --help describes one.",
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         default=REPOSITORY / "docs" / "measurements",
         help="folder of the report",
     )
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     # First, since a race would make every other figure worth nothing; in a process of its own that
     # has no device yet.
     part_failed = _run_part("streams", options.output) != 0
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     report: dict[str, Any] = {
         "kind": "GPU check" if gpu else "dry run, CPU",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python benchmarks/gpu_check.py", *words]),
+        "command": " ".join(["python benchmarks/gpu_check.py", *arguments]),
         "device": device,
         "versions": {
             "torch": torch.__version__,
@@ -411,13 +411,13 @@ def measure_matmul() -> dict[str, Any]:
     accelerator = torch.get_device_module("cuda")
     device = torch.device("cuda" if accelerator.is_available() else "cpu")
     size, repeats = (8192, 30) if device.type != "cpu" else (256, 2)  # square matrices
-    left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    right = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    left_matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    right_matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     seconds: list[float] = []
     for _ in range(4):
         with record_time(device, seconds):
             for _ in range(repeats):
-                left @ right
+                left_matrix @ right_matrix
     best_seconds = max(min(seconds[1:]), 1e-9)  # the first run warms up
     return {"size": size, "flop_per_second": 2 * size**3 * repeats / best_seconds}
 

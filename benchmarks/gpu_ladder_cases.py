@@ -197,9 +197,9 @@ def _list_turned_off(
     case: ConfigCase, lever_offs: Iterable[tuple[str, ...]]
 ) -> list[tuple[str, ...]]:
     """Return those of `lever_offs` that change this config: the levers that are on in it."""
-    cfg = case.read()
+    unchanged_cfg = case.read()
     # Without duplicates, since the values of a lever are turned off alike.
-    return [words for words in dict.fromkeys(lever_offs) if case.read(*words) != cfg]
+    return [words for words in dict.fromkeys(lever_offs) if case.read(*words) != unchanged_cfg]
 
 
 def _change_case(case: ConfigCase, words: tuple[str, ...]) -> ConfigCase:

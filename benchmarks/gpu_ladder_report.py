@@ -89,11 +89,11 @@ def summarize(report: dict[str, Any]) -> list[str]:
     lines = []
     for metric, errors in errors_by_metric.items():
         if errors:
-            half = compute_quantile(errors, 0.5)
-            most = compute_quantile(errors, 0.95)
+            median_error = compute_quantile(errors, 0.5)
+            error_95 = compute_quantile(errors, 0.95)
             lines.append(
                 f"planned against measured, {metric}: {len(errors)} figures, half within"
-                f" {half:.2%}, 95 % within {most:.2%}, worst {max(errors, key=abs):+.2%}"
+                f" {median_error:.2%}, 95 % within {error_95:.2%}, worst {max(errors, key=abs):+.2%}"
             )
     if report["device"]["type"] == "cpu":
         num_equal = sum(
@@ -123,8 +123,8 @@ def describe_line(row: dict[str, Any]) -> str:
         outcomes.append(f"planned {format_bytes(planned['active'])}")
     if measured.get("peaks"):
         has_active = all("active" in peaks for peaks in measured["peaks"].values())
-        most = _find_most(measured, "active" if has_active else "requested")
-        outcomes.append(f"measured {format_bytes(most)}")
+        peak_bytes = _find_most(measured, "active" if has_active else "requested")
+        outcomes.append(f"measured {format_bytes(peak_bytes)}")
     if "out_of_memory" in measured:
         outcomes.append(f"out of memory in the {measured['out_of_memory']}")
     return f"{line}: {', '.join(outcomes)}"

@@ -467,8 +467,10 @@ def run_steps(
             result["seconds"].append(time.perf_counter() - began)
             stats = module.memory_stats(world.device)
             peaks = {name: stats[f"{name}_bytes.all.peak"] for name in METRICS}
-            earlier = result["peaks"].get(phase, peaks)
-            result["peaks"][phase] = {name: max(peaks[name], earlier[name]) for name in METRICS}
+            earlier_peaks = result["peaks"].get(phase, peaks)
+            result["peaks"][phase] = {
+                name: max(peaks[name], earlier_peaks[name]) for name in METRICS
+            }
     except torch.OutOfMemoryError:
         result["out_of_memory"] = phase
     return result
@@ -499,24 +501,24 @@ def _record_events(
     """
     cap = 0
     if job.factor:
-        uncapped = _find_uncapped_figures(job.case, earlier_rows)
-        if uncapped is None:
+        uncapped_figures = _find_uncapped_figures(job.case, earlier_rows)
+        if uncapped_figures is None:
             return {"failed": "there is no recording without a cap to choose one by"}
-        allocated = uncapped["allocated"]
-        cap = int(allocated + job.factor * (uncapped["reserved"] - allocated))
+        allocated = uncapped_figures["allocated"]
+        cap = int(allocated + job.factor * (uncapped_figures["reserved"] - allocated))
     # Of the file's name.
-    words = [
+    name_parts = [
         job.case.method,
         job.case.model,
         f"{job.case.ranks}x{job.case.sequence}",
         job.case.checkpointing,
     ]
     if job.expandable:
-        words.append("expandable")
+        name_parts.append("expandable")
     if cap:
-        words.append("capped")
+        name_parts.append("capped")
     with tempfile.TemporaryDirectory(prefix="gpu-plan-") as folder:
-        file = Path(folder) / f"{'-'.join(words)}.json.gz"
+        file = Path(folder) / f"{'-'.join(name_parts)}.json.gz"
         result = run_apart(
             functools.partial(
                 measure, job.case, expandable=job.expandable, cap=cap, history=str(file)

@@ -115,7 +115,7 @@ class PlanCase:
     def overrides(self) -> list[str]:
         """Return what it changes in the config, as `key=value`."""
         optimizer_name, _, kernels = self.optimizer.rpartition(" ")
-        words = [
+        overrides = [
             f"max_seq_len={self.sequence}",
             f"batch_size={self.batch_size}",
             f"gradient_accumulation_steps={2 * self.ranks if self.schedule else 1}",
@@ -126,23 +126,23 @@ class PlanCase:
         ]
         # DDP has no FSDP units.
         if "parallel.strategy=ddp" not in self.levers:
-            words.append(f"parallel.fsdp_wrap_policy={self.wrapping}")
+            overrides.append(f"parallel.fsdp_wrap_policy={self.wrapping}")
         # 8-bit and 4-bit states and master weights have a step of their own, without a choice.
         if not any(lever.startswith("optimizer.") for lever in self.levers):
-            words.append(f"optimizer.implementation={kernels}")
-        words.append(f"data.packing={str(self.documents > 0).lower()}")
+            overrides.append(f"optimizer.implementation={kernels}")
+        overrides.append(f"data.packing={str(self.documents > 0).lower()}")
         if optimizer_name == "sgd":
-            words += ["optimizer.name=sgd", "optimizer.momentum=0.9"]
+            overrides += ["optimizer.name=sgd", "optimizer.momentum=0.9"]
         if self.schedule:
-            words.append(f"parallel.pipeline={self.ranks}")
-            words.append(f"parallel.pipeline_schedule={self.schedule}")
+            overrides.append(f"parallel.pipeline={self.ranks}")
+            overrides.append(f"parallel.pipeline_schedule={self.schedule}")
         if self.method == "qlora" and self.model == TINY:
-            words.append("lora.quantize_base=nf4")
+            overrides.append("lora.quantize_base=nf4")
         if self.method == "qat":
-            words += ["qat=int4", "qat_start_step=0"]
+            overrides += ["qat=int4", "qat_start_step=0"]
         if self.method in LABELED and self.model == TINY:
-            words += UNREAD
-        return [*words, *self.levers]
+            overrides += UNREAD
+        return [*overrides, *self.levers]
 
     @property
     def rows(self) -> PlannedSequence:

@@ -125,12 +125,15 @@ def _summarize_errors(rows: list[dict[str, Any]]) -> list[str]:
             if metric != "requested":  # old reports do not have it
                 lines.append(f"{metric}: not measured")
             continue
-        half = compute_quantile(errors, 0.5)
-        most = compute_quantile(errors, 0.95)
-        line = f"{metric}: {len(errors)} figures, half within {half:.2%}, 95 % within {most:.2%}, "
+        median_error = compute_quantile(errors, 0.5)
+        error_95 = compute_quantile(errors, 0.95)
+        line = (
+            f"{metric}: {len(errors)} figures, half within {median_error:.2%}, 95 % within"
+            f" {error_95:.2%}, "
+        )
         line += f"worst {max(errors, key=abs):+.2%}"
         if metric in GOALS:
-            verdict = "met" if most <= GOALS[metric] else "MISSED"
+            verdict = "met" if error_95 <= GOALS[metric] else "MISSED"
             line += f"; goal: 95 % within {GOALS[metric]:.0%}: {verdict}"
         lines.append(line)
     return lines

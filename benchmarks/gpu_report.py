@@ -91,10 +91,12 @@ def _format_memory(entries: list[dict[str, Any]], cap: float | str) -> list[str]
         elif "out_of_memory" in result:
             peaks = [f"out of memory, {result['out_of_memory']}", "", ""]
         else:
-            later = result["later_steps"]
-            peaks = [f"{later[kind] / GIB:.2f}" for kind in ("active", "allocated", "reserved")]
-        first = result.get("first_step")  # measured even if a later step ran out
-        first_peak = f"{first['active'] / GIB:.2f}" if first else ""
+            later_peaks = result["later_steps"]
+            peaks = [
+                f"{later_peaks[kind] / GIB:.2f}" for kind in ("active", "allocated", "reserved")
+            ]
+        first_peaks = result.get("first_step")  # measured even if a later step ran out
+        first_peak = f"{first_peaks['active'] / GIB:.2f}" if first_peaks else ""
         rows.append(
             f"| {case['preset']} | {case['method']} | {case['ranks']} | {case['sequence']} |"
             f" {case['wrapping']} | {cap if case['capped'] else 'none'} | {' | '.join(peaks)} |"

@@ -317,16 +317,16 @@ def _describe_causes(report: Mapping[str, Any], rows: list[dict[str, Any]]) -> l
     if len(labels) < 2 or "doctor_cold_matmul" not in report:
         return []
     # The same tokens in rows of 4096 and of 2048, so that attention alone differs.
-    long = _find_row(rows, batch_size=2)
-    short = _find_row(rows, batch_size=4)
+    long_row = _find_row(rows, batch_size=2)
+    short_row = _find_row(rows, batch_size=4)
     attention_saved = {}
     for label in labels:
-        long_plan = long["planned"][label][SHEET]
-        short_plan = short["planned"][label][SHEET]
+        long_plan = long_row["planned"][label][SHEET]
+        short_plan = short_row["planned"][label][SHEET]
         attention_saved[label] = long_plan[ATTENTION] - short_plan[ATTENTION]
     slowdowns = [median(row["seconds"][2:]) / row["seconds"][1] - 1 for row in rows]
     text = WHY.format(
-        measured=compute_measured_seconds(long) - compute_measured_seconds(short),
+        measured=compute_measured_seconds(long_row) - compute_measured_seconds(short_row),
         flash=attention_saved[labels[0]],
         cudnn=attention_saved[labels[-1]],
         least=min(slowdowns),

@@ -32,9 +32,9 @@ def find_torchtune_configs() -> Path | None:
 
     It is the one that TORCHTUNE_CONFIGS names, or that of the installed wheel.
     """
-    named = os.environ.get("TORCHTUNE_CONFIGS")
-    if named:
-        return Path(named) if Path(named).is_dir() else None
+    environment_path = os.environ.get("TORCHTUNE_CONFIGS")
+    if environment_path:
+        return Path(environment_path) if Path(environment_path).is_dir() else None
     try:
         # Not by importing `recipes`, where the wheel puts them: here that is another package.
         folder = Path(str(distribution("torchtune").locate_file("recipes/configs")))

@@ -117,19 +117,19 @@ def _format_cell(pairs: list[tuple[Setting, Setting]], reasons: list[str]) -> st
     Reasons of refusals that are new are appended to `reasons`.
     """
     refusals = [find_refusal(pair) for pair in pairs]
-    numbers = []
+    reason_numbers = []
     for words in dict.fromkeys(refusals):
         if not words:
             continue
         if words not in reasons:
             reasons.append(words)
-        numbers.append(str(reasons.index(words) + 1))
-    if numbers and all(refusals):
-        return ", ".join(numbers)
+        reason_numbers.append(str(reasons.index(words) + 1))
+    if reason_numbers and all(refusals):
+        return ", ".join(reason_numbers)
     # One pair of settings that is equal to FINE makes the levers so.
     is_fine = any(max(a.tolerance, b.tolerance) == FINE for a, b in pairs)
     mark = "=" if is_fine else "~"
-    return f"{mark} ({', '.join(numbers)})" if numbers else mark
+    return f"{mark} ({', '.join(reason_numbers)})" if reason_numbers else mark
 
 
 def _format_value(setting: Setting) -> str:

@@ -88,11 +88,15 @@ def draw_picture(picture: Picture) -> str:
     # `render_svg` is for SVG inside an HTML page. A file needs the namespace, a size, a style and a
     # background of its own.
     text = render_svg(chart)
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{picture.height}" '
-    begin, _, rest = text.partition(">")
+    svg_tag = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{picture.height}" '
+    chart_tag, _, chart_body = text.partition(">")
     background = f'<rect width="{_WIDTH}" height="{picture.height}" fill="#ffffff"/>'
-    lines = [line for line in f"{begin}>{_STYLE}{background}{rest}".splitlines() if line.strip()]
-    return "\n".join(lines).replace("<svg ", start, 1) + "\n"
+    lines = [
+        line
+        for line in f"{chart_tag}>{_STYLE}{background}{chart_body}".splitlines()
+        if line.strip()
+    ]
+    return "\n".join(lines).replace("<svg ", svg_tag, 1) + "\n"
 
 
 def _draw_line(chart: Chart, line: Line, at: int) -> None:

@@ -165,17 +165,17 @@ def plan_line(cell: Cell) -> Longest:
 def build_settings(variant: tuple[str, ...], tokens: int, cards: int) -> tuple[str, ...]:
     """Return the overrides of a line: one sequence at a time, shared by all cards."""
     local_tokens = tokens // cards  # of the sequence, on each card
-    words = ["batch_size=1", "gradient_accumulation_steps=1", f"max_seq_len={tokens}"]
-    words += ["memory.activation_checkpointing=full", "memory.activation_offload=true"]
+    overrides = ["batch_size=1", "gradient_accumulation_steps=1", f"max_seq_len={tokens}"]
+    overrides += ["memory.activation_checkpointing=full", "memory.activation_offload=true"]
     # A card computes logits for 1,024 tokens at a time, and MLPs for 8,192. The bounds on the
     # number of parts make it more than that from 131,072 tokens a card on.
-    words += [
+    overrides += [
         f"memory.loss_chunks={min(128, max(1, local_tokens // 1024))}",
         f"memory.mlp_tiles={min(16, max(1, local_tokens // 8192))}",
     ]
     if cards > 1:
-        words += [f"parallel.context={cards}", "parallel.strategy=fsdp"]
-    return (*words, *variant)
+        overrides += [f"parallel.context={cards}", "parallel.strategy=fsdp"]
+    return (*overrides, *variant)
 
 
 def _find_longest(
@@ -199,9 +199,9 @@ def _guess_longest(config: str, cards_of_size: str, variant: tuple[str, ...], ca
     recipe_class = find_recipe_class(find_config_recipe(config))
     points = []  # (tokens, active bytes)
     for tokens in (cards * 2**14, cards * 2**16):
-        words = build_settings(variant, tokens, cards)
+        overrides = build_settings(variant, tokens, cards)
         try:
-            cfg, settings = prepare_request(config, cards_of_size, words)
+            cfg, settings = prepare_request(config, cards_of_size, overrides)
             estimate = estimate_run(recipe_class, cfg, replace(settings, timed=False))
         except UserError:
             return -1  # such as heads that so many cards cannot share
@@ -219,8 +219,8 @@ def _plan_length(
 
     line: the cell, filled in the copy that is returned.
     """
-    words = build_settings(variant, tokens, line.cards)
-    cfg, settings = prepare_request(config, cards_of_size, words)
+    overrides = build_settings(variant, tokens, line.cards)
+    cfg, settings = prepare_request(config, cards_of_size, overrides)
     plan, trace = make_plan(find_recipe_class(find_config_recipe(config)), cfg, settings)
     # Notes are of tensors of 2^31 elements or more, which kernels cannot index.
     if plan.verdict != FITS or plan.time is None or plan.notes:
@@ -229,7 +229,7 @@ def _plan_length(
     return replace(
         line,
         tokens=tokens,
-        settings=words,
+        settings=overrides,
         active=heaviest.peak.active,
         reserved=heaviest.reserved,
         host=heaviest.host * line.cards,

@@ -340,12 +340,12 @@ class Stage(nn.Module):
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the embedded tokens after dropout, `[s, b, h]`."""
-        words = F.embedding(tokens, self.embedding.weight)
+        embedded = F.embedding(tokens, self.embedding.weight)
         # Outside of autograd: backward has no collective for it.
-        _all_reduce(words.detach(), self.group)
+        _all_reduce(embedded.detach(), self.group)
         if self.positions is not None:
-            words = words + F.embedding(positions, self.positions.weight)
-        return F.dropout(words.transpose(0, 1).contiguous(), self.gpt.dropout)
+            embedded = embedded + F.embedding(positions, self.positions.weight)
+        return F.dropout(embedded.transpose(0, 1).contiguous(), self.gpt.dropout)
 
     def make_batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Make a micro-batch.

@@ -221,8 +221,8 @@ def describe_ratios(rounded: Tensor, exact: Tensor) -> str:
     """Return `median (worst)` of the ratios of rounded to exact numbers."""
     ratios = (rounded / exact).flatten()
     # 0.5 is as bad as 2. A ratio of 0 is clamped, since it has no logarithm.
-    worst = ratios[ratios.abs().clamp(min=1e-30).log().abs().argmax()]
-    return f"{float(ratios.median()):.3g} ({float(worst):.3g})"
+    worst_ratio = ratios[ratios.abs().clamp(min=1e-30).log().abs().argmax()]
+    return f"{float(ratios.median()):.3g} ({float(worst_ratio):.3g})"
 
 
 def build_tables(betas: list[float], steps: int, every: int) -> list[list[str]]:

@@ -77,14 +77,14 @@ def main(argv: list[str] | None = None) -> None:
         description="Packs synthetic lengths; prints seconds and how full the packs are."
     )
     parser.add_argument("--items", type=int, default=ITEMS)
-    number = parser.parse_args(argv).items
-    print(f"{number} items")
+    num_items = parser.parse_args(argv).items
+    print(f"{num_items} items")
     print(
         f"{'mix':22} {'capacity':>8} {'mean':>8} {'seconds':>8} {'packs':>8} {'over bound':>10}"
         f" {'filled':>8}"
     )
     for name in MIXES:
-        lengths, capacity = draw_lengths(name, number)
+        lengths, capacity = draw_lengths(name, num_items)
         began = time.perf_counter()
         packs = len(pack(lengths, capacity))
         seconds = time.perf_counter() - began

@@ -47,6 +47,9 @@ def _change_rows(change: Callable[[list[Row]], list[Row]]) -> Callable[[Setup], 
     return plant
 
 
+# What the faults of FAULTS do, whose titles say it in words.
+
+
 def _remove_answer(rows: list[Row]) -> list[Row]:
     rows[7]["messages"].pop()
     return rows
@@ -69,6 +72,7 @@ def _replace_text(rows: list[Row]) -> list[Row]:
 
 
 def _repeat_rows(rows: list[Row]) -> list[Row]:
+    """Return as many rows, each twice."""
     return rows[:12] + rows[:12]
 
 
@@ -84,6 +88,7 @@ def _empty(setup: Setup) -> None:
 
 
 def _overlap(setup: Setup) -> None:
+    """Validate on three training rows and three others."""
     setup.validate = True
     write_rows(setup.held_out, setup.rows[:3] + build_rows(24, 27))
 
@@ -209,10 +214,12 @@ def _remove_tensor(setup: Setup) -> None:
 
 
 def _leave_earlier_work(setup: Setup) -> None:
+    """Have the sound run made first, into the same output folder."""
     setup.twist = "twice"
 
 
 def _limit_disk(setup: Setup) -> None:
+    """Have a file system of 400 kB mounted as the output folder."""
     setup.twist = "small_disk"
 
 

@@ -82,10 +82,10 @@ class Setup:
 
     def again(self, **changes: Any) -> "Setup":
         """Return the same run in the same folder, with other settings."""
-        other = copy.copy(self)
+        changed_setup = copy.copy(self)
         for name, value in changes.items():
-            setattr(other, name, value)
-        return other
+            setattr(changed_setup, name, value)
+        return changed_setup
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -170,14 +170,14 @@ def build_tokenizer(path: Path) -> Any:
     pieces = sentencepiece.SentencePieceProcessor(str(path))
     vocabulary = {pieces.id_to_piece(number): number for number in range(pieces.get_piece_size())}
     # Without bytes, control pieces and the unknown one, which no merge makes.
-    plain = [
+    text_ids = [
         n
         for n in vocabulary.values()
         if not (pieces.is_byte(n) or pieces.is_control(n) or pieces.is_unknown(n))
     ]
     # SentencePiece merges by score; each piece may come from any two pieces that make it up.
     merges: list[tuple[str, str]] = []
-    for number in sorted(plain, key=lambda n: (-pieces.get_score(n), n)):
+    for number in sorted(text_ids, key=lambda n: (-pieces.get_score(n), n)):
         text = pieces.id_to_piece(number)
         splits = [(text[:at], text[at:]) for at in range(1, len(text))]
         known_splits = [pair for pair in splits if pair[0] in vocabulary and pair[1] in vocabulary]
@@ -195,8 +195,8 @@ def build_tokenizer(path: Path) -> Any:
     ]
     tokenizer.decoder = decoders.Sequence(ends)
     tokenizer.add_special_tokens([pieces.id_to_piece(number) for number in range(3)])
-    first = pieces.id_to_piece(1)  # begins every text
+    bos_piece = pieces.id_to_piece(1)  # begins every text
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{first} $A", special_tokens=[(first, 1)]
+        single=f"{bos_piece} $A", special_tokens=[(bos_piece, 1)]
     )
     return tokenizer

@@ -164,6 +164,6 @@ def convert_to_pair(line: str) -> str:
         messages = json.loads(line)["messages"]
     except (ValueError, KeyError):
         return line
-    by_role = {one["role"]: one["content"] for one in messages}
+    by_role = {message["role"]: message["content"] for message in messages}
     names = {"user": "instruction", "assistant": "output"}
     return json.dumps({names[role]: content for role, content in by_role.items() if role in names})

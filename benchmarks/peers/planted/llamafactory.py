@@ -126,11 +126,11 @@ class LlamaFactory(Tool):
         The run prints an example: `labels:` and the text, which may go on over more lines.
         """
         lines = [line for _, line in self._last.lines]
-        starts = [at for at, line in enumerate(lines) if line.startswith("labels:")]
-        if not starts:
+        label_lines = [at for at, line in enumerate(lines) if line.startswith("labels:")]
+        if not label_lines:
             return None
-        text = [lines[starts[0]].removeprefix("labels:")]
-        for line in lines[starts[0] + 1 :]:
+        text = [lines[label_lines[0]].removeprefix("labels:")]
+        for line in lines[label_lines[0] + 1 :]:
             # Beginnings of its other lines of output.
             if line.startswith(("[", "{", "Running", "Generating")):
                 break
