@@ -249,6 +249,7 @@ def run_side(
     for _ in range(repeats):
         shutil.rmtree(folder / "cache", ignore_errors=True)
         for kind in seconds:
+            # TRL's rows are cached below HF_HOME, ours in the same folder by data.cache_dir.
             environment = os.environ | {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
             command = [str(python), "-m", "benchmarks.data_path"]
             command += ["--side", side, "--folder", str(folder)]

@@ -138,6 +138,7 @@ def read_section(row: Row) -> str:
     text = (REPOSITORY / row.page).read_text(encoding="utf-8")
     if not row.section:
         return text
+    # Each part begins with a heading and ends before the next, of whatever level.
     sections = [
         part
         for part in re.split(r"^(?=#+ )", text, flags=re.MULTILINE)

@@ -223,6 +223,7 @@ def measure_line(
     if "failed" in result:
         return result
     if "out_of_memory" not in result:
+        # Of one rank, which is all there are. The first step makes the optimizer's states.
         cfg = case.read()
         tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.max_seq_len
         result["tokens_per_second"] = tokens / statistics.median(result["seconds"][1:])

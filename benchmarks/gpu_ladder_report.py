@@ -95,6 +95,7 @@ def summarize(report: dict[str, Any]) -> list[str]:
                 f"planned against measured, {metric}: {len(errors)} figures, half within"
                 f" {median_error:.2%}, 95 % within {error_95:.2%}, worst {max(errors, key=abs):+.2%}"
             )
+    # A plan for the CPU is exact, but for the rows whose `exact` is False.
     if report["device"]["type"] == "cpu":
         num_equal = sum(
             _find_most(row["measured"], "requested") == row["planned"]["requested"]
@@ -122,6 +123,7 @@ def describe_line(row: dict[str, Any]) -> str:
     if "active" in planned:
         outcomes.append(f"planned {format_bytes(planned['active'])}")
     if measured.get("peaks"):
+        # A trace on the CPU has requested bytes alone.
         has_active = all("active" in peaks for peaks in measured["peaks"].values())
         peak_bytes = _find_most(measured, "active" if has_active else "requested")
         outcomes.append(f"measured {format_bytes(peak_bytes)}")

@@ -52,6 +52,7 @@ def format_page(report: dict[str, Any]) -> str:
             "- dry run, CPU: a tiny model, to check the code; its numbers say nothing about any GPU"
         )
     lines += ["", HOW.format(cap=report["cap_gib"])]
+    # Entries by kind of case. A report is written after each case, so any kind may be missing.
     memory = [entry for entry in report["cases"] if entry["case"]["kind"] == "memory"]
     speed = [entry for entry in report["cases"] if entry["case"]["kind"] == "speed"]
     if memory:

@@ -86,6 +86,7 @@ def measure(name: str, size: int, *, mode: str, implementation: str) -> dict[str
         spec = build_spec_of_layers(name, LAYERS)
         tokens = TOKENS if world.device.type == "cuda" else DRY_TOKENS
         if implementation == CACHED:
+            # Ours, but what forward has gathered is kept for backward.
             parallel = replace(parallel, tensor_regather_in_backward="false")
         model = build_meta(spec, torch.bfloat16)
         if implementation == STOCK:
@@ -128,6 +129,7 @@ def _time_model(
     seconds: list[float] = []
     peak = 0
     for _ in range(WARM_UP_STEPS + REPEATS):
+        # Gradients are part of the peak, so they are not kept from the repeat before.
         for parameter in model.model.layers.parameters():
             parameter.grad = None
         hidden.grad = None

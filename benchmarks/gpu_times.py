@@ -155,7 +155,9 @@ def _plan_again(file: Path, label: str) -> None:
 def _measure_all(options: argparse.Namespace, argv: list[str]) -> int:
     """Measure rates and cases and write the report after each case.
 
-    Return 1 if a case failed.
+    A row has `case`, what `gpu_plan.measure` returns (`seconds` of each step, and more), and
+    `planned`: label -> what `plan_row` returns. Or `failed` or `skipped` with the reason. Return 1
+    if a case failed.
     """
     started = time.monotonic()
     device = run_apart(describe_device, CASE_SECONDS)
@@ -168,6 +170,7 @@ def _measure_all(options: argparse.Namespace, argv: list[str]) -> int:
     rates.write_text(json.dumps(measured_rates, indent=2) + "\n", encoding="utf-8")
     report["rates"] = rates.name
     for case in list_cases(gpu):
+        # A list, as JSON makes it, so that `find_case` reads rows of now and of a file alike.
         row: dict[str, Any] = {"case": vars(case) | {"levers": list(case.levers)}}
         seconds_left = options.minutes * 60 - (time.monotonic() - started)
         measure_case = (
@@ -253,7 +256,7 @@ def summarize(report: Mapping[str, Any]) -> str:
     for source in (SHEET, CALIBRATED):
         errors = []
         for row in rows:
-            newest_plan = list(row["planned"].values())[-1]
+            newest_plan = list(row["planned"].values())[-1]  # labels are added at the end
             errors.append(_compute_error(row, newest_plan, source))
         ranges.append(f"by {source} {min(errors):+.1%} to {max(errors):+.1%}")
     return f"{len(rows)} steps, planned {', '.join(ranges)}"
@@ -317,6 +320,7 @@ def _describe_causes(report: Mapping[str, Any], rows: list[dict[str, Any]]) -> l
     if len(labels) < 2 or "doctor_cold_matmul" not in report:
         return []
     # The same tokens in rows of 4096 and of 2048, so that attention alone differs.
+    # Of the committed report; `list_cases` has no case of batch size 4 any more.
     long_row = _find_row(rows, batch_size=2)
     short_row = _find_row(rows, batch_size=4)
     attention_saved = {}
@@ -324,6 +328,7 @@ def _describe_causes(report: Mapping[str, Any], rows: list[dict[str, Any]]) -> l
         long_plan = long_row["planned"][label][SHEET]
         short_plan = short_row["planned"][label][SHEET]
         attention_saved[label] = long_plan[ATTENTION] - short_plan[ATTENTION]
+    # Of steps beside the second one: the first makes the optimizer's states.
     slowdowns = [median(row["seconds"][2:]) / row["seconds"][1] - 1 for row in rows]
     text = WHY.format(
         measured=compute_measured_seconds(long_row) - compute_measured_seconds(short_row),

@@ -3,7 +3,7 @@
 `planner_rows.py` calls `trace_stages` and compares the planner's bytes with published runs. The
 modules allocate and keep what Megatron's do; values mean nothing. Tensor parallelism without
 sequence parallelism, 1F1B, the distributed optimizer (ZeRO-1) with fp32 master weights, and one
-contiguous fp32 gradient buffer. Activations are `[s, b, h]`.
+contiguous fp32 gradient buffer. Activations are `[s, b, h]`: sequence, batch, width.
 """
 
 from dataclasses import dataclass

@@ -206,6 +206,7 @@ def write_page(folders: list[Path], measured: dict[str, dict[str, float | str]])
     for folder in folders:
         cells = [format_cell(measured[release][str(folder / whose)]) for release, whose in columns]
         lines.append(f"| {folder.name} | {' | '.join(cells)} |")
+    # How many the newest of RELEASES reads right.
     for whose in ("theirs", "ours"):
         values = [measured["4.57.6"][str(folder / whose)] for folder in folders]
         num_same = sum(isinstance(value, float) and value < 1e-5 for value in values)

@@ -77,7 +77,6 @@ class Nf4Linear(nn.Module):
         self.dtype = weight.dtype  # that it computes in
         self.bias = linear.bias
         blocks = -(-weight.numel() // NF4_BLOCK)
-
         scales = torch.empty(blocks, device=device)
         self.codes = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device=device)
         self.levels = torch.empty(16, device=device)  # `code` of bitsandbytes

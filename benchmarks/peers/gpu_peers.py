@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
         install(options.environments / name, name)
     device = run_apart(describe_device, 60)
     gpu = device.get("type") == "cuda"
-    repeats = options.repeats or (3 if gpu else 1)
+    repeats = options.repeats or (3 if gpu else 1)  # without a GPU no time is compared
     cases = [case for case in list_cases(gpu) if not options.cases or case.name in options.cases]
     if not cases:
         known = ", ".join(case.name for case in list_cases(gpu))
