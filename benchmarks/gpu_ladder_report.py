@@ -93,7 +93,8 @@ def summarize(report: dict[str, Any]) -> list[str]:
             error_95 = compute_quantile(errors, 0.95)
             lines.append(
                 f"planned against measured, {metric}: {len(errors)} figures, half within"
-                f" {median_error:.2%}, 95 % within {error_95:.2%}, worst {max(errors, key=abs):+.2%}"
+                f" {median_error:.2%}, 95 % within {error_95:.2%}, worst"
+                f" {max(errors, key=abs):+.2%}"
             )
     # A plan for the CPU is exact, but for the rows whose `exact` is False.
     if report["device"]["type"] == "cpu":

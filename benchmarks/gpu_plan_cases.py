@@ -190,7 +190,7 @@ def list_cases(gpu: bool) -> list[PlanCase]:
     ]
 
 
-# The lists below are tables: a case of a line differs from PlanCase's defaults in what it names.
+# The lists below are tables: each case names what differs from PlanCase's defaults.
 
 
 def _list_dry_cases() -> list[PlanCase]:

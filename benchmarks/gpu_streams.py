@@ -81,7 +81,7 @@ def run_sanitizer(name: str) -> dict[str, Any]:
 
     `faults` has the first 20 messages, `count` the number of all.
     """
-    # The sanitizer is in a private module, and raises what it finds in this private method.
+    # Private, since torch only lets the whole process stop at the first error that it finds.
     from torch.cuda import _sanitizer
 
     messages: list[str] = []

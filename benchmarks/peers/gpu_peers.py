@@ -1,9 +1,9 @@
 """Run this tool and others head to head on one machine, on the same work.
 
-`python benchmarks/gpu_check.py peers --environments FOLDER` calls `main`. A side is a tool with
-its settings, in a virtual environment of its own below FOLDER. A case is a run that all sides make;
-the ground is what it starts from: model, adapter, tokenizer. Rows are sequences of token ids. Sides
-take turns, so that what slows the machine slows all. Without a GPU, tiny fp32 runs compare losses.
+`python benchmarks/gpu_check.py peers --environments FOLDER` calls `main`. A side is a tool with its
+settings, in a virtual environment below FOLDER; ours is in this one. A case is a run that all sides
+make; the ground is what it starts from: model, adapter, tokenizer. Rows are sequences of token ids.
+Sides take turns, so that what slows the machine slows all. Without a GPU, only losses are compared.
 """
 
 import argparse
@@ -197,7 +197,7 @@ def install(folder: Path, name: str) -> None:
     if not (folder / "bin" / "python").exists():
         make_environment(folder, PACKAGES[name])
         return
-    # The first group is what made it; the benchmark of planted faults makes the same environments.
+    # The benchmark of planted faults makes the same environments, without some later groups.
     for packages in PACKAGES[name][1:]:
         subprocess.run(
             [folder / "bin" / "python", "-m", "pip", "install", "-q", *packages], check=True
