@@ -1,9 +1,7 @@
-"""Plan a run of 16 ranks and write the page of its tables that are about all ranks.
+"""Plan a run of 16 ranks and write the tables of its report that are about all ranks.
 
-    python benchmarks/all_ranks.py --output docs/measurements/all_ranks.md
-
-Who is in which group, what all of them communicate, and one rank beside the full model, as `tune
-plan --full` prints them.
+Run `python benchmarks/all_ranks.py --output docs/measurements/all_ranks.md`. The tables are parts
+of what `tune plan --full` prints: groups of ranks, communication, one rank beside the full model.
 """
 
 import argparse
@@ -23,7 +21,7 @@ COMMAND = """\
 tune plan --nnodes 2 --nproc_per_node 8 full_finetune_distributed --config llama2/7B_full \
 --device h100 parallel.tensor=2 parallel.pipeline=2 batch_size=4 gradient_accumulation_steps=32 \
 memory.activation_checkpointing=none --full"""
-# What the tables that are taken begin with, in the page's order.
+# Beginnings of the tables that are taken, in the page's order.
 TITLES = (
     "a step of the full model",
     "layers",
@@ -34,9 +32,12 @@ TITLES = (
 
 PAGE = """# All ranks of a run, planned
 
-Made by `python benchmarks/all_ranks.py --output docs/measurements/all_ranks.md`: Llama 2 7B on two machines of eight
-H100, two pipeline stages, two ranks for each matrix, four shards; 32 micro-batches of 4 sequences of 2048 tokens,
-nothing recomputed. Planned, on a machine without a GPU; [the definitions](../plan_report.md#all-ranks).
+Made by `python benchmarks/all_ranks.py --output docs/measurements/all_ranks.md`: Llama 2 7B on \
+two machines of eight
+H100, two pipeline stages, two ranks for each matrix, four shards; 32 micro-batches of 4 sequences \
+of 2048 tokens,
+nothing recomputed. Planned, on a machine without a GPU; [the \
+definitions](../plan_report.md#all-ranks).
 
 ```bash
 {command}
@@ -53,7 +54,7 @@ From its report:
 
 
 def run_command() -> str:
-    """Run the command and return what it prints, 100 columns wide."""
+    """Run COMMAND in this process and return what it prints, 100 columns wide."""
     printed = io.StringIO()
     os.environ["COLUMNS"] = "100"
     with contextlib.redirect_stdout(printed):
@@ -62,8 +63,8 @@ def run_command() -> str:
 
 
 def format_page(report: str) -> str:
-    """Return the page of what the command printed."""
-    parts = report.split("\n\n")
+    """Return the page as Markdown. report: what the command has printed."""
+    parts = report.split("\n\n")  # tables and paragraphs
     tables = []
     for title in TITLES:
         tables += [part for part in parts if part.startswith(title)]
@@ -74,7 +75,8 @@ def format_page(report: str) -> str:
 def main() -> None:
     """Write the page, or print it."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Plan a run of 16 ranks and write its tables that are about all ranks.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output", type=Path, help="the page")
     arguments = parser.parse_args()

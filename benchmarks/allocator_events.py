@@ -1,18 +1,9 @@
-"""Read, store and replay recorded events of the real caching allocator.
+"""Read, store and replay recorded events of torch's caching allocator.
 
-`read_snapshot_events` makes a stream of torch's own recording, `write_fixture` stores it, and
-`replay_events` sends it through the planner's model of the allocator. A stream is a dict, stored as
-JSON, compressed by gzip:
-
-    {"settings": fields of AllocatorSettings,
-     "measured": {"reserved": the most bytes reserved at a time; as far as given: "allocated",
-     "active", "retries"}, "events": [[action, address, bytes, stream], ...]}
-
-The actions are those of `torch.cuda.memory._snapshot()["device_traces"]`: alloc, free_requested,
-free_completed, segment_alloc, segment_free, segment_map, segment_unmap, oom; and `free`, for a free
-that was completed at once. Addresses count from the lowest one, streams in the order in which they
-appear. Recording must start before the process's first allocation on the device, and end without an
-entry having been dropped.
+`gpu_plan.py` records them on a GPU; tests replay them in the planner's model of the allocator. A
+recording (`stream` in the code) is a dict, stored as gzipped JSON: `settings`, the fields of
+AllocatorSettings; `measured`, peak bytes `reserved` and as far as known `allocated`, `active` and
+`retries`; and `events`. Recording must start before the process's first allocation on the device.
 """
 
 import gzip
@@ -37,29 +28,33 @@ from recipe_lib.plan.tracing.trace import Trace
 # Sign with which an action's bytes change what is reserved on the device.
 _RESERVED_SIGNS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _GIVEN_BACK = ("segment_free", "segment_unmap")
-_COMPARED = ("oom", *_RESERVED_SIGNS)
+_COMPARED = ("oom", *_RESERVED_SIGNS)  # what a replay must do as the device did
+# Names of `torch.cuda.memory._snapshot()["device_traces"]`. Others, such as snapshots, are skipped.
 _ACTIONS = ("alloc", "free_requested", "free_completed", "oom", *_RESERVED_SIGNS)
 
-Event = list[Any]  # action, address, bytes, stream
+# Action, address from the lowest one, bytes, number of the stream in the order of appearance. The
+# action is one of _ACTIONS, or `free`: a free that was completed at once.
+Event = list[Any]
 
 
 @dataclass
 class EventReplay:
-    """Peaks of a replayed stream, and what it took from the device."""
+    """Hold the peaks of a replayed recording, and what it took from the device."""
 
-    reserved: int  # bytes at the peak
-    allocated: int  # bytes at the peak
-    active: int  # bytes at the peak
-    retries: int
-    # Taken from the device and given back, and where memory ran out: action, bytes, stream.
+    reserved: int  # bytes at the peak, taken from the device
+    allocated: int  # bytes at the peak, in blocks that tensors have
+    active: int  # bytes at the peak, allocated or freed while a stream still used them
+    retries: int  # times that cached memory was given back to find room
+    # Events of _COMPARED, as the model had them: (action, bytes, stream).
     segments: list[tuple[str, int, int]]
-    recorded: list[tuple[str, int, int]]  # the same as the stream has it
+    recorded: list[tuple[str, int, int]]  # the same, as the device had them
 
     @property
     def first_difference(self) -> int | None:
         """Return the index of the first of `segments` and `recorded` that differ, or None."""
         if self.segments == self.recorded:
             return None
+        # Not strict: if one is longer, they differ where the other ends.
         pairs = zip(self.segments, self.recorded, strict=False)
         for index, (replayed, recorded) in enumerate(pairs):
             if replayed != recorded:
@@ -74,15 +69,15 @@ def read_snapshot_events(
     cap: int | None = None,
     measured: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Read the stream of one device from a dict of `torch.cuda.memory._snapshot()`.
+    """Make a recording of one device from a dict of `torch.cuda.memory._snapshot()`.
 
-    cap: bytes that `torch.cuda.set_per_process_memory_fraction` allowed, if it was called; the dict
-    does not have them. measured: peaks that `torch.cuda.memory_stats` gave. ValueError if the
-    history is not whole, or disagrees with them.
+    cap: bytes that `torch.cuda.set_per_process_memory_fraction` allowed, None if it was not called;
+    the dict does not have them. measured: peaks of `torch.cuda.memory_stats`. Raises ValueError if
+    the history is not whole, or disagrees with them.
     """
     entries = [entry for entry in snapshot["device_traces"][device] if entry["action"] in _ACTIONS]
     lowest_address = min((entry["addr"] for entry in entries if "addr" in entry), default=0)
-    stream_numbers = {0: 0}
+    stream_numbers = {0: 0}  # torch's stream id -> ours; 0 is the default stream
     events: list[Event] = []
     live_addresses: set[int] = set()
     for entry in entries:
@@ -97,6 +92,7 @@ def read_snapshot_events(
                     f"the history does not begin before the allocation at {entry['addr']:#x}"
                 )
             live_addresses.remove(address)
+        # A free that no other stream delays is completed in the next entry: one event for both.
         if action == "free_completed" and events and events[-1][:2] == ["free_requested", address]:
             events[-1][0] = "free"
         else:
@@ -126,7 +122,10 @@ def read_snapshot_events(
 
 
 def _read_settings(snapshot: dict[str, Any], cap: int | None) -> AllocatorSettings:
-    """Read the allocator's settings of a snapshot; ValueError for what the model does not have."""
+    """Read the allocator's settings of a snapshot.
+
+    Raises ValueError if one is set that the planner's model does not have.
+    """
     settings = snapshot.get("allocator_settings", {})
     max_split_size = int(settings.get("max_split_size", -1))
     not_modeled = []
@@ -146,13 +145,13 @@ def _read_settings(snapshot: dict[str, Any], cap: int | None) -> AllocatorSettin
 
 
 def write_fixture(stream: dict[str, Any], path: Path) -> None:
-    """Store a stream; the same one gives the same bytes."""
+    """Store a recording; the same one gives the same bytes."""
     text = json.dumps(stream, separators=(",", ":")).encode()
     path.write_bytes(gzip.compress(text, mtime=0))  # gzip's header would have the time
 
 
 def read_fixture(path: Path) -> dict[str, Any]:
-    """Read the stream that `write_fixture` stored."""
+    """Read a recording that `write_fixture` stored."""
     stream: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
     # An older fixture may have settings that the model no longer has.
     modeled_names = {field.name for field in fields(AllocatorSettings)}
@@ -163,15 +162,13 @@ def read_fixture(path: Path) -> dict[str, Any]:
 
 
 def replay_events(stream: dict[str, Any]) -> EventReplay:
-    """Replay through the model of the allocator what the stream's program asked for.
+    """Replay a program's allocations and frees in the planner's model of the allocator.
 
-    The stream's own segments only say where each one lies. OutOfMemory if the model has no room
-    where the device had.
-
-    A stream does not tell `empty_cache` calls: memory given back while the next allocation would
-    have fitted under the cap is taken for one. When freed blocks of several streams are complete is
-    the device's doing, and read from it; under a cap with an `empty_cache` a stream does not tell
-    that exactly.
+    The recorded segments only give the model their addresses. A call of `empty_cache` is not
+    recorded: memory that is given back while the next allocation has room under the cap counts as
+    one. The time at which a block that several streams used is free depends on the device, so it is
+    read from the recording; under a cap with an `empty_cache` that is not exact. Raises OutOfMemory
+    if the model has no room where the device had.
     """
     events: list[Event] = stream["events"]
     recorded_segments = iter(
@@ -183,7 +180,7 @@ def replay_events(stream: dict[str, Any]) -> EventReplay:
     )
 
     def choose_address(size: int, number: int) -> int | None:
-        """Return where the stream's next segment lies, if it is of this size and stream."""
+        """Return the next recorded segment's address; None if its size or stream is another."""
         address, recorded_size, recorded_number = next(recorded_segments, (None, 0, 0))
         return address if (recorded_size, recorded_number) == (size, number) else None
 
@@ -196,21 +193,22 @@ def replay_events(stream: dict[str, Any]) -> EventReplay:
         if action == "alloc":
             live_blocks[address] = allocator.malloc(size, number)
         elif action == "oom":
+            # The device had no room. A model that has room lacks this event, so that they differ.
             try:
                 allocator.free(allocator.malloc(size, number))
             except OutOfMemory:
                 pass
         elif action in ("free", "free_requested"):
-            # Completed only as the next allocation waits for all streams, a free looks as if it had
-            # been at once.
+            # A free that is completed only because the next allocation waits for all streams is
+            # recorded as if it had been completed at once.
             if action == "free_requested" or _is_filling_up(allocator, events, index + 1):
-                # A stream of its own, so that it alone can be finished.
+                # A negative number is a stream of this block alone, so that it can be finished.
                 pending_streams[address] = -1 - index
                 allocator.record_stream(live_blocks[address], pending_streams[address])
             allocator.free(live_blocks.pop(address))
         elif action in ("free_completed", *_GIVEN_BACK) and index >= next_index:
             if _is_filling_up(allocator, events, index):
-                # The model does it by itself, in that allocation.
+                # The model completes frees and gives memory back by itself, in that allocation.
                 next_index = _find_next_request(events, index)
             elif action == "free_completed":
                 allocator.finish(pending_streams[address])
@@ -228,12 +226,12 @@ def replay_events(stream: dict[str, Any]) -> EventReplay:
 
 
 def _select_segments(events: Iterable[Sequence[Any]]) -> list[tuple[str, int, int]]:
-    """Return action, bytes and stream of the events that a replay is compared by."""
+    """Return (action, bytes, stream) of the events of _COMPARED, without their addresses."""
     return [(action, size, number) for action, _, size, number in events if action in _COMPARED]
 
 
 def _find_next_request(events: list[Event], index: int) -> int:
-    """Return the index of the next event that the program, not the allocator, caused."""
+    """Return the index, from `index` on, of the next event that the program itself caused."""
     while index < len(events) and events[index][0] in ("free_completed", *_RESERVED_SIGNS):
         index += 1
     return index
@@ -262,15 +260,15 @@ def _is_filling_up(allocator: CachingAllocator, events: list[Event], index: int)
 def find_smallest_cap(
     trace: Trace, *, expandable: bool = False, step: int = SEGMENT_ROUNDING
 ) -> int:
-    """Find the least device memory, bytes, in which the run goes through, with retries.
+    """Find the least device memory, bytes, in which a traced run goes through, with retries.
 
-    A multiple of `step`, or what is reserved without a cap. With a little more memory the run can,
-    rarely, fail again, because blocks then come to lie differently.
+    The result is a multiple of `step` bytes, or what is reserved without a cap. With a little more
+    memory the run can, rarely, fail again, because blocks then lie differently.
     """
     uncapped = replay(trace, AllocatorSettings(expandable=expandable))
     smallest_cap = uncapped.reserved
-    # Halved, in steps, between the most that is asked for at a time, below which nothing goes
-    # through, and what is reserved without a cap, which always does.
+    # Bisect, in multiples of `step`, between the most that is requested at a time, below which
+    # nothing goes through, and what is reserved without a cap, which always does.
     most_requested = max((phase.requested for phase in uncapped.phases.values()), default=0)
     too_little = most_requested // step - 1
     enough = -(-smallest_cap // step)

@@ -1,12 +1,8 @@
-"""Compare the same small runs on the CPU and on CUDA, loss by loss.
+"""Compare the losses of the same tiny runs on the CPU and on CUDA, and write a page.
 
-    python -m benchmarks.cpu_and_cuda                   on a GPU; ten minutes, three processes
-    python -m benchmarks.cpu_and_cuda --second cpu      a dry run: the CPU twice
-    python -m benchmarks.cpu_and_cuda --only "family"   the cases whose name has these words
-
-Levers, families, mixtures, adapters and methods; the levers are those of `tests/recipes`. Each case
-trains a tiny model for three steps, in a process of its own. Cases come in an order drawn once, so
-that what a cut run has reached is a sample.
+Run `python -m benchmarks.cpu_and_cuda` on a GPU (ten minutes); `--second cpu` is a dry run. A case
+is a pair of runs, three steps on each device. Levers (config keys that trade memory for time or
+precision) and their values are those of `tests/recipes`. A row is a case's entry in the report.
 """
 
 import argparse
@@ -46,10 +42,10 @@ from tests.recipes.runs import (
 from tests.recipes.test_levers import smoothed
 
 MINUTES = 9.0  # default limit of all cases together
-CASE_SECONDS = 75  # limit of one case, on both devices
-STEPS = 3
+CASE_SECONDS = 75  # limit of one case, both runs together
+STEPS = 3  # of each run
 PROCESSES = 3  # default, that run cases side by side
-# The config.json of a tiny Llama, and what the other families change in it.
+# The config.json of a tiny Llama. The dicts after it are what other families change in it.
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -71,6 +67,7 @@ LLAMA = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+# Sliding windows of 24 tokens are shorter than the sequences, so that they have an effect.
 GEMMA = {
     "head_dim": 32,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -78,6 +75,7 @@ GEMMA = {
     "sliding_window": 24,
     "tie_word_embeddings": True,
 }
+# Llama 3.1's RoPE scaling.
 SCALED = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -85,6 +83,7 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# By name of a model: changes of LLAMA.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_tied": {"tie_word_embeddings": True},
@@ -110,9 +109,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], **GEMMA},
     "phi3": {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]},
 }
+# Overrides, as on a command line.
 ADAPTERS = ("recipe=lora_finetune_distributed", "lora.rank=8", "lora.alpha=16")
 PACKED = ("data.packing=true", "data.max_samples=300")
 OFFLOADED_EXPERTS = "memory.stream_layers=experts"
+# Layers in host memory, trained in full, need the other three; for frozen ones the first will do.
 STREAMED = (
     "memory.stream_layers=true",
     "memory.optimizer_in_backward=true",
@@ -123,19 +124,19 @@ STREAMED = (
 
 @dataclass(frozen=True)
 class RunPair:
-    """A run that both devices make."""
+    """Hold a run that both devices make."""
 
     name: str
-    recipe: str
-    words: tuple[str, ...]  # its overrides, with `{folder}` for the case's files
-    tolerance: float  # of the losses, relative
-    model: str = "llama"  # a file of the folder, without its suffix
-    basis: tuple[str, ...] = ()  # overrides of the CPU's run alone, which cannot have the same
-    data: str = ""  # for labeled rows, their file
+    recipe: str  # the recipe's name, such as FULL
+    words: tuple[str, ...]  # overrides, with `{folder}` for the folder of the case's files
+    tolerance: float  # largest relative difference of losses that counts as equal
+    model: str = "llama"  # name of a config.json that `write_files` writes
+    basis: tuple[str, ...] = ()  # overrides of the CPU's run alone, for what a CPU cannot do
+    data: str = ""  # file name of labeled examples; empty: the demo's data
 
 
 def list_cases() -> list[RunPair]:
-    """Return all cases, in the order in which they are run."""
+    """Return all cases in an order drawn once, so that what a cut run has reached is a sample."""
     pairs = [
         *_list_lever_cases(),
         *_list_family_cases(),
@@ -150,37 +151,39 @@ def list_cases() -> list[RunPair]:
 
 
 def _drop_device(words: Iterable[str]) -> tuple[str, ...]:
-    """Return overrides without the device, which each run of a pair has its own of."""
+    """Return overrides without the device, since the two runs of a pair differ in it."""
     return tuple(word for word in words if not word.startswith("device="))
 
 
 def _list_lever_cases() -> list[RunPair]:
-    """Return each lever that one process can have, and the tests' runs of many together."""
+    """Return each lever that one process can have, and the tests' runs of many levers at once."""
     pairs = []
     for setting in LEVERS:
+        # 2 is the default of the tests. HALVING are settings that divide the ranks in two.
         if setting.ranks == 2 and not HALVING & set(setting.overrides):
             pair = RunPair(
                 f"full {setting}",
                 FULL,
                 words=_drop_device(setting.overrides),
+                # The tests' tolerances are for two runs on one device.
                 tolerance=max(2e-4, setting.tolerance),
             )
             pairs.append(pair)
-    for number, row in enumerate(TOGETHER):
-        words: dict[str, None] = {}
+    for index, settings in enumerate(TOGETHER):
+        words: dict[str, None] = {}  # an ordered set: levers may share an override
         tolerance = 2e-4
-        for setting in keep_one_rank(row):
+        for setting in keep_one_rank(settings):
             words |= dict.fromkeys(setting.overrides)
             tolerance = max(tolerance, setting.tolerance)
         pair = RunPair(
-            f"full together {number}", FULL, words=_drop_device(words), tolerance=tolerance
+            f"full together {index}", FULL, words=_drop_device(words), tolerance=tolerance
         )
         pairs.append(pair)
     return pairs
 
 
 def _list_family_cases() -> list[RunPair]:
-    """Return runs of every family of dense models."""
+    """Return the runs of every family of dense models."""
     pairs = []
     for model in FAMILIES:
         pairs += _list_cases_of_family(model)
@@ -188,6 +191,7 @@ def _list_family_cases() -> list[RunPair]:
 
 
 def _list_cases_of_family(model: str) -> list[RunPair]:
+    """Return the runs of one of FAMILIES."""
     pairs = []
 
     def add(name: str, *words: str, tolerance: float = 2e-2, recipe: str = FULL) -> None:
@@ -207,7 +211,7 @@ def _list_cases_of_family(model: str) -> list[RunPair]:
 
 
 def _list_mixture_cases() -> list[RunPair]:
-    """Return runs of every mixture of experts."""
+    """Return the runs of every mixture of experts."""
     pairs = []
     for model in MIXTURES:
         pairs += _list_cases_of_mixture(model)
@@ -215,6 +219,7 @@ def _list_mixture_cases() -> list[RunPair]:
 
 
 def _list_cases_of_mixture(model: str) -> list[RunPair]:
+    """Return the runs of one of the tests' MIXTURES."""
     pairs = []
 
     def add(name: str, *words: str, tolerance: float = 3e-2, recipe: str = FULL) -> None:
@@ -236,14 +241,16 @@ def _list_cases_of_mixture(model: str) -> list[RunPair]:
 
 
 def _list_adapter_cases() -> list[RunPair]:
-    """Return the tests' runs of adapters that one process can have, and more levers of theirs."""
+    """Return the tests' runs of adapters that one process can have, and levers for each base."""
     pairs = []
+    # A kind is a set of adapter settings, such as the base's quantization.
     for kind, lever in test_adapter_levers.CASES:
         if lever.ranks != 2 or lever.refuses(kind):
             continue
         words = _drop_device((*ADAPTERS, *kind.overrides, *lever.overrides))
         if lever.overrides == test_adapter_levers.PACKED:
-            words = (*words, *PACKED)  # with more rows to pack
+            # The tests' few examples fill too few packed sequences.
+            words = (*words, *PACKED)
         pair = RunPair(
             f"adapter {kind}: {lever or 'alone'}",
             LORA,
@@ -265,9 +272,9 @@ def _list_adapter_cases() -> list[RunPair]:
 
 
 def _list_low_precision_cases() -> list[RunPair]:
-    """Return matmuls and codes of 8 and 4 bits.
+    """Return runs with matmuls, optimizer states and weights of 8 and 4 bits.
 
-    Of FP8, which exists on a GPU alone, the CPU's run has nothing.
+    A CPU has no FP8: its run leaves that setting out, and the losses are compared all the same.
     """
     pairs = []
 
@@ -287,7 +294,7 @@ def _list_low_precision_cases() -> list[RunPair]:
 
 
 def _list_labeled_cases() -> list[RunPair]:
-    """Return runs that train on pairs, judged answers or classes."""
+    """Return runs that train on preference pairs, judged answers or classes."""
     pairs = []
 
     def add(name: str, *words: str, recipe: str, data: str) -> None:
@@ -314,16 +321,16 @@ def _list_labeled_cases() -> list[RunPair]:
 
 
 def _list_distilled_cases() -> list[RunPair]:
-    """Return runs that train on a teacher's distribution."""
+    """Return runs of distillation."""
     pairs = []
-    for words in (
+    for overrides in (
         (),
         ("distill.quantize_teacher=nf4",),
         ("distill.quantize_teacher=none", "distill.stream_teacher=true"),
         ("distill.divergence=jensen_shannon", "distill.trainable=adapters"),
     ):
-        name = f"distill {' '.join(words) or 'plain'}"
-        pairs.append(RunPair(name, DISTILL, words=("dtype=fp32", *words), tolerance=2e-3))
+        name = f"distill {' '.join(overrides) or 'plain'}"
+        pairs.append(RunPair(name, DISTILL, words=("dtype=fp32", *overrides), tolerance=2e-3))
     return pairs
 
 
@@ -331,11 +338,14 @@ def _list_distilled_cases() -> list[RunPair]:
 
 
 def build_command(pair: RunPair, folder: Path) -> list[str]:
-    """Return the words of the recipe's command line, whose files are in the folder."""
+    """Return the arguments of the recipe's command line for a case.
+
+    folder: where `write_files` has written; the run's output goes below it.
+    """
     output = folder / "out"
-    words = [word.format(folder=folder) for word in pair.words]
+    overrides = [word.format(folder=folder) for word in pair.words]
     if pair.recipe == DISTILL:
-        return distill_models.build_arguments(folder, output, *words)
+        return distill_models.build_arguments(folder, output, *overrides)
     common = [
         f"model.preset={folder}/{pair.model}.json",
         f"max_steps={STEPS}",
@@ -345,7 +355,7 @@ def build_command(pair: RunPair, folder: Path) -> list[str]:
         labeled = labeled_runs.build_arguments(
             folder / pair.data, output, pair.recipe, "batch_size=4"
         )
-        return keep_latest(*labeled, *common, *words)
+        return keep_latest(*labeled, *common, *overrides)
     common += [
         "batch_size=8",
         "checkpoint.save_model=false",
@@ -354,14 +364,15 @@ def build_command(pair: RunPair, folder: Path) -> list[str]:
         "lr_scheduler.type=constant",
         "dtype=fp32",
     ]
-    return keep_latest(*build_arguments(output), *common, *words)
+    return keep_latest(*build_arguments(output), *common, *overrides)
 
 
 def write_files(pair: RunPair, folder: Path) -> None:
-    """Write what the words of a case name."""
+    """Write the models and data that any case may name into the folder."""
     if pair.recipe == DISTILL:
         distill_models.make_folder(folder)
         return
+    # The tests' overrides name the last two by file.
     shapes = FAMILIES | {"untied": {}, "tied": {"tie_word_embeddings": True}}
     for name, changes in shapes.items():
         (folder / f"{name}.json").write_text(json.dumps(LLAMA | changes), encoding="utf-8")
@@ -373,12 +384,13 @@ def write_files(pair: RunPair, folder: Path) -> None:
 
 
 def run_pair(pair: RunPair, second: str) -> dict[str, Any]:
-    """Run a case on the CPU and on the second device and return what each recorded.
+    """Run a case on the CPU and on the second device and return its row of the report.
 
-    Its exit code, then losses and gradient norms, or what it said last.
+    Keys: `name`, `words`, `tolerance`, and `cpu` and `second` as `_run_on` returns them. Silences
+    this process for good, so call it in a process of its own.
     """
-    register("loss", LOSS)(smoothed)
-    # What this process prints, which is the case's alone, is of no interest.
+    register("loss", LOSS)(smoothed)  # the tests' settings name this loss
+    # Two runs' logs a case would bury the one line that is printed for it.
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
     os.dup2(devnull, 2)
@@ -398,11 +410,14 @@ def run_pair(pair: RunPair, second: str) -> dict[str, Any]:
 def _run_on(
     pair: RunPair, folder: Path, *, device: str, more_words: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Run a case on a device and return what it recorded."""
+    """Run a case on a device and return its exit code, losses and gradient norms by step.
+
+    more_words: overrides that come last. `said` is the last line of a run that failed, else empty.
+    """
     torch._dynamo.reset()  # nothing compiled for the other device is used again
     device_word = f"device={'auto' if device == 'cuda' else device}"
-    words = keep_latest(*build_command(pair, folder), device_word, *more_words)
-    run = run_here(words, recipe=pair.recipe)
+    arguments = keep_latest(*build_command(pair, folder), device_word, *more_words)
+    run = run_here(arguments, recipe=pair.recipe)
     steps = []
     error = ""
     if run.code == 0:
@@ -419,9 +434,10 @@ def _run_on(
 
 
 def compute_difference(row: Mapping[str, Any]) -> float | None:
-    """Return the largest relative difference of the losses; None where a run has none."""
-    if "cpu" not in row:
+    """Return the largest relative difference of a step's losses; None where a run has none."""
+    if "cpu" not in row:  # skipped or failed as a process
         return None
+    # Not strict: a run that was refused has no losses.
     differences = [
         abs(cpu_loss - second_loss) / max(abs(cpu_loss), 1e-9)
         for cpu_loss, second_loss in zip(
@@ -432,9 +448,13 @@ def compute_difference(row: Mapping[str, Any]) -> float | None:
 
 
 def main(argv: list[str]) -> int:
-    """Run the cases and write the report; 1 if two runs differ by more than their tolerance."""
+    """Run the cases and write the report.
+
+    Return 1 if the losses of a case differ by more than its tolerance.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Compare the losses of the same tiny runs on the CPU and on CUDA.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--second", choices=("cpu", "cuda"), help="the device beside the CPU; default: a GPU's"
@@ -466,6 +486,7 @@ def main(argv: list[str]) -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cpu-and-cuda-") as folder:
         command = [sys.executable, "-m", "benchmarks.cpu_and_cuda", *argv]
+        # Of an option that is given twice, argparse takes the last.
         command += ["--second", second, "--output", folder]
         parts = [
             subprocess.Popen([*command, "--part", str(number)], cwd=REPOSITORY)
@@ -485,7 +506,10 @@ def main(argv: list[str]) -> int:
 
 
 def _run_part(options: argparse.Namespace, second: str) -> None:
-    """Run every so many-th case, as long as there is time, and leave the rows in the folder."""
+    """Run every n-th case of n processes while there is time; write the rows to PART.json.
+
+    options: as `main` parses them; `part` is this process's number, `output` the folder.
+    """
     torch.set_num_threads(2)
     started = time.monotonic()
     rows = []
@@ -496,7 +520,7 @@ def _run_part(options: argparse.Namespace, second: str) -> None:
             rows.append({"name": pair.name, "skipped": "no time left"})
             continue
         row = run_apart(functools.partial(run_pair, pair, second), min(CASE_SECONDS, seconds_left))
-        if "name" not in row:  # it failed as a process
+        if "name" not in row:  # the process crashed or took too long
             row = {"name": pair.name, **row}
         rows.append(row)
         print(f"{time.monotonic() - started:5.0f} s  {pair.name}: {judge_row(row)}", flush=True)
@@ -505,6 +529,7 @@ def _run_part(options: argparse.Namespace, second: str) -> None:
 
 # The page
 
+# A row's verdict.
 EQUAL = "equal"
 DIFFERS = "differs"
 REFUSED = "refused by both"
@@ -513,7 +538,7 @@ NOT_RUN = "not run"
 
 
 def judge_row(row: Mapping[str, Any]) -> str:
-    """Return what came of a row, one of the five words above."""
+    """Return a row's verdict, one of the five above."""
     if "cpu" not in row:
         return NOT_RUN
     difference = compute_difference(row)
@@ -523,20 +548,21 @@ def judge_row(row: Mapping[str, Any]) -> str:
 
 
 def summarize(report: Mapping[str, Any]) -> str:
-    """Return how many rows came out how, in a line."""
+    """Return the number of rows of each verdict, in a line."""
     verdicts = [judge_row(row) for row in report["rows"]]
-    compared = [row for row in report["rows"] if compute_difference(row) is not None]
+    compared_rows = [row for row in report["rows"] if compute_difference(row) is not None]
+    # Tolerances up to 1e-3 are those of fp32 runs.
     fp32_differences = [
         compute_difference(row) or 0.0
-        for row in compared
+        for row in compared_rows
         if row["tolerance"] <= 1e-3 and judge_row(row) == EQUAL
     ]
-    line = f"{verdicts.count(EQUAL)} of {len(compared)} equal within their tolerances"
+    line = f"{verdicts.count(EQUAL)} of {len(compared_rows)} equal within their tolerances"
     if fp32_differences:
         line += f" (those of at most 1e-3 to {max(fp32_differences):.1e})"
     differing_rows = [
         f"{row['name']} by {compute_difference(row):.1e}"
-        for row in compared
+        for row in compared_rows
         if judge_row(row) == DIFFERS
     ]
     if differing_rows:
@@ -548,7 +574,7 @@ def summarize(report: Mapping[str, Any]) -> str:
 
 
 def format_page(report: Mapping[str, Any]) -> str:
-    """Return the page."""
+    """Return the Markdown page of a report, as `main` fills it."""
     gpu = report["device"].get("type") == "cuda"
     second = "CUDA" if gpu else "the CPU again: a dry run"
     lines = [f"# The same runs on the CPU and on {second}", ""]
@@ -564,10 +590,10 @@ def format_page(report: Mapping[str, Any]) -> str:
             f"| {_format_name(row)} | {losses} | {difference:.1e} | {row['tolerance']:g}"
             f" | {judge_row(row)} |"
         )
-    not_compared = [row for row in report["rows"] if compute_difference(row) is None]
-    if not_compared:
-        lines += ["", "## Not compared", "", "| run | | CPU | second |", "|---|---|---|---|"]
-    for row in sorted(not_compared, key=lambda row: row["name"]):
+    uncompared_rows = [row for row in report["rows"] if compute_difference(row) is None]
+    if uncompared_rows:
+        lines += ["", "## Not compared_rows", "", "| run | | CPU | second |", "|---|---|---|---|"]
+    for row in sorted(uncompared_rows, key=lambda row: row["name"]):
         sides = [_describe_side(row[side]) if side in row else "" for side in ("cpu", "second")]
         reason = row.get("skipped") or row.get("failed") or judge_row(row)
         lines.append(f"| {_format_name(row)} | {reason} | {' | '.join(sides)} |")
@@ -580,13 +606,14 @@ losses, relative to the CPU's."""
 
 
 def _format_name(row: Mapping[str, Any]) -> str:
-    """Return a row's name, and the words that it does not have in it."""
+    """Return a row's name, and its overrides unless the name has them already."""
     words = " ".join(row.get("words", ()))
     return f"{row['name']}: `{words}`" if words and words not in row["name"] else row["name"]
 
 
 def _describe_side(side: Mapping[str, Any]) -> str:
-    """Return what came of a run on one device: what it said last, or that it trains."""
+    """Return the last line of a run that failed, or that it trains."""
+    # A bar would end the table's cell.
     return side["said"].replace("|", "/") if side["code"] else "trains"
 
 

@@ -1,19 +1,10 @@
 """Measure tokenizing, masking and packing of 100,000 conversations, ours beside TRL's.
 
-    python -m benchmarks.data_path --trl /path/to/venv/bin/python --output docs/measurements/data_path.md
+    python -m benchmarks.data_path --trl PYTHON --output docs/measurements/data_path.md
 
-Rows are GSM8K's, again and again, each with its number so that no two are alike; the tokenizer is
-Qwen 2.5's with its chat template. Both are read from REALDATA_DIR. Each side runs in a process of
-its own, with two worker processes and an empty cache, then once more with what the first left.
-TRL's trainer prepares its rows when it is made (packing `bfd`, loss on the completion). Run it on a
-machine that does nothing else.
-
-    git worktree add ../before COMMIT
-    python -m benchmarks.data_path --against ../before --output docs/measurements/data_path_before.md
-
-compares with an earlier commit of this project instead: the same processes and `tune data check`,
-of both checkouts in turn, on rows of `messages` alone and on rows with columns beside them that
-change nothing.
+With `--against CHECKOUT` an earlier commit is measured beside this one instead. A side is what is
+measured, in a process of its own. A row is a conversation of GSM8K with a number, so that no two
+are alike; data and tokenizer are in REALDATA_DIR.
 """
 
 import argparse
@@ -31,31 +22,39 @@ from pathlib import Path
 from typing import Any
 
 ROWS = 100_000
-LENGTH = 2048  # tokens of a pack
-WORKERS = 2
+LENGTH = 2048  # tokens of a packed sequence
+WORKERS = 2  # processes of each side that tokenize
 COMMAND = "python -m benchmarks.data_path --trl PYTHON --output docs/measurements/data_path.md"
 TEXT = """# The data path: tokenize, mask and pack {rows:,} rows
 
-`{command}`: GSM8K's rows, Qwen 2.5's tokenizer and chat template, packs of {length} tokens, {workers} workers, median
+`{command}`: GSM8K's rows, Qwen 2.5's tokenizer and chat template, packs of {length} tokens, \
+{workers} workers, median
 of {repeats}. Cold: nothing is cached. Warm: the next start with the same rows.
 
 | | cold, seconds | warm, seconds | most memory, MiB | tokens | trained tokens | packs | filled |
 |---|---:|---:|---:|---:|---:|---:|---:|
 {lines}
 
-Tokens are those that are looked at: one fewer a row with us, whose labels are shifted when rows are made. TRL also
-keeps, and trains, the line break behind each answer's end token. Seconds are of the whole process, imports
-included; for rows alone: {inside}. Memory is that of the process and of its largest worker. Versions: {versions}.
+Tokens are those that are looked at: one fewer a row with us, whose labels are shifted when rows \
+are made. TRL also
+keeps, and trains, the line break behind each answer's end token. Seconds are of the whole \
+process, imports
+included; for rows alone: {inside}. Memory is that of the process and of its largest worker. \
+Versions: {versions}.
 """
 
 AGAINST = """# The data path against an earlier commit
 
 `{command}`: {rows:,} rows of GSM8K as in
-[data_path.md](data_path.md), {workers} workers, no cache. Both sides run in turn, {repeats} times each; a ratio is
-the median over the pairs. Before: commit {before}. Seconds are of the whole process; CPU is that of all its processes;
-memory that of the largest. Each row of `with columns` has an `id`, a `source` and a list of `tags` beside its messages.
+[data_path.md](data_path.md), {workers} workers, no cache. Both sides run in turn, {repeats} times \
+each; a ratio is
+the median over the pairs. Before: commit {before}. Seconds are of the whole process; CPU is that \
+of all its processes;
+memory that of the largest. Each row of `with columns` has an `id`, a `source` and a list of \
+`tags` beside its messages.
 
-| | before, s | now, s | ratio | before, CPU s | now, CPU s | ratio | before, MiB | now, MiB | ratio |
+| | before, s | now, s | ratio | before, CPU s | now, CPU s | ratio | before, MiB | now, MiB | \
+ratio |
 |---|---:|---:|---:|---:|---:|---:|---:|---:|---:|
 {lines}
 """
@@ -63,13 +62,15 @@ AGAINST_COMMAND = (
     "python -m benchmarks.data_path --against CHECKOUT --output"
     " docs/measurements/data_path_before.md"
 )
-COLUMNS = {"source": "gsm8k", "tags": ["arithmetic", "words"]}  # beside a row's number as its id
+# Columns that no side reads. A row's number is a third one, `id`.
+COLUMNS = {"source": "gsm8k", "tags": ["arithmetic", "words"]}
 
 
 def main() -> None:
     """Run both sides and write the page; with --side run one of them, in this process."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Measure tokenizing, masking and packing, ours beside TRL's.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--trl", type=Path, help="a Python that has trl")
     parser.add_argument("--against", type=Path, help="a checkout of an earlier commit")
@@ -135,10 +136,10 @@ def main() -> None:
 def write_rows(
     realdata: Path, folder: Path, rows: int, columns: dict[str, Any] | None = None
 ) -> None:
-    """Write ours.jsonl with `messages`, trl.jsonl with `prompt` and `completion`, and the
-    tokenizer's folder.
+    """Write the rows for both sides, and the tokenizer, into a folder.
 
-    columns: what each row of ours.jsonl has besides, with its number as `id`.
+    ours.jsonl has `messages`, trl.jsonl `prompt` and `completion`. columns: further columns of
+    ours.jsonl, with which each row also gets its number as `id`; empty or None: none.
     """
     source = (realdata / "datasets/gsm8k/train.jsonl").read_text().splitlines()
     with open(folder / "ours.jsonl", "w") as ours, open(folder / "trl.jsonl", "w") as theirs:
@@ -158,7 +159,10 @@ def write_rows(
 
 
 def compare_with(before: Path, realdata: Path, rows: int, repeats: int) -> str:
-    """Return the page that compares the checkout `before` with this one, measured in turn."""
+    """Measure the checkout `before` and this one in turn, and return the page.
+
+    repeats: runs of each. Measured are `measure_side` of ours and `tune data check`.
+    """
     lines = []
     checkouts = {"before": before, "now": Path(__file__).resolve().parents[1]}
     for name, columns in (("messages alone", {}), ("with columns", COLUMNS)):
@@ -172,6 +176,7 @@ def compare_with(before: Path, realdata: Path, rows: int, repeats: int) -> str:
                 runs: dict[str, list[tuple[float, ...]]] = {side: [] for side in checkouts}
                 for _ in range(repeats):
                     for side, checkout in checkouts.items():
+                        # Else the second run would find the first one's tokens.
                         shutil.rmtree(folder / "cache", ignore_errors=True)
                         runs[side].append(measure_process(words, checkout, folder))
                 cells = format_medians(runs["before"], runs["now"])
@@ -190,10 +195,10 @@ def compare_with(before: Path, realdata: Path, rows: int, repeats: int) -> str:
 
 
 def format_medians(before: list[tuple[float, ...]], now: list[tuple[float, ...]]) -> list[str]:
-    """Return both medians and the median ratio of seconds, CPU seconds and MiB, as cells.
+    """Return medians before and now and their ratio, of seconds, CPU seconds and MiB, as cells.
 
-    before, now: what `measure_process` returned for each repetition. The ratio is the median over
-    the pairs.
+    before, now: the tuples of `measure_process`, one a repetition. The ratio is the median over the
+    pairs of runs.
     """
     cells = []
     for number, digits in enumerate((1, 1, 0)):  # seconds, CPU seconds, MiB
@@ -207,9 +212,9 @@ def format_medians(before: list[tuple[float, ...]], now: list[tuple[float, ...]]
 
 
 def measure_process(words: list[str], checkout: Path, folder: Path) -> tuple[float, float, float]:
-    """Run Python in a checkout; return seconds, CPU seconds and the MiB of its largest process.
+    """Run Python in a checkout; return (seconds, CPU seconds, MiB of its largest process).
 
-    words: what Python is given.
+    words: Python's arguments. folder: for its output. Exits with that output if Python fails.
     """
     environment = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
     with open(folder / "said", "w+b") as output:
@@ -221,6 +226,7 @@ def measure_process(words: list[str], checkout: Path, folder: Path) -> tuple[flo
             stdout=output,
             stderr=subprocess.STDOUT,
         )
+        # Not `process.wait`: only this call returns the usage, that of its ended workers included.
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - began
         if status:
@@ -232,23 +238,28 @@ def measure_process(words: list[str], checkout: Path, folder: Path) -> tuple[flo
 def run_side(
     side: str, python: Path, folder: Path, repeats: int
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return median seconds cold and warm, and what the last cold process reported."""
+    """Run a side `repeats` times cold (without a cache) and warm (with the one just made).
+
+    python: the side's interpreter. Returns (median seconds by `cold` and `warm`, the report of the
+    last cold process with the median of `inside`). Exits with the output of a run that failed.
+    """
     seconds: dict[str, list[float]] = {"cold": [], "warm": []}
     cold_report: dict[str, Any] = {}
     inside = []
     for _ in range(repeats):
         shutil.rmtree(folder / "cache", ignore_errors=True)
         for kind in seconds:
+            # TRL's rows are cached below HF_HOME, ours in the same folder by data.cache_dir.
             environment = os.environ | {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
             command = [str(python), "-m", "benchmarks.data_path"]
             command += ["--side", side, "--folder", str(folder)]
             began = time.perf_counter()
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
-            if done.returncode:
-                sys.exit(f"{side}: {done.stderr}")
+            completed = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if completed.returncode:
+                sys.exit(f"{side}: {completed.stderr}")
             seconds[kind].append(time.perf_counter() - began)
             if kind == "cold":
-                cold_report = json.loads(done.stdout.splitlines()[-1])
+                cold_report = json.loads(completed.stdout.splitlines()[-1])
                 inside.append(cold_report["inside"])
     cold_report["inside"] = sorted(inside)[len(inside) // 2]
     medians = {kind: sorted(values)[len(values) // 2] for kind, values in seconds.items()}
@@ -256,16 +267,16 @@ def run_side(
 
 
 def measure_side(side: str, folder: Path) -> dict[str, Any]:
-    """Run a side; return what it made, its seconds without the imports, and the most memory."""
+    """Run a side in this process; return its dict, with `mib` of peak memory added."""
     report = run_ours(folder) if side == "ours" else run_trl(folder)
-    # In KiB: of this process, and of its largest worker.
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    most += resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return report | {"mib": most / 1024}
+    # Of this process, and of its largest worker.
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_kib += resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return report | {"mib": peak_kib / 1024}
 
 
 def build_check_words(folder: Path) -> list[str]:
-    """Return the config and the overrides that `tune data check` and a run are given."""
+    """Return the config's name and the overrides for `tune data check` and for a run."""
     return [
         "qwen2_5/0.5B_full",
         "~model.path",
@@ -284,7 +295,12 @@ def build_check_words(folder: Path) -> list[str]:
 
 
 def run_ours(folder: Path) -> dict[str, Any]:
-    """Prepare the rows by the recipe's own calls."""
+    """Prepare the rows by the recipe's own calls.
+
+    Returns `inside` (seconds without imports), `tokens`, `trained` (label tokens), `packs` (packed
+    sequences) and `versions`.
+    """
+    # Inside, since TRL's environment has no such package.
     import recipe_lib
     from recipe_lib.config import load_config
     from recipe_lib.parallel import start_world
@@ -309,7 +325,10 @@ def run_ours(folder: Path) -> dict[str, Any]:
 
 
 def run_trl(folder: Path) -> dict[str, Any]:
-    """Prepare the rows by making TRL's trainer."""
+    """Prepare the rows by making TRL's trainer, which does so in its constructor.
+
+    Returns the keys of `run_ours`.
+    """
     import datasets
     import transformers
     import trl as library
@@ -318,7 +337,8 @@ def run_trl(folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     rows = datasets.load_dataset("json", data_files=str(folder / "trl.jsonl"), split="train")
-    small = LlamaConfig(
+    # The trainer takes a model; this one costs no time.
+    model_config = LlamaConfig(
         hidden_size=16,
         intermediate_size=16,
         num_hidden_layers=1,
@@ -335,21 +355,25 @@ def run_trl(folder: Path) -> dict[str, Any]:
         bf16=False,
     )
     trainer = library.SFTTrainer(
-        model=LlamaForCausalLM(small), args=settings, train_dataset=rows, processing_class=tokenizer
+        model=LlamaForCausalLM(model_config),
+        args=settings,
+        train_dataset=rows,
+        processing_class=tokenizer,
     )
     packed = trainer.train_dataset
     seconds = time.perf_counter() - began
     lengths = [len(input_ids) for input_ids in packed["input_ids"]]
-    trained = 0
+    num_label_tokens = 0  # tokens that the loss counts
+    # Trained tokens are marked in the one column or in the other.
     if "completion_mask" in packed.column_names:
-        trained = sum(sum(mask) for mask in packed["completion_mask"])
+        num_label_tokens = sum(sum(mask) for mask in packed["completion_mask"])
     else:
         for labels in packed["labels"]:
-            trained += sum(label != -100 for label in labels)
+            num_label_tokens += sum(label != -100 for label in labels)
     return {
         "inside": seconds,
         "tokens": sum(lengths),
-        "trained": int(trained),
+        "trained": int(num_label_tokens),
         "packs": len(lengths),
         "versions": (
             f"{library.__version__}, transformers {transformers.__version__}, datasets"

@@ -1,14 +1,9 @@
 """Train small students of the demo's task, on labels alone and with a teacher, and compare them.
 
-    python -m benchmarks.distillation                                      writes the table of docs/distillation.md
-    python -m benchmarks.distillation --wrong 0 0.3 --rows 2000 --epochs 4  something else; prints the table
-
-The teacher is the demo's model of 0.5 M parameters, trained as `make demo` does it. Students are
-`demo/0.1M`, from the same random start for each seed, on the same rows in the same order, with the
-same learning rate and steps; they differ in distill.weight alone, and with weight 0 the loss is the
-labels' cross-entropy. The rows are the demo's, with a share of the answers exchanged among each
-other, so that these are wrong. What is measured is the cross-entropy of the right answers to
-held-out questions.
+`python -m benchmarks.distillation` writes the table of docs/distillation.md; with options it prints
+another one. Students of a seed start alike, on the same rows in the same order, and differ in the
+distillation's weight (0: labels alone) and divergence. A share of the rows has the answers of other
+rows. Measured is the cross-entropy of the right answers to held-out questions.
 """
 
 import argparse
@@ -24,20 +19,23 @@ from recipe_lib.cli.main import main as tune
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "distillation.md"
+# The table stands between these lines of the page.
 BEGIN = "<!-- table: python -m benchmarks.distillation -->"
 END = "<!-- end of table -->"
-TEMPERATURE = 2.0
-WEIGHT = 0.9
+TEMPERATURE = 2.0  # of the distributions that are compared
+WEIGHT = 0.9  # of the divergence from the teacher; the rest is the labels' cross-entropy
 LABELS = "labels alone"
-KINDS = ("forward_kl", "reverse_kl", "jensen_shannon")
+KINDS = ("forward_kl", "reverse_kl", "jensen_shannon")  # divergences
 
-Losses = dict[str, dict[str, list[float]]]  # kind of training -> rows -> a loss for each seed
+# LABELS or a divergence -> rows in words -> the loss of each seed's student.
+Losses = dict[str, dict[str, list[float]]]
 
 
 def main() -> None:
     """Train teacher and students, and write or print the table."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Train students on labels alone and with a teacher, and compare them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--kinds", nargs="*", default=[KINDS[0]], choices=KINDS)
@@ -72,6 +70,7 @@ def main() -> None:
                 losses.setdefault(kind, {}).setdefault(data, []).append(loss)
                 print(f"{data}, {kind}, seed {seed}: {loss:.4f}", file=sys.stderr, flush=True)
     text = format_table(read_last(teacher, "loss"), losses, arguments)
+    # With other options than these the page's table would be replaced by another experiment's.
     if len(sys.argv) == 1 or sys.argv[1:] == ["--folder", str(arguments.folder)]:
         before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
@@ -79,19 +78,23 @@ def main() -> None:
 
 
 def write_rows(path: Path, count: int, share: float) -> None:
-    """Write so many of the demo's rows, of which a share have the answer of another one."""
+    """Write `count` of the demo's rows; a `share` of them, 0 to 1, have another row's answer."""
     lines = (ROOT / "examples" / "demo" / "train.jsonl").read_text(encoding="utf-8").splitlines()
     chance = random.Random(0)
     rows = [json.loads(line) for line in chance.sample(lines, count)]
-    wrong = chance.sample(range(count), round(share * count))
-    answers = [rows[at]["output"] for at in wrong]
-    for at, answer in zip(wrong, answers[1:] + answers[:1], strict=True):
-        rows[at]["output"] = answer
+    wrong_indices = chance.sample(range(count), round(share * count))
+    answers = [rows[index]["output"] for index in wrong_indices]
+    # Each takes the answer of the next.
+    for index, answer in zip(wrong_indices, answers[1:] + answers[:1], strict=True):
+        rows[index]["output"] = answer
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def build_student_overrides(kind: str, seed: int, epochs: int, teacher: Path) -> list[str]:
-    """Return overrides of configs/demo/distill.yaml."""
+    """Return a student's overrides of configs/demo/distill.yaml.
+
+    kind: LABELS or one of KINDS. teacher: folder of the teacher's run.
+    """
     overrides = [
         f"distill.teacher={teacher / 'model'}",
         f"seed={seed}",
@@ -107,10 +110,11 @@ def build_student_overrides(kind: str, seed: int, epochs: int, teacher: Path) ->
 
 
 def train(recipe: str, config: str, output: Path, *words: str) -> Path:
-    """Train into a folder and return it; a run that is there already, complete, is taken.
+    """Train into a folder and return it, unless a complete run is there already.
 
-    words: overrides of the config.
+    words: overrides of the config. Raises SystemExit if the run fails.
     """
+    # The exported model is written at the end of a run.
     if (output / "model" / "config.json").is_file():
         return output
     command = ["run", "--no-plan", recipe, "--config", config]
@@ -122,7 +126,7 @@ def train(recipe: str, config: str, output: Path, *words: str) -> Path:
 
 
 def read_last(run: Path, name: str) -> float:
-    """Return a metric of the last validation of a run."""
+    """Return a metric of a run's last validation, such as `loss` for `validation_loss`."""
     text = (run / "metrics.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
     key = f"validation_{name}"
@@ -130,12 +134,12 @@ def read_last(run: Path, name: str) -> float:
 
 
 def format_table(teacher: float, losses: Losses, arguments: argparse.Namespace) -> str:
-    """Return the table as Markdown: a row of each kind of training, means over seeds.
+    """Return the table as Markdown: a line for LABELS and for each divergence, means over seeds.
 
     teacher: its own loss on the held-out rows.
     """
     data = list(losses[LABELS])
-    steps = arguments.rows // 32 * arguments.epochs
+    steps = arguments.rows // 32 * arguments.epochs  # 32 rows a step in configs/demo/distill.yaml
     lines = [
         (
             f"Held-out cross-entropy of students `demo/0.1M`, {steps} steps, {len(arguments.seeds)}"

@@ -1,12 +1,8 @@
-"""The fastest settings that fit the cards that a shipped config is meant for, which its header
-says.
+"""Search the fastest settings of shipped configs on the cards that they are meant for.
 
-    python -m benchmarks.fastest_settings                      all configs, a minute or two of CPU time for each
-    python -m benchmarks.fastest_settings llama3/8B_lora ...   some
-
-Found by the search of `tune plan --search`, and kept in benchmarks/fastest_settings.json; how the
-base weights of adapters are rounded is left as it is. `benchmarks/planned_peaks.py` writes the
-headers, of which this calls that part.
+Run `python -m benchmarks.fastest_settings [CONFIG ...]`; all configs take minutes of CPU time each.
+The results are kept in benchmarks/fastest_settings.json, and written into the comments at the head
+of the config's file. fit.py and longest.py call `search_settings` and `prepare_request`.
 """
 
 import argparse
@@ -35,32 +31,35 @@ from recipe_lib.plan.search.trials import estimate_run, format_overrides
 from recipe_lib.plan.simulated_world.planned_data import choose_sequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
-METHOD = "lora.quantize_base"  # which way to train a config is, not a setting
+# Not searched: it tells LoRA from QLoRA, which have configs of their own.
+METHOD = "lora.quantize_base"
 
 
 @dataclass
 class Fastest:
-    """The fastest settings of a config."""
+    """Hold the fastest settings of a config."""
 
     cards: str  # how many of how many GB, such as `4x24GB`
-    settings: str  # overrides of the config, as typed
+    settings: str  # overrides of the config, as they are typed
     tokens_per_second: float  # of all cards
     shipped: float  # tokens a second of all cards, of the config as it is
 
 
 def main() -> None:
-    """Search for the configs that are named, or all, on all cores, and write their headers."""
+    """Search for the configs that are named, or for all, and write results and headers of files."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Search the fastest settings of shipped configs on their cards.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="CONFIG")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    fastest = read_fastest()
-    plans = read_plans()
+    fastest = read_fastest()  # by config's name, `Fastest` as a dict
+    plans = read_plans()  # by config's name, planned bytes by number of ranks
     chosen_names = arguments.names or [
         name for name in list_names() if not name.startswith("demo/")
     ]
+    # A new process for each search: a simulated device cannot be removed from a process.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
         searches = {
@@ -78,7 +77,10 @@ def main() -> None:
 
 
 def find_fastest(name: str, size: int, ranks: int) -> Fastest:
-    """Find the fastest settings of a config on `ranks` cards of `size` GB, in this process."""
+    """Find the fastest settings of a config on `ranks` cards of `size` GB, in this process.
+
+    Raises IndexError if nothing fits, though the config is meant for these cards.
+    """
     cards = f"{ranks}x{size}GB"
     best = search_settings(name, cards).fitting[0]
     cfg, settings = prepare_request(name, cards)
@@ -95,7 +97,7 @@ def find_fastest(name: str, size: int, ranks: int) -> Fastest:
 def search_settings(name: str, cards: str, words: tuple[str, ...] = ()) -> SearchResult:
     """Search for the fastest settings of a config on cards such as `4x24GB`, in this process.
 
-    words: overrides, which stay.
+    words: overrides, whose keys are not searched.
     """
     cfg, settings = prepare_request(name, cards, words)
     fixed = {word.partition("=")[0] for word in words} | {METHOD}
@@ -107,7 +109,10 @@ def search_settings(name: str, cards: str, words: tuple[str, ...] = ()) -> Searc
 def prepare_request(
     name: str, cards: str, words: tuple[str, ...] | list[str] = ()
 ) -> tuple[Any, PlanSettings]:
-    """Return what a plan takes: the config, and where it runs, with the longest sequences."""
+    """Return (config, settings of its plan) for cards such as `4x24GB`.
+
+    words: overrides. Sequences have max_seq_len tokens; the plan is of loading and saving, too.
+    """
     cfg, _ = make_plannable(load_config(name, words, find_config_recipe(name).schema()))
     ranks, hardware = parse_fit(cards)
     sequence = choose_sequence(cfg, "max", ranks=ranks)

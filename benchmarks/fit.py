@@ -1,12 +1,9 @@
-"""Recommended settings for 1, 2, 4 and 8 cards of 24 GB, dense models and mixtures of experts:
-docs/fit.md, docs/fit_large.md and docs/fit_longest.md.
+"""Search the fastest settings that fit 1, 2, 4 and 8 cards of 24 GB, and write docs/fit*.md.
 
-    python -m benchmarks.fit --output docs/fit.md [--only 8B]
-
-For a model, a way to train it and a number of cards, the search of `tune plan --search` looks for
-the fastest settings that fit. The last of the pages is of `benchmarks/longest.py`. Needs no GPU, no
-weights and no data. With --only the other lines are kept, so that `--only none` writes the pages
-from the kept lines.
+Run `python -m benchmarks.fit --output docs/fit.md [--only 8B]`; needs no GPU, weights or data. A
+cell is (model, method, number of cards), a line its entry in docs/fit.json and on a page. With
+`--only`, other lines are kept: `--only none` writes the pages again. `gpu_cards.py` measures the
+lines; `python -m benchmarks.longest --output docs/longest.json` must have run before.
 """
 
 import argparse
@@ -28,6 +25,7 @@ from recipe_lib.plan.search.trials import format_overrides
 from recipe_lib.units import format_bytes, format_count
 
 COMMAND = "python -m benchmarks.fit --output docs/fit.md"
+# Names on the pages -> shipped configs, without the method.
 MODELS = {
     "1B": "llama3_2/1B",
     "3B": "llama3_2/3B",
@@ -39,40 +37,44 @@ MODELS = {
     "Qwen3-30B-A3B": "qwen3_moe/30B",
 }
 LARGE = ("32B", "70B", "gpt-oss-20b", "Qwen3-30B-A3B")  # on a page of their own
+# By the configs' suffix: titles.
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 CARDS = (1, 2, 4, 8)
-# Another way to train, for cards on which nothing fits but parameters in host memory: no clipping,
-# a sequence a step.
+# The optimizer steps in backward, so without clipping and with one sequence a step. Searched where
+# nothing else fits, or only with parameters in host memory.
 IN_BACKWARD = (
     "memory.optimizer_in_backward=true",
     "clip_grad_norm=null",
     "batch_size=1",
     "gradient_accumulation_steps=1",
 )
-OFFLOADED = "memory.cpu_offload"
+OFFLOADED = "memory.cpu_offload"  # parameters in host memory
 
 
 @dataclass
 class Line:
-    """A line of the page."""
+    """Hold a line of a page: a cell and the fastest settings that fit it."""
 
     model: str  # of MODELS
     method: str  # of METHODS
     cards: int
-    settings: list[str] | None  # overrides; None: nothing fits
-    active: int = 0  # bytes of the heaviest rank
-    reserved: int = 0  # bytes of the heaviest rank
-    host: int = 0  # bytes of one rank
+    settings: list[str] | None  # overrides; empty: as shipped; None: nothing fits
+    # Peaks of the rank that takes most, bytes of torch's allocator.
+    active: int = 0  # in use by tensors or streams
+    reserved: int = 0  # taken from the device
+    host: int = 0  # bytes of host memory of one rank
     tokens_per_second: float = 0.0  # of all cards
-    verdict: str = ""
-    tried: int = 0  # settings that were estimated
-    skipped: int = 0  # settings, each for more of its kind, ruled out without a simulation
+    verdict: str = ""  # `fits` or `risky`; empty: nothing fits
+    tried: int = 0  # number of settings that were estimated
+    # Number of settings that a lower bound ruled out; one may stand for several batch sizes.
+    skipped: int = 0
 
 
 def main() -> None:
-    """Plan line by line, keep each, and write the pages."""
+    """Search line by line, write each into the .json file, and at the end write the pages."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Search the fastest settings for 24 GB cards and write docs/fit*.md.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--output",
@@ -91,6 +93,7 @@ def main() -> None:
         lines = {tuple(cell): Line(**fields) for cell, fields in json.loads(lines_file.read_text())}
     cells = list(itertools.product(MODELS, METHODS, CARDS))
     chosen_cells = [cell for cell in cells if arguments.only in f"{MODELS[cell[0]]}_{cell[1]}"]
+    # A new process for each search: a simulated device cannot be removed from a process.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
         for future in as_completed([pool.submit(plan_line, cell) for cell in chosen_cells]):
@@ -108,7 +111,10 @@ def main() -> None:
 
 
 def plan_line(cell: tuple[str, str, int]) -> Line:
-    """Search for the fastest settings that fit, and return them as a line."""
+    """Search for the fastest settings that fit a cell, in this process.
+
+    cell: (model, method, number of cards).
+    """
     model, method, cards = cell
     line = Line(model, method=method, cards=cards, settings=None)
     config = f"{MODELS[model]}_{method}"
@@ -120,6 +126,7 @@ def plan_line(cell: tuple[str, str, int]) -> Line:
         searches.append(search_settings(config, cards_of_size, IN_BACKWARD))
     line.tried = sum(result.tried for result in searches)
     line.skipped = sum(result.skipped for result in searches)
+    # Not strict: without the second search there is one result. `fitting` has the fastest first.
     fitting = [
         (result.fitting[0], overrides)
         for result, overrides in zip(searches, ((), IN_BACKWARD), strict=False)
@@ -138,23 +145,23 @@ def plan_line(cell: tuple[str, str, int]) -> Line:
 
 
 def write_pages(lines: list[Line], longest_lines: list[longest.Longest]) -> dict[str, str]:
-    """Return the text of each page by its name."""
+    """Return the text of each page by its file's name."""
     small = [write_section(lines, model) for model in MODELS if model not in LARGE]
     large = [write_section(lines, model) for model in LARGE]
-    made_by = MADE_BY.format(command=COMMAND, torch=torch.__version__)
+    provenance = MADE_BY.format(command=COMMAND, torch=torch.__version__)
     return {
-        "fit.md": "\n\n".join([SMALL_TEXT + made_by, *small, HOW]) + "\n",
-        "fit_large.md": "\n\n".join([LARGE_TEXT + made_by, *large]) + "\n",
+        "fit.md": "\n\n".join([SMALL_TEXT + provenance, *small, HOW]) + "\n",
+        "fit_large.md": "\n\n".join([LARGE_TEXT + provenance, *large]) + "\n",
         "fit_longest.md": longest.write_page(longest_lines) + "\n",
     }
 
 
 def write_section(lines: list[Line], model: str) -> str:
-    """Return the tables of a model, one for each method."""
+    """Return a model's section of a page: a table for each method that has lines."""
     parts = [f"## {model}"]
     for method, title in METHODS.items():
-        of_method = [line for line in lines if (line.model, line.method) == (model, method)]
-        if not of_method:
+        method_lines = [line for line in lines if (line.model, line.method) == (model, method)]
+        if not method_lines:
             continue
         config = f"{MODELS[model]}_{method}"
         recipe = find_config_recipe(config)
@@ -164,7 +171,7 @@ def write_section(lines: list[Line], model: str) -> str:
         parts += [
             f"### {model}, {title}",
             f"`{command}`, {sequences} sequences of {cfg.max_seq_len} tokens per rank and step.",
-            format_table(of_method),
+            format_table(method_lines),
         ]
     return "\n\n".join(parts)
 
@@ -180,7 +187,7 @@ def format_table(lines: list[Line]) -> str:
         if line.settings is None:
             rows.append(f"| {line.cards} | does not fit | | | | | | {tried} |")
             continue
-        # One span of code, since some settings go together only.
+        # One span of code to copy whole, since some settings are refused without the others.
         settings = f"`{' '.join(line.settings)}`" if line.settings else "as shipped"
         sizes = " | ".join(map(format_bytes, (line.active, line.reserved, line.host)))
         speed = format_count(line.tokens_per_second)
@@ -194,30 +201,36 @@ MADE_BY = (
 
 SMALL_TEXT = """# Recommended settings for 1-8 x 24 GB
 
-For those who want a command for a dense model of 1 to 14 billion parameters on 1, 2, 4 or 8 cards of 24 GB.
+For those who want a command for a dense model of 1 to 14 billion parameters on 1, 2, 4 or 8 cards \
+of 24 GB.
 
 ```bash
 tune plan --fit 1x24GB --config llama3/8B_qlora
 ```
 
-Above each table is its command: put the cards of a line in place of CARDS, its settings in place of SETTINGS. \
-[Larger models and mixtures of experts](fit_large.md) and [the longest sequences](fit_longest.md) have pages of their \
+Above each table is its command: put the cards of a line in place of CARDS, its settings in place \
+of SETTINGS. \
+[Larger models and mixtures of experts](fit_large.md) and [the longest sequences](fit_longest.md) \
+have pages of their \
 own. [Which memory lever to pull](memory_levers.md) explains the settings.
 
 """
 
 LARGE_TEXT = """# Recommended settings for large models on 1-8 x 24 GB
 
-For those who want a command for a model of 32 or 70 billion parameters, or for a mixture of experts, on 1, 2, 4 or 8 \
+For those who want a command for a model of 32 or 70 billion parameters, or for a mixture of \
+experts, on 1, 2, 4 or 8 \
 cards of 24 GB.
 
 ```bash
 tune plan --fit 4x24GB --config qwen2_5/32B_qlora
 ```
 
-Above each table is its command: put the cards of a line in place of CARDS, its settings in place of SETTINGS. \
+Above each table is its command: put the cards of a line in place of CARDS, its settings in place \
+of SETTINGS. \
 [Recommended settings](fit.md#how-to-read-a-line) explains the columns.
-Times of mixtures of experts are those of even loads; their experts in host memory are not searched: [moe.md](moe.md).
+Times of mixtures of experts are those of even loads; their experts in host memory are not \
+searched: [moe.md](moe.md).
 
 """
 
@@ -226,29 +239,36 @@ HOW = """## How to read a line
 | column | what it has |
 |---|---|
 | settings | the fastest that `tune plan --search` finds, confirmed by a whole plan |
-| tokens/s | of all cards; by the data sheet and [rates of kernels](measurements/planned_times.md) of an RTX 3090 |
+| tokens/s | of all cards; by the data sheet and [rates of kernels](measurements/planned_times.md) \
+of an RTX 3090 |
 | active, reserved | bytes of the heaviest rank |
 | host | pinned host memory of one rank |
-| verdict | `fits` leaves 3 % of the card; `risky` leaves less, or needs `PYTORCH_ALLOC_CONF=expandable_segments:True` |
+| verdict | `fits` leaves 3 % of the card; `risky` leaves less, or needs \
+`PYTORCH_ALLOC_CONF=expandable_segments:True` |
 | tried | how many settings were estimated, and how many were ruled out without a simulation |
 
-`tune plan` instead of `tune run` shows what such a run takes, byte by byte. `tune plan --config CONFIG --search --fit \
+`tune plan` instead of `tune run` shows what such a run takes, byte by byte. `tune plan --config \
+CONFIG --search --fit \
 4x24GB` prints all settings that were tried.
 
-24GB is a card of which CUDA reports 23.5 GiB; context, NCCL and reserved headroom are subtracted. Sequences are as \
+24GB is a card of which CUDA reports 23.5 GiB; context, NCCL and reserved headroom are subtracted. \
+Sequences are as \
 long as the config's `max_seq_len`, and as many to a step as the config has.
 
 ## What was searched
 
-- DDP and FSDP, with copies of the model, with weights or gradients kept whole through a step (ZeRO-1).
+- DDP and FSDP, with copies of the model, with weights or gradients kept whole through a step \
+(ZeRO-1).
 - Pipelines with the schedules `1f1b` and `zbv`.
 - Checkpointing `none`, `selective` and `full`.
 - Every size of micro-batch.
 - Only where none of them fits: optimizer states of full fine-tuning in 8 bits or in host memory.
-- Where that does not fit either: parameters in host memory. There full fine-tuning is also stepped in backward, \
+- Where that does not fit either: parameters in host memory. There full fine-tuning is also \
+stepped in backward, \
 without clipping and with one sequence a step, and the faster of both is the line.
 
-A setting is ruled out without a simulation where parameters, gradients, states and kept activations alone take too \
+A setting is ruled out without a simulation where parameters, gradients, states and kept \
+activations alone take too \
 much, or their operations alone take longer than the fastest."""
 
 

@@ -1,10 +1,9 @@
 """Write docs/five_systems.md: what five systems' authors showed, and what a command prints here.
 
-    python benchmarks/five_systems.py
-
-A row's last cell is read from the output of its command, or from the page that its command writes:
-nothing is typed. Outputs are kept in docs/five_systems.json, so that the page can be checked
-without running everything again; `--only TEXT` runs the commands again that have TEXT in them.
+Run `python benchmarks/five_systems.py`; `--only TEXT` runs the commands again that have TEXT in
+them. A system is a public piece of work that this library builds on; its rows are in
+five_systems_rows.py. A row's last cell is read from its command's output, kept in
+docs/five_systems.json, or from a page that the command writes: nothing is typed.
 """
 
 import argparse
@@ -29,7 +28,8 @@ OUTPUTS = REPOSITORY / "docs" / "five_systems.json"
 def main() -> None:
     """Run the commands whose output is not kept yet, or that `--only` names, and write the page."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Write docs/five_systems.md from what commands print.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--output", type=Path, default=PAGE, help="the page; default: docs/five_systems.md"
@@ -46,6 +46,7 @@ def main() -> None:
             outputs[command] = run_command(command)
             # After each command, so that an interrupted run need not begin again.
             replace_text(OUTPUTS, json.dumps(outputs, indent=1) + "\n")
+    # Without those of commands that no row has any more.
     outputs = {command: outputs[command] for command in commands}
     replace_text(OUTPUTS, json.dumps(outputs, indent=1) + "\n")
     replace_text(arguments.output, write_page(outputs))
@@ -60,43 +61,44 @@ def list_rows() -> list[Row]:
 
 
 def run_command(command: str) -> str:
-    """Return the lines of a command's output that rows look for; of tests, that all passed.
+    """Run a command; return the lines of its output that rows look for.
 
-    SystemExit if there is no such line. How many tests a file has, and how long they take, is not
-    kept: both change with every test that is added.
+    Of tests, return `all passed`: their number and seconds change with every test that is added.
+    Raises SystemExit if there is no such line, or if a test failed.
     """
     words = shlex.split(command)
+    # Of this checkout, whatever is installed.
     program = {"tune": ["-m", "recipe_lib"], "pytest": ["-m", "pytest"], "python": []}[words[0]]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *program, *words[1:]],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        env=os.environ | {"COLUMNS": "160"},
+        env=os.environ | {"COLUMNS": "160"},  # so that no line that a row looks for is wrapped
     )
     if words[0] == "pytest":
-        lines = ["all passed"] if done.returncode == 0 else []
+        lines = ["all passed"] if completed.returncode == 0 else []
     else:
         patterns = [row.pattern for row in list_rows() if row.command == command]
         lines = [
             line
-            for line in done.stdout.splitlines()
+            for line in completed.stdout.splitlines()
             if any(re.search(pattern, line) for pattern in patterns)
         ]
     if not lines:
-        output = (done.stdout + done.stderr)[-2000:]
+        output = (completed.stdout + completed.stderr)[-2000:]
         raise SystemExit(
-            f"{command}: exit code {done.returncode}, nothing printed that a row looks for:\n"
+            f"{command}: exit code {completed.returncode}, nothing printed that a row looks for:\n"
             f"{output}"
         )
     return "\n".join(lines)
 
 
 def read_cell(row: Row, outputs: dict[str, str]) -> str:
-    """Return a row's last cell: the lines that it looks for, or their groups where they have some.
+    """Return a row's last cell: the lines that its pattern finds, or their groups.
 
-    outputs: what each command has printed. SystemExit where there are fewer lines or more: a row
-    that takes the first of several may be another run's.
+    outputs: command -> what it has printed. Raises SystemExit unless there are `row.lines` of them:
+    the first of several might be another run's.
     """
     text = outputs[row.command] if row.page is None else read_section(row)
     cells = []
@@ -120,7 +122,7 @@ def read_cell(row: Row, outputs: dict[str, str]) -> str:
 
 
 def read_tokens_per_second(text: str) -> float:
-    """Return the tokens a second, in thousands, that a plan says."""
+    """Return the thousands of tokens a second in a plan's output. Raises SystemExit without any."""
     match = re.search(r"([\d.]+) K a second", text)
     if match is None:
         raise SystemExit(f"no thousands of tokens a second in {text!r}")
@@ -128,11 +130,15 @@ def read_tokens_per_second(text: str) -> float:
 
 
 def read_section(row: Row) -> str:
-    """Return the text of a row's page, or of the one section of it that the row names."""
+    """Return the text of a row's page, or of the section of it that the row names.
+
+    Raises SystemExit unless the page has that section once.
+    """
     assert row.page is not None
     text = (REPOSITORY / row.page).read_text(encoding="utf-8")
     if not row.section:
         return text
+    # Each part begins with a heading and ends before the next, of whatever level.
     sections = [
         part
         for part in re.split(r"^(?=#+ )", text, flags=re.MULTILINE)
@@ -146,7 +152,7 @@ def read_section(row: Row) -> str:
 
 
 def write_page(outputs: dict[str, str]) -> str:
-    """Return the page. outputs: what each command has printed."""
+    """Return the page as Markdown. outputs: command -> what it has printed."""
     rows = list_rows()
     num_differing = sum(bool(row.differs) for row in rows)
     num_missing = sum(len(system.missing) for system in SYSTEMS)
@@ -188,13 +194,15 @@ def write_page(outputs: dict[str, str]) -> str:
 
 
 def _format_command(row: Row) -> str:
-    command = LONG.get(row.command, f"`{row.command}`")
+    """Return a row's command, or the letter that stands for it, and a link to its page."""
+    shown_command = LONG.get(row.command, f"`{row.command}`")
     if row.page is None:
-        return command
-    return f"{command}, [{Path(row.page).stem}]({row.page.removeprefix('docs/')})"
+        return shown_command
+    return f"{shown_command}, [{Path(row.page).stem}]({row.page.removeprefix('docs/')})"
 
 
 def _describe_need(command: str) -> str:
+    """Return which real data a command needs, to follow it in a list; empty if none."""
     if command not in NEEDS:
         return ""
     return f", with `REALDATA_DIR`, a folder that has `{NEEDS[command]}`"

@@ -1,6 +1,8 @@
-"""The rows of docs/five_systems.md, which five_systems.py writes.
+"""List the rows of docs/five_systems.md, the page that five_systems.py writes.
 
-A row has what a system's authors showed, our command, and where its answer is read.
+A system is a public piece of work that this library builds on. A row has what its authors showed,
+our command, and a pattern that finds the answer in the command's output, or in a page that the
+command writes.
 """
 
 from dataclasses import dataclass
@@ -8,28 +10,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """A thing that authors showed, and where our answer is read."""
+    """Hold a thing that authors showed, and where our answer is read."""
 
-    shown: str  # by its authors
-    command: str  # as it is typed
-    pattern: str  # of the lines that answer, in what the command prints or on `page`
-    page: str | None = None  # that the command writes, where the answer is read there
-    lines: int = 1  # how many match `pattern`
-    note: str = ""  # a word to the reader, behind the lines
-    section: str = ""  # the beginning of the heading on `page` under which the lines are
-    against: str = ""  # a command whose tokens a second those of `command` are compared with
-    differs: str = ""  # what our run has otherwise than theirs, where it is no like for like
+    shown: str  # by its authors; empty: as in the row above
+    command: str  # as it is typed; of several rows, it is run once
+    # Regular expression of the lines that answer, in the command's output or on `page`. Groups, if
+    # it has some, are what the cell shows of a line.
+    pattern: str
+    page: str | None = None  # written by the command; None: its output has the answer
+    lines: int = 1  # how many must match `pattern`
+    note: str = ""  # put after the lines as it is
+    section: str = ""  # beginning of the heading on `page` under which the lines are; empty: any
+    against: str = ""  # a command whose tokens a second those of `command` are divided by
+    differs: str = ""  # what our run does otherwise than theirs; empty: the same
 
 
 @dataclass(frozen=True)
 class System:
-    """One public piece of work."""
+    """Hold one public piece of work."""
 
-    title: str
+    title: str  # heading of its section
     link: str  # in Markdown
     text: str  # of its section
     rows: tuple[Row, ...]
-    missing: tuple[tuple[str, str], ...] = ()  # what is not shown here, and why
+    missing: tuple[tuple[str, str], ...] = ()  # (what is not shown here, why)
 
 
 # Pages and commands that several rows have.
@@ -40,7 +44,7 @@ TP_TRACE = "python -m benchmarks.tp_trace --output docs/measurements/tp_trace.md
 TP_MEMORY = "python benchmarks/tp_memory.py --output docs/measurements/tp_memory.md"
 PP_MEMORY = "python benchmarks/pp_memory.py --output docs/measurements/pp_memory.md"
 PP_PAGE = "docs/measurements/pp_memory.md"
-PASSED = "all passed"
+PASSED = "all passed"  # what five_systems.py keeps of tests' output
 FOUR_CARDS = (
     "tune plan --nproc_per_node 4 full_finetune_distributed --config llama3/8B_full --device"
     " rtx4090 batch_size=1"
@@ -89,7 +93,7 @@ LONG = {  # command -> the letter that stands for it in the tables
 }
 # Command -> what it reads of the folder that REALDATA_DIR names.
 NEEDS = {TP_TRACE: "datasets/tinystories/tinystories_train_head.txt", TP_LOSSES: "stories260K-hf"}
-# Headings of sections.
+# Headings of sections on the pages, and texts that several rows have.
 TRACED = "## Peaks"
 NONE = "## Activation checkpointing: none"
 FULL = "## Activation checkpointing: full"
@@ -97,14 +101,19 @@ NO_MARKS = "planned as if memory that FSDP1 marks came back at once, which is to
 
 
 def build_planner_row(run: str, metric: str, stack: str = "theirs") -> str:
-    """Return the pattern of a row of the page of replications: published, planned, error."""
+    """Return the pattern of a line of planner.md: published and planned figure, and the error.
+
+    stack: the program whose allocations are planned, as the page names it.
+    """
     return rf"^\| ({quote_pattern(run)} \| {stack} \| {metric} \| .*) \|$"
 
 
 def quote_pattern(text: str) -> str:
-    """Return the text with the characters quoted that mean something in a pattern."""
+    """Return the text with `|/+().` escaped; other characters of patterns may stay in it."""
     return "".join(f"\\{letter}" if letter in "|/+()." else letter for letter in text)
 
+
+# `# fmt: skip` at each system: ruff would make some 670 lines of these tables.
 
 TORCHTUNE = System(
     "torchtune #865: embedding and output projection in their own FSDP units",

@@ -1,11 +1,8 @@
-"""Measure what is installed and how soon it answers: packages, MB, seconds, ours beside others.
+"""Measure packages, MB and CPU seconds of training tools, ours beside others.
 
-    python -m benchmarks.footprint --environment tune-recipes=VENV --environment trl=VENV ... --output FILE
-
-VENV: a virtual environment in which nothing but that tool is installed. CPU seconds (user and
-system), the median of `--repeats`, after one run that is not counted; on a machine that does
-nothing else. The bytes are those of the files that the environment's packages list as theirs. TOOL
-may have a remark behind it, `tune-recipes (pip --no-compile)`.
+Run `python -m benchmarks.footprint --environment TOOL=VENV ... --output FILE` on a machine that
+does nothing else. TOOL is a key of HELP, perhaps with a remark: `tune-recipes (no compile)`. VENV
+is a virtual environment in which nothing but that tool is installed.
 """
 
 import argparse
@@ -17,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+# Tool -> command that prints its help.
 HELP = {
     "tune-recipes": ["tune", "--help"],
     "trl": ["trl", "--help"],
@@ -25,7 +23,7 @@ HELP = {
     "llamafactory": ["llamafactory-cli", "help"],
     "axolotl": ["axolotl", "--help"],
 }
-TRAINING = {  # what a training process imports
+TRAINING = {  # tool -> what a training process imports
     "tune-recipes": (
         "recipe_lib.training, recipe_lib.parallel, recipe_lib.parallel.tensor,"
         " recipe_lib.checkpoint.resumable_state"
@@ -36,7 +34,8 @@ TRAINING = {  # what a training process imports
     "llamafactory": "llamafactory.train.sft.workflow",
     "axolotl": "axolotl.train",
 }
-# Run by each environment's Python: packages, bytes, bytes beside torch, torch's version.
+# Run by each environment's Python. Prints [number of packages, bytes of the files that they list,
+# bytes without torch's and CUDA's, torch's version].
 SIZES = """
 import importlib.metadata as metadata, json, os
 files, names = {}, []
@@ -58,7 +57,8 @@ user and system, median of {repeats}; {machine}.
 |---|---:|---:|---:|---|---:|---:|
 {lines}
 
-Packages and MB are all that the environment holds, torch (and pip) included; beside torch: without torch, Triton and
+Packages and MB are all that the environment holds, torch (and pip) included; beside torch: \
+without torch, Triton and
 CUDA's libraries, which a build of torch for CPUs does not bring.
 """
 
@@ -66,7 +66,8 @@ CUDA's libraries, which a build of torch for CPUs does not bring.
 def main() -> None:
     """Measure each environment and write the page."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Measure packages, MB and CPU seconds of training tools, ours beside others.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--environment", action="append", required=True, metavar="TOOL=VENV")
     parser.add_argument("--output", type=Path, required=True)
@@ -108,16 +109,20 @@ def main() -> None:
 
 
 def measure_seconds(command: list[str], repeats: int) -> float:
-    """Return the median CPU seconds of a command, its children's included."""
+    """Return the median CPU seconds (user and system) of a command and its children.
+
+    Exits with the command's errors if it fails.
+    """
     seconds = []
     for _ in range(repeats + 1):
+        # The usage of all children that have ended, so that the difference is this one's.
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{' '.join(command)}: {done.stderr}")
+        completed = subprocess.run(command, capture_output=True, text=True)
+        if completed.returncode:
+            sys.exit(f"{' '.join(command)}: {completed.stderr}")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return statistics.median(seconds[1:])
+    return statistics.median(seconds[1:])  # the first one reads files from the disk
 
 
 if __name__ == "__main__":

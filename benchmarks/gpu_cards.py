@@ -1,18 +1,9 @@
-"""Run what docs/fit.md says to type with cards of 24 GB, as rank 0 of N under such a card's cap.
+"""Check that the settings of docs/fit.md fit a card of 24 GB, as rank 0 of N under such a cap.
 
-    python benchmarks/gpu_check.py cards      on this machine's GPU; a dry run without one
-    python benchmarks/gpu_check.py cards --lines docs/fit.json --minutes 25
-
-Each line of docs/fit.json, and each for cards of 24 GB of docs/longest.json next to it, is run in a
-process of its own under a time limit. The fake process group moves nothing, so values mean nothing,
-but every tensor is allocated where a real rank allocates it; the allocator may take what a card of
-24 GB leaves it, with the context, NCCL and the reserve that plans count with taken off. It is
-memory alone that is measured: what runs out there would run out on the card. Beside it is the plan
-for this device, whose kernels take other scratch than the card's, and what docs/fit.json says.
-
-A line that runs out with torch's default allocator is run once more with expandable segments.
-Without a GPU tiny configs are planned for the CPU and compared with a trace of a real run there:
-nothing is measured.
+`python benchmarks/gpu_check.py cards` calls `main`. A line is an entry of docs/fit.json or of
+docs/longest.json beside it: a config, overrides, and the page's verdict. A job is a line's run; a
+row is its entry in the report. Only memory is measured. Without a GPU, tiny configs are planned for
+the CPU and compared with a trace of a real run there.
 """
 
 import argparse
@@ -48,9 +39,10 @@ from recipe_lib.plan.search.trials import compute_usable_bytes
 from recipe_lib.units import format_bytes
 
 MINUTES = 25.0  # default limit of all lines together
-CASE_SECONDS = 240  # steps of the longest rows take long
-CARD = "24GB"
-# What matters most, in case time runs out: (models, methods, cards, whether it is the longest row).
+CASE_SECONDS = 240  # steps of the longest sequences take long
+CARD = "24GB"  # as `find_hardware` takes it
+# What is run first, in case time runs out: (models, methods, numbers of cards, True for lines of
+# docs/longest.json).
 PRIORITIES = (
     (("8B",), ("full", "lora", "qlora"), CARDS, False),
     (("70B",), ("qlora",), (2,), False),
@@ -58,6 +50,7 @@ PRIORITIES = (
     (("70B",), ("qlora",), CARDS, False),
     (("8B",), ("full", "lora"), CARDS, True),
 )
+# Lines of the dry run. The verdict is what the page would say.
 DRY = [
     Line("demo", method="full", cards=2, settings=[*TINY, "batch_size=2"], verdict="fits"),
     Line(
@@ -68,6 +61,7 @@ DRY = [
         verdict="fits",
     ),
 ]
+# As those of docs/longest.json: one sequence a step.
 LONG_ROWS = ("batch_size=1", "gradient_accumulation_steps=1", "max_seq_len=96")
 DRY_LONGEST = [
     Longest(
@@ -91,21 +85,21 @@ DRY_LONGEST = [
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A run of a line. The fields are keys of its row in the report."""
+    """Hold a run of a line. The fields are keys of its row in the report."""
 
-    model: str
-    method: str
+    model: str  # of `fit.MODELS` or `longest.MODELS`, such as `8B`; or `demo`
+    method: str  # `full`, `lora` or `qlora`
     cards: int
     settings: tuple[str, ...]  # overrides that the page says to type
-    tokens: int = 0  # of a longest row; 0 of others
-    host: int = 0  # bytes that its rank takes on the host
-    said: str = ""  # the page's verdict
+    tokens: int = 0  # of a sequence, for a line of docs/longest.json; 0: one of docs/fit.json
+    host: int = 0  # bytes that its rank takes in host memory
+    said: str = ""  # the page's verdict: `fits`, `risky` or empty
     active: int = 0  # bytes that the page says; 0 where it does not
     reserved: int = 0  # bytes that the page says; 0 where it does not
 
     @property
     def case(self) -> ConfigCase:
-        """Return what is run."""
+        """Return the config, overrides and number of ranks that are run."""
         config = "demo/full" if self.method == "full" else "demo/lora"
         if self.model in MODELS:
             config = f"{MODELS[self.model]}_{self.method}"
@@ -113,10 +107,13 @@ class Job:
 
 
 def main(words: list[str]) -> int:
-    """Run all lines and write the report after each; 1 if one failed, or ran out of memory."""
+    """Run all lines and write the report after each.
+
+    Return 1 if one failed or ran out of memory, or if a dry run's bytes are not the planned ones.
+    """
     parser = argparse.ArgumentParser(
         prog="gpu_check.py cards",
-        description=__doc__,
+        description="Check that the settings of docs/fit.md fit a card of 24 GB.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     docs = REPOSITORY / "docs"
@@ -151,23 +148,25 @@ def _run(options: argparse.Namespace, words: list[str]) -> int:
         for job in jobs:
             seconds_left = options.minutes * 60 - (time.monotonic() - started)
             row = build_row(job)
-            if seconds_left < 5:
+            if seconds_left < 5:  # a process cannot start and measure in less
                 row["skipped"] = "no time left"
             else:
                 row |= measure_job(
                     job, gpu=gpu, cap=row["cap"], seconds=min(CASE_SECONDS, seconds_left)
                 )
+                # For this device, whose kernels take other scratch memory than the card's.
                 row["planned"] = wait_for_plan(job.case, max(seconds_left, 5))
             report["rows"].append(row)
             report["seconds"] = round(time.monotonic() - started)
             print(f"{report['seconds']:5d} s  {describe_line(row)}", flush=True)
             paths = write_pair(options.output / name, report, format_page(report))
     print("\n".join([*summarize(report), *map(str, paths)]))
+    # `is_wrong`: it failed, or a dry run's bytes are not the planned ones.
     return 1 if any(is_wrong(row, gpu) or has_run_out(row) for row in report["rows"]) else 0
 
 
 def _select_jobs(options: argparse.Namespace, gpu: bool) -> list[Job]:
-    """Return the jobs that `--only` leaves; ConfigError if there are none."""
+    """Return the jobs whose config has `--only` in it. Raises ConfigError if none has."""
     if gpu:
         jobs = list_jobs(read_lines(options.lines), read_longest(options.lines))
     else:
@@ -182,8 +181,12 @@ def _select_jobs(options: argparse.Namespace, gpu: bool) -> list[Job]:
 
 
 def read_lines(file: Path) -> list[Line]:
-    """Read the lines of docs/fit.json; ConfigError for a file that has none."""
+    """Read the lines of docs/fit.json.
+
+    Raises ConfigError if the file cannot be read or has no such lines.
+    """
     try:
+        # Each entry is [(model, method, cards), the line's fields].
         return [Line(**fields) for _, fields in json.loads(file.read_text())]
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
@@ -193,7 +196,10 @@ def read_lines(file: Path) -> list[Line]:
 
 
 def read_longest(file: Path) -> list[Longest]:
-    """Read the longest sequences on such cards from the file next to the lines, if there is one."""
+    """Read the longest sequences on cards of 24 GB from longest.json beside the file of lines.
+
+    Empty if there is no such file.
+    """
     longest_file = file.with_name("longest.json")
     if not longest_file.is_file():
         return []
@@ -201,13 +207,10 @@ def read_longest(file: Path) -> list[Longest]:
 
 
 def list_jobs(lines: Iterable[Line], longest: Iterable[Longest]) -> list[Job]:
-    """List what to run: each line that fits and each longest row, the most telling first.
-
-    In the order of PRIORITIES, then small models before large ones.
-    """
+    """List a job for each line that fits, in the order of PRIORITIES, then small models first."""
     jobs = []
     for line in lines:
-        if line.settings is None:
+        if line.settings is None:  # nothing fits
             continue
         job = Job(
             model=line.model,
@@ -221,7 +224,7 @@ def list_jobs(lines: Iterable[Line], longest: Iterable[Longest]) -> list[Job]:
         )
         jobs.append(job)
     for line in longest:
-        if not line.tokens:
+        if not line.tokens:  # nothing fits
             continue
         job = Job(
             model=line.model,
@@ -239,7 +242,7 @@ def list_jobs(lines: Iterable[Line], longest: Iterable[Longest]) -> list[Job]:
 
 
 def _get_order(job: Job) -> tuple[int, int, bool, int, int]:
-    """Return a job's sort key; among equals, settings before the longest row, few cards first."""
+    """Return a job's sort key: its priority, then size, docs/fit.json first, method, cards."""
     priority = len(PRIORITIES)
     for index, (models, methods, cards, is_longest) in enumerate(PRIORITIES):
         if (
@@ -256,9 +259,10 @@ def _get_order(job: Job) -> tuple[int, int, bool, int, int]:
 
 
 def build_row(job: Job) -> dict[str, Any]:
-    """Build a row of the report, without what is measured.
+    """Build a job's row of the report, without what is measured and planned.
 
-    `cap`: bytes that torch may take on such a card.
+    Its `cap` is the bytes that torch's allocator may take on a card of 24 GB: what the planner
+    counts for the context, NCCL and a reserve is taken off.
     """
     _, cfg = job.case.load()
     settings = PlanSettings(find_hardware(CARD), job.case.rows, job.cards)
@@ -274,8 +278,10 @@ def build_row(job: Job) -> dict[str, Any]:
 def measure_job(job: Job, *, gpu: bool, cap: int, seconds: float) -> dict[str, Any]:
     """Measure a job; return {"measured": ...}, {"failed": why} or {"skipped": why}.
 
-    `expandable`: it took such segments to go through.
+    What runs out of memory with the default allocator runs once more with expandable segments; the
+    result's `expandable` tells which one it is of. cap: bytes of the allocator.
     """
+    # `run_or_tell` makes {"failed": message} of an error that a user would be told.
     if not gpu:
         result = run_apart(functools.partial(run_or_tell, gpu_plan.trace_on_cpu, job.case), seconds)
         return result if "failed" in result else {"measured": result}
@@ -286,11 +292,13 @@ def measure_job(job: Job, *, gpu: bool, cap: int, seconds: float) -> dict[str, A
         }
     outcome: dict[str, Any] = {}
     for expandable in (False, True):
+        # One step after the first, in which the optimizer makes its states.
         measure = functools.partial(
             gpu_plan.measure, job.case, expandable=expandable, cap=cap, steady=1
         )
         result = run_apart(functools.partial(run_or_tell, measure), seconds)
         if "failed" in result:
+            # If the second try fails, the first one's result stands: it ran out.
             return outcome or result
         outcome = {"measured": result, "expandable": expandable}
         if "out_of_memory" not in result:
@@ -304,7 +312,7 @@ def has_run_out(row: dict[str, Any]) -> bool:
 
 
 def describe_outcome(row: dict[str, Any]) -> str:
-    """Describe what came of it: `ran`, `ran, expandable segments`, `ran out`, or why it did not."""
+    """Return `ran`, `ran, expandable segments`, `ran out, PHASE`, or why a row has not run."""
     if "measured" not in row:
         return str(row.get("failed") or row.get("skipped") or "not measured")
     if "out_of_memory" in row["measured"]:
@@ -313,9 +321,11 @@ def describe_outcome(row: dict[str, Any]) -> str:
 
 
 def describe_line(row: dict[str, Any]) -> str:
-    """Describe a line and what came of it, in a few words."""
-    rows = f"a row of {row['tokens']}" if row["tokens"] else "as it is"
-    text = f"{row['model']} {row['method']}, {row['cards']} cards, {rows}: {describe_outcome(row)}"
+    """Describe a row and its outcome in a few words, for the log."""
+    length = f"a row of {row['tokens']}" if row["tokens"] else "as it is"
+    text = (
+        f"{row['model']} {row['method']}, {row['cards']} cards, {length}: {describe_outcome(row)}"
+    )
     peaks = row.get("measured", {}).get("peaks")
     if not peaks:
         return text
@@ -324,16 +334,17 @@ def describe_line(row: dict[str, Any]) -> str:
 
 
 def summarize(report: dict[str, Any]) -> list[str]:
-    """Summarize what ran of what was said to fit, and how far off the plans are, a line each."""
+    """Return lines: numbers of rows by the page's verdict and outcome, and errors of the plans."""
     rows = report["rows"]
-    counts = Counter(
+    outcome_counts = Counter(
         (row["said"], describe_outcome(row).split(",")[0]) for row in rows if "measured" in row
     )
     lines = [
-        f"said {said}, {outcome}: {count}" for (said, outcome), count in sorted(counts.items())
+        f"said {said}, {outcome}: {count}"
+        for (said, outcome), count in sorted(outcome_counts.items())
     ]
     # Active bytes alone: under a cap the allocator gives back what it would have kept, so that
-    # reserved bytes cannot be compared. A CPU has no blocks.
+    # reserved bytes cannot be compared. A CPU has no caching allocator: requested bytes.
     compared_metric = "requested" if report["device"].get("type") == "cpu" else "active"
     errors = []
     for row in rows:
@@ -360,6 +371,7 @@ device; the most of any step. Page: what docs/fit.md says for such a card. Plann
 device, steps alone. NCCL's own memory is in the cap, at the planner's figure, and is not \
 measured."""
 HOW_DRY = f"""{DRY_HOW} Cards are played as ranks of a fake process group."""
+# Heads of the table, in the order of `_format_cells`.
 HEADS = (
     "config",
     "cards",
@@ -379,7 +391,7 @@ HEADS = (
 
 
 def format_page(report: dict[str, Any]) -> str:
-    """Return the page of the report."""
+    """Return the Markdown page of a report."""
     dry = report["device"].get("type") != "cuda"
     lines = [f"# Cards of {CARD}: {report['kind']}", "", *format_head(report), ""]
     lines += [HOW_DRY if dry else HOW, "", *(f"- {line}" for line in summarize(report)), ""]
@@ -411,10 +423,13 @@ def _format_cells(row: dict[str, Any]) -> list[str]:
 
 
 def _has_figure(peaks: dict[str, dict[str, int]], name: str) -> bool:
-    """Return True if every phase has this figure, and there is one."""
+    """Return True if every phase has this figure, and there is a phase.
+
+    peaks: phase -> figure -> bytes.
+    """
     return bool(peaks) and all(name in phase for phase in peaks.values())
 
 
 def _find_most(peaks: dict[str, dict[str, int]], name: str) -> int:
-    """Return the most of any phase, bytes."""
+    """Return the largest value of a figure over the phases, bytes."""
     return max(phase[name] for phase in peaks.values())

@@ -1,13 +1,13 @@
-"""The cases of `python benchmarks/gpu_check.py`: what it measures, and with which recipe.
+"""List the cases of `python benchmarks/gpu_check.py`: what it measures, and with which recipe.
 
-`list_cases` gives those for a GPU, or a dry run's with a tiny model. Each case is measured by
-`gpu_check.measure` in a process of its own.
+`list_cases` gives those for a GPU, or a dry run's with a tiny model. `gpu_check.measure` measures
+each in a process of its own. A row is one sequence of a batch.
 """
 
 import dataclasses
 
 CAP_GIB = 24 - 0.8  # a 24 GB card, less what context and kernels take outside the allocator
-# The recipe of each method, and the class in it.
+# By method: (name of the recipe's file, the class in it).
 RECIPES = {
     "full": ("full_finetune_distributed", "FullFinetune"),
     "lora": ("lora_finetune_distributed", "LoraFinetune"),
@@ -17,24 +17,29 @@ RECIPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One measurement, and the settings that it is made with."""
+    """Hold one measurement, and the settings that it is made with."""
 
-    kind: str  # `memory`, `speed` or `matmul`
+    # `memory`: peaks as rank 0 of `ranks` in torch's fake process group. `speed`: tokens a second
+    # of one process. `matmul`: the device's bf16 rate, for which no setting counts.
+    kind: str
     preset: str  # the model's family and size
     sequence: int = 0  # tokens of a row
     wrapping: str = "memory_efficient"  # parallel.fsdp_wrap_policy
-    ranks: int = 1  # of which rank 0 is played
+    ranks: int = 1  # of which rank 0 runs
     batch_size: int = 1  # rows of the micro-batch
     activation_checkpointing: str = "full"
     compile: bool = False
     capped: bool = False  # the allocator may take CAP_GIB and no more
-    steps: int = 3
+    steps: int = 3  # optimizer steps
     seconds: int = 90  # time limit of the case's process
     method: str = "full"  # `full`, `lora` or `qlora`
 
 
 def list_cases(gpu: bool) -> list[Case]:
-    """Return the cases, the most telling first, in case time runs out."""
+    """Return the cases, the most telling first, in case time runs out.
+
+    gpu: False for the dry run's.
+    """
     return _list_gpu_cases() if gpu else _list_dry_cases()
 
 
@@ -53,6 +58,7 @@ def _list_dry_cases() -> list[Case]:
 
 
 def _list_gpu_cases() -> list[Case]:
+    """Return the cases of 8B, and of QLoRA of 70B."""
     preset = "llama3/8B"
     return [
         Case("matmul", preset),
@@ -75,7 +81,7 @@ def _list_gpu_cases() -> list[Case]:
 
 
 def _list_full_memory_cases(preset: str, ranks: int) -> list[Case]:
-    """Return peaks of full fine-tuning, by tokens of a row and wrapping."""
+    """Return memory cases of full fine-tuning, by tokens of a row and wrapping."""
     cases = []
     for sequence in (512, 2048, 4096, 8192):
         for wrapping in ("layers", "memory_efficient"):
@@ -87,7 +93,7 @@ def _list_full_memory_cases(preset: str, ranks: int) -> list[Case]:
 
 
 def _list_adapter_cases(preset: str, method: str) -> list[Case]:
-    """Return peaks and speed of LoRA or QLoRA on one GPU."""
+    """Return memory and speed cases of LoRA or QLoRA on one GPU."""
     return [
         Case("memory", preset, sequence=2048, capped=True, method=method),
         Case("memory", preset, sequence=8192, capped=True, method=method),
@@ -96,7 +102,7 @@ def _list_adapter_cases(preset: str, method: str) -> list[Case]:
 
 
 def _list_large_qlora_cases() -> list[Case]:
-    """Return peaks of QLoRA of 70B on two and four GPUs."""
+    """Return memory cases of QLoRA of 70B on two and four GPUs."""
     cases = []
     for ranks in (2, 4):
         for sequence in (512, 4096):
@@ -108,7 +114,7 @@ def _list_large_qlora_cases() -> list[Case]:
 
 
 def describe(case: Case) -> str:
-    """Describe a case in a few words."""
+    """Describe a case in a few words, for the log."""
     if case.kind == "matmul":
         return "bf16 matmul"
     words = [

@@ -1,30 +1,9 @@
 """Measure on a machine with a CUDA GPU what fine-tuning Llama 3 takes, in memory and in time.
 
-    python benchmarks/gpu_check.py                    `streams`, `kernels`, then 9 minutes at most
-    python benchmarks/gpu_check.py --output FOLDER    report's folder (default docs/measurements)
-    python benchmarks/gpu_check.py streams            races and waits, next to torch's sanitizer
-    python benchmarks/gpu_check.py kernels            the fused kernels at the shapes of 8B
-    python benchmarks/gpu_check.py plan               planned peaks against measured ones
-    python benchmarks/gpu_check.py times              planned seconds of a step against measured
-    python benchmarks/gpu_check.py ladder             what each memory lever saves and costs
-    python benchmarks/gpu_check.py cards              what docs/fit.md says to type, on 24 GB
-    python benchmarks/gpu_check.py peers --environments FOLDER    this tool and others, head to head
-    python benchmarks/gpu_check.py tensor             tensor parallel beside torch's own styles
-    python benchmarks/gpu_check.py doctor             `tune doctor`: GPUs, links, copies, folders
-
-A part PART is benchmarks/gpu_PART.py (`peers`: benchmarks/peers/gpu_peers.py). Without a part:
-full fine-tuning of 8B; LoRA and QLoRA (base in NF4) of 8B on one GPU, QLoRA of 70B on two and four.
-
-Memory: the recipe's own model, optimizer and step run as rank 0 of N through torch's fake process
-group: collectives move nothing, so values mean nothing, but every tensor is allocated where a real
-rank allocates it. The allocator is held to what a 24 GB card leaves it; a case that does not fit is
-measured once more without that cap. What NCCL takes is not in the numbers. Time: one process on the
-whole GPU, with real values; tokens a second, and the share of the GPU's bf16 matmul rate, measured
-and from the datasheet, that the model's own arithmetic uses (MFU).
-
-Each case runs in a process of its own under a time limit, so that running out of memory spoils no
-other case. Without a GPU the same code runs with a tiny model on the CPU, and the report says so:
-it then checks the code, not a machine.
+`python benchmarks/gpu_check.py [PART]`: a part is one of PARTS; without one, `streams` and
+`kernels` run, then the cases of `gpu_cases.list_cases`. A case is one measurement, in a process of
+its own, so that running out of memory spoils no other. Without a GPU, tiny models on the CPU check
+the code alone. `run_apart`, `describe_device` and `fill_weights` serve the parts too.
 """
 
 import argparse
@@ -52,6 +31,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+# Run as a file, not as a module, so that it works where nothing is installed.
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.gpu_cases import CAP_GIB, RECIPES, Case, describe, list_cases  # noqa: E402
@@ -78,18 +58,18 @@ from recipe_lib.parallel import (  # noqa: E402
 )
 from recipe_lib.units import GIB  # noqa: E402
 
-TOTAL_SECONDS = 9 * 60
+TOTAL_SECONDS = 9 * 60  # of all cases
 # Modules with a main(words), imported only when their part is asked for.
 PARTS = {
-    "streams": "benchmarks.gpu_streams",
-    "kernels": "benchmarks.gpu_kernels",
-    "plan": "benchmarks.gpu_plan",
-    "times": "benchmarks.gpu_times",
-    "ladder": "benchmarks.gpu_ladder",
-    "cards": "benchmarks.gpu_cards",
-    "tensor": "benchmarks.gpu_tensor",
-    "doctor": "benchmarks.gpu_doctor",
-    "peers": "benchmarks.peers.gpu_peers",
+    "streams": "benchmarks.gpu_streams",  # races and waits, next to torch's sanitizer
+    "kernels": "benchmarks.gpu_kernels",  # fused kernels at the shapes of 8B
+    "plan": "benchmarks.gpu_plan",  # planned peaks against measured ones
+    "times": "benchmarks.gpu_times",  # planned seconds of a step against measured ones
+    "ladder": "benchmarks.gpu_ladder",  # what each memory-saving setting saves and costs
+    "cards": "benchmarks.gpu_cards",  # settings of docs/fit.md, under a 24 GB card's cap
+    "tensor": "benchmarks.gpu_tensor",  # tensor parallelism beside torch's own styles
+    "doctor": "benchmarks.gpu_doctor",  # `tune doctor`: GPUs, links, copies, folders
+    "peers": "benchmarks.peers.gpu_peers",  # this tool and others, head to head
 }
 # Dense bf16 matmul rates that datasheets give, FLOP/s, by a part of the device's name. The first
 # part that the name contains counts.
@@ -107,12 +87,17 @@ DATASHEET_RATES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a part, or all cases with the report written after each, so that nothing is lost."""
-    words = sys.argv[1:] if argv is None else argv
-    if words and words[0] in PARTS:
-        return int(importlib.import_module(PARTS[words[0]]).main(words[1:]))
+    """Run a part; or all cases, with the report written after each, so that nothing is lost.
+
+    Return 1 if a part or a case failed.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in PARTS:
+        return int(importlib.import_module(PARTS[arguments[0]]).main(arguments[1:]))
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Measure what fine-tuning takes on a GPU. Parts: streams, kernels, plan, times,"
+        " ladder, cards, tensor, doctor, peers; PART --help describes one.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--output",
@@ -120,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         default=REPOSITORY / "docs" / "measurements",
         help="folder of the report",
     )
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     # First, since a race would make every other figure worth nothing; in a process of its own that
     # has no device yet.
     part_failed = _run_part("streams", options.output) != 0
@@ -136,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     report: dict[str, Any] = {
         "kind": "GPU check" if gpu else "dry run, CPU",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python benchmarks/gpu_check.py", *words]),
+        "command": " ".join(["python benchmarks/gpu_check.py", *arguments]),
         "device": device,
         "versions": {
             "torch": torch.__version__,
@@ -158,6 +143,7 @@ def main(argv: list[str] | None = None) -> int:
             flush=True,
         )
         report["cases"].append({"case": dataclasses.asdict(case), "result": result})
+        # What does not fit a 24 GB card is measured once more, with all of this GPU's memory.
         if gpu and case.capped and "out_of_memory" in result:
             case_queue.append(dataclasses.replace(case, capped=False))
         report["seconds"] = round(time.monotonic() - started)
@@ -174,16 +160,16 @@ def _run_part(part: str, output: Path) -> int:
 
 
 def run_apart(fn: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """Return `fn()` of a forked process.
+    """Run `fn` in a forked process and return its dict, which JSON must be able to carry.
 
-    {"failed": why} when it crashes, raises or takes longer than `seconds`.
+    Returns {"failed": why} if the process crashes, raises or takes longer than `seconds`.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         answer_file = Path(folder) / "answer.json"
 
         def write_answer() -> None:
-            # Makes the thread pool anew, before threads race to do so.
+            # The fork has no threads of torch's pool. Make them here, before several callers do.
             torch.set_num_threads(torch.get_num_threads())
             answer_file.write_text(json.dumps(fn()))
 
@@ -200,7 +186,10 @@ def run_apart(fn: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any
 
 
 def parse_minutes(text: str) -> float:
-    """Parse a time limit that was typed, which has to be more than none."""
+    """Parse a time limit that was typed.
+
+    Raises ArgumentTypeError unless it is a finite number above 0.
+    """
     minutes = float(text)
     if not 0 < minutes < math.inf:
         raise argparse.ArgumentTypeError(f"found {text}, expected more than 0")
@@ -208,7 +197,11 @@ def parse_minutes(text: str) -> float:
 
 
 def describe_device() -> dict[str, Any]:
-    """Return type, name, memory and driver of what will be measured."""
+    """Return what is measured: `type` (`cuda` or `cpu`) and `name`, of a GPU more.
+
+    `memory_gib`, `driver`, `power_limit` (text), `cuda` (version) and `datasheet_rate` (bf16
+    FLOP/s; None of a GPU that DATASHEET_RATES does not have).
+    """
     accelerator = torch.get_device_module("cuda")
     if not accelerator.is_available():
         return {"type": "cpu", "name": platform.processor() or platform.machine()}
@@ -240,7 +233,11 @@ def describe_device() -> dict[str, Any]:
 
 
 def load_recipe(method: str) -> ModuleType:
-    """Load the recipe of a method as a module, once."""
+    """Load the recipe of a method as a module, once.
+
+    Recipes are files to copy, not a package, so they are loaded by path. Raises ImportError if the
+    file cannot be loaded.
+    """
     name, _ = RECIPES[method]
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, REPOSITORY / "recipes" / f"{name}.py")
@@ -252,10 +249,12 @@ def load_recipe(method: str) -> ModuleType:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Measure one case, in the process of its own."""
+    """Measure one case, in a process of its own, and return its result."""
     if case.kind == "matmul":
         return measure_matmul()
     if case.kind == "memory":
+        # Collectives return at once and move nothing, so values mean nothing. But every tensor is
+        # allocated where a real rank of N allocates it; NCCL's own memory is missing.
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         build_config: Callable[..., FullFinetuneConfig] = FullFinetuneConfig
@@ -281,8 +280,9 @@ def measure(case: Case) -> dict[str, Any]:
 def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any]:
     """Set the recipe up and run its training step as often as the case says.
 
-    The result has the peaks of the first step, which has no optimizer states before its end, and
-    those of the later ones.
+    Returns `seconds`, `losses` and `grad_norms` by step, `units` (FSDP units, in words),
+    `first_step` and `later_steps` (peaks, bytes) and `alloc_retries`; of a speed case also the keys
+    of `measure_speed`; after running out of memory `out_of_memory` (the phase) and `at_failure`.
     """
     device = recipe.device
     module = torch.get_device_module(device)
@@ -301,7 +301,8 @@ def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any
         batches = make_random_batches(case, recipe)
         for step in range(1, case.steps + 1):
             phase = f"step {step}"
-            # The peak of all later steps is one figure, so it is not reset between them.
+            # The first step is apart, since optimizer states are made at its end. The peak of all
+            # later steps is one figure, so it is not reset between them.
             if step <= 2:
                 peak.reset()
             with record_time(device, result["seconds"]):
@@ -326,7 +327,7 @@ def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any
 
 @contextmanager
 def record_time(device: torch.device, seconds: list[float]) -> Iterator[None]:
-    """Append the seconds that the block takes, the device's work included."""
+    """Append the seconds that the block takes to a list, the device's work included."""
     began = time.perf_counter()
     yield
     if device.type != "cpu":
@@ -338,7 +339,7 @@ def record_time(device: torch.device, seconds: list[float]) -> Iterator[None]:
 def fill_weights(model: torch.nn.Module) -> None:
     """Fill the model with random weights, drawn on the device.
 
-    The recipe's own are the same for any world size, but slower to make.
+    Faster than a recipe's own initialization, which gives the same weights on any number of ranks.
     """
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -346,7 +347,7 @@ def fill_weights(model: torch.nn.Module) -> None:
         large_on_host = local.device.type == "cpu" and local.numel() > 2**22
         # Drawing would take minutes in host memory: large matrices and codes get one number there.
         if large_on_host and name.endswith("codes"):
-            local.view(torch.uint8).fill_(0x5A)
+            local.view(torch.uint8).fill_(0x5A)  # arbitrary
         elif large_on_host:
             local.fill_(0.02)
         # NF4: random codes, and scales of 0, so that all blocks have the scale of the last factor.
@@ -363,7 +364,7 @@ def fill_weights(model: torch.nn.Module) -> None:
 
 
 def make_random_batches(case: Case, recipe: Any) -> StepBatches:
-    """Make a step's batches: one micro-batch of random tokens, every one of them trained."""
+    """Make a step's batches: one micro-batch of random tokens, all of them label tokens."""
     generator = torch.Generator().manual_seed(1)
     shape = (case.batch_size, case.sequence + 1)
     tokens = torch.randint(0, recipe.spec.vocab_size, shape, generator=generator)
@@ -379,7 +380,7 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Return tokens and model FLOP a second over the second half of the steps.
 
-    What is computed a second time in backward is not counted.
+    seconds: of each step. FLOP of recomputed activations are not counted, as usual for MFU.
     """
     steady_seconds = seconds[len(seconds) // 2 :]
     tokens = case.batch_size * case.sequence
@@ -391,10 +392,10 @@ def measure_speed(
     )
     if not spec.tied:
         num_matrix_parameters -= spec.vocab_size * spec.width  # the embedding is looked up
-    # 6 s h e a layer and token: half of 12, since attention is causal.
+    # 6 x sequence x heads x head width a layer and token: half of 12, since attention is causal.
     attention_flop = 6 * spec.num_layers * case.sequence * spec.num_heads * spec.head_width
-    # A parameter in a matmul takes 2 forward and 4 backward, 2 of these for its own gradient, which
-    # a frozen one does not have.
+    # A parameter in a matmul takes 2 FLOP a token in forward and 4 in backward, of which 2 are for
+    # its own gradient. A frozen one has none.
     matrix_flop = (4 if num_adapter_parameters else 6) * num_matrix_parameters
     flop_per_token = matrix_flop + 6 * num_adapter_parameters + attention_flop
     tokens_per_second = tokens * len(steady_seconds) / sum(steady_seconds)
@@ -409,20 +410,20 @@ def measure_matmul() -> dict[str, Any]:
     """Measure the device's bf16 matmul rate: the best of several runs of one large product."""
     accelerator = torch.get_device_module("cuda")
     device = torch.device("cuda" if accelerator.is_available() else "cpu")
-    size, repeats = (8192, 30) if device.type != "cpu" else (256, 2)
-    left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    right = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    size, repeats = (8192, 30) if device.type != "cpu" else (256, 2)  # square matrices
+    left_matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    right_matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     seconds: list[float] = []
     for _ in range(4):
         with record_time(device, seconds):
             for _ in range(repeats):
-                left @ right
+                left_matrix @ right_matrix
     best_seconds = max(min(seconds[1:]), 1e-9)  # the first run warms up
     return {"size": size, "flop_per_second": 2 * size**3 * repeats / best_seconds}
 
 
 def summarize(result: dict[str, Any]) -> str:
-    """Describe a result in a few words."""
+    """Describe the result of a case in a few words, for the log."""
     if "failed" in result:
         return f"failed, {result['failed']}"
     if "out_of_memory" in result:

@@ -1,10 +1,7 @@
-"""Keep as a report what `tune doctor` finds on this machine.
+"""Write a report of what `tune doctor` measures and finds wrong on this machine.
 
-    python benchmarks/gpu_check.py doctor                    without a GPU: two ranks over gloo
-    python benchmarks/gpu_check.py doctor --output FOLDER    default docs/measurements
-
-The report is the text that `tune doctor` prints; beside it lie all figures as JSON, and the
-calibration that `tune plan --calibration` reads.
+`python benchmarks/gpu_check.py doctor` calls `main`. The report is the text that `tune doctor`
+prints. Beside it are all figures as JSON, and the rates that `tune plan --calibration` reads.
 """
 
 import argparse
@@ -17,12 +14,15 @@ from recipe_lib.cli.doctor_report import find_faults, format_report
 from recipe_lib.cli.launch import list_local_gpus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DRY_RUN = "dry-run-cpu"
+DRY_RUN = "dry-run-cpu"  # in place of the GPU in files' names
 
 
 def main(words: list[str]) -> int:
-    """Look at the machine and write three files; exit code 1 if something is wrong."""
-    parser = argparse.ArgumentParser(prog="gpu_check.py doctor", description=__doc__)
+    """Look at the machine and write three files. Return 1 if something is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.py doctor",
+        description="Write a report of what `tune doctor` finds on this machine.",
+    )
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements")
     options = parser.parse_args(words)
     # A dry run without a GPU: two ranks over gloo.

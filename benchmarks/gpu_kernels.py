@@ -1,12 +1,9 @@
 """Check the fused kernels at shapes of Llama 3 8B and Gemma 2 2B, and time them on a GPU.
 
-    python benchmarks/gpu_check.py kernels                    without a GPU: compiled for the CPU
-    python benchmarks/gpu_check.py kernels --output FOLDER    default docs/measurements
-
-Writes fused_kernels.md. Kernels and memory: of the Triton code that inductor generates for an H100,
-which takes no GPU, but the package triton. Differences: compiled for the device that is there,
-against the same function operator by operator. Host: seconds of a call with tensors of a few
-numbers. Time: on a GPU, of both.
+`python benchmarks/gpu_check.py kernels` calls `main`, which writes fused_kernels.md. A fused
+operator is a function that torch.compile turns into one or a few kernels; the chain is the same
+function run operator by operator. Without a GPU it is compiled for the CPU and not timed. Triton
+code is generated for an H100, which takes the package triton but no GPU.
 """
 
 import argparse
@@ -27,19 +24,20 @@ from recipe_lib.ops import chunked_heads, fused_kernels, mlp, rope, special_atte
 from recipe_lib.units import MIB
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# Llama 3 8B, and the tokens of a row.
 TOKENS = 2048
+# Llama 3 8B.
 WIDTH = 4096
 HEADS = 32
 HEAD_WIDTH = 128
-INNER = 14336
+INNER = 14336  # of the MLP
 VOCABULARY = 128256
-# Gemma 2 2B: of 8 heads, a quarter of the queries of 4096 tokens and all keys.
+# Attention scores of Gemma 2 2B, `[b, h, m, n]`: a quarter of the queries of 4096 tokens at a time.
 SCORES = (1, 8, 1024, 4096)
 CHUNK = TOKENS // 16  # tokens whose logits exist at a time
 CALLS = 300  # of which the host's median seconds are taken
 WARM_UP_CALLS = 20  # before these
-LARGEST_DIFFERENCE = 2**-7  # that is no fault
+# Relative. More is a fault; as much is the distance of two bf16 numbers, 2^-7 of the smaller one.
+LARGEST_DIFFERENCE = 2**-7
 HEAD = (
     "operator",
     "of",
@@ -57,24 +55,28 @@ By `python benchmarks/gpu_check.py kernels`, torch {torch}, on {device}. {note}
 
 {table}
 
-Kernels and memory are those of the Triton code that inductor {triton} generates for an H100 and these sizes, without
+Kernels and memory are those of the Triton code that inductor {triton} generates for an H100 and \
+these sizes, without
 compiling it; a run leaves sizes open.
-Scores are those of Gemma 2 2B, of as many queries as are taken at a time. Their kernels are looped reductions: a row is
-read twice for the shares and three times for the gradients, with sizes left open three and four times, and nothing
+Scores are those of Gemma 2 2B, of as many queries as are taken at a time. Their kernels are \
+looped reductions: a row is
+read twice for the shares and three times for the gradients, with sizes left open three and four \
+times, and nothing
 between is written. A row of up to 1024 scores of a known number is read once.
-Difference: of numbers compiled for this device from those of the same function operator by operator, over the largest
+Difference: of numbers compiled for this device from those of the same function operator by \
+operator, over the largest
 of these. Host: median of {calls} calls with tensors of a few numbers, the work on them included.
 """
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fused operator, and arguments to call it with."""
+    """Hold a fused operator, and arguments to call it with."""
 
-    name: str  # of the operator
-    shapes: str  # its arguments in words
-    function: Any
-    # `build_arguments(device, small)`; small: of few numbers.
+    name: str  # of `torch.ops.tune_recipes`
+    shapes: str  # of its arguments, in words
+    function: Any  # calls the operator; `__wrapped__` is the function that is compiled
+    # Called with a device and a flag: True for tensors of a few numbers.
     build_arguments: Callable[[torch.device, bool], tuple[Any, ...]]
 
 
@@ -84,14 +86,15 @@ def _draw(device: torch.device, *shape: int) -> Tensor:
 
 
 def _build_rotation(device: torch.device, small: bool) -> tuple[Any, ...]:
-    """Build queries, and cosines and sines of the angles that they are rotated by."""
+    """Build queries `[1, s, h, d]`, and cosines and sines of the angles, `[1, s, 1, d/2]`."""
     tokens, heads = (1, 1) if small else (TOKENS, HEADS)
     angles = torch.rand(1, tokens, 1, HEAD_WIDTH // 2, device=device)
+    # False: not by the negative angle.
     return _draw(device, 1, tokens, heads, HEAD_WIDTH), angles.cos(), angles.sin(), False
 
 
 def _build_gate(num_tensors: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
-    """Return what builds inner channels of gate and up, and gradients if three are asked for."""
+    """Return a builder of gate and up `[s, INNER]`, after their product's gradient if three."""
 
     def build_arguments(device: torch.device, small: bool) -> tuple[Any, ...]:
         shape = (2, 16) if small else (TOKENS, INNER)
@@ -101,70 +104,75 @@ def _build_gate(num_tensors: int) -> Callable[[torch.device, bool], tuple[Any, .
 
 
 def _build_logits(with_gradients: bool) -> Callable[[torch.device, bool], tuple[Any, ...]]:
-    """Return what builds logits of a chunk and its labels, and more for their gradients."""
+    """Return a builder of logits `[m, v]` and labels `[m]`, or of the gradients' arguments."""
 
     def build_arguments(device: torch.device, small: bool) -> tuple[Any, ...]:
         rows, columns = (2, 16) if small else (CHUNK, VOCABULARY)
         logits = _draw(device, rows, columns)
         labels = torch.randint(columns, (rows,), device=device)
         if not with_gradients:
-            return logits, labels, None
+            return logits, labels, None  # no softcap
         log_normalizers = logits.float().logsumexp(dim=1)
-        gradients = -torch.ones(rows, device=device)
+        gradients = -torch.ones(rows, device=device)  # of the log-probabilities
         return logits, labels, log_normalizers, gradients, None
 
     return build_arguments
 
 
 def _build_nf4(device: torch.device, small: bool) -> tuple[Any, ...]:
-    """Build a matrix in NF4: its codes, scales and factors, and what they are read with."""
+    """Build a matrix in NF4: codes of its blocks, their scales, and factors of groups of scales."""
     blocks = 2 if small else INNER * WIDTH // nf4.BLOCK
     codes = torch.randint(256, (blocks, nf4.BLOCK // 2), device=device, dtype=torch.uint8)
     scales = torch.randint(-127, 128, (blocks,), device=device, dtype=torch.int8)
+    # Scales are divided by them, so they must be far from 0.
     factors = torch.rand(nf4.count_factors(blocks), device=device) + 100
     levels = nf4._make_levels(torch.bfloat16, device)
     group_size = nf4._get_group_size(blocks)
+    # All blocks: first of the part, then begin, run and stride of a rank's blocks.
     return codes, scales, factors, levels, [0, 0, blocks, blocks], group_size
 
 
 def _build_int8(device: torch.device, small: bool) -> tuple[Any, ...]:
-    """Build a matrix in int8: its codes, and a scale for each row."""
+    """Build a matrix in int8: its codes, a scale for each row, and the dtype of the result."""
     rows, columns = (2, 16) if small else (INNER, WIDTH)
     codes = torch.randint(-127, 128, (rows, columns), device=device, dtype=torch.int8)
     return codes, torch.rand(rows, device=device), torch.bfloat16
 
 
 def _build_scores(num_tensors: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
-    """Return what builds attention scores, and gradients if two are asked for, and their mask."""
+    """Return a builder of attention scores and their mask, after the shares' gradient if two."""
 
     def build_arguments(device: torch.device, small: bool) -> tuple[Any, ...]:
         shape = (1, 2, 2, 16) if small else SCORES
         queries, keys = shape[2:]
         reach = special_attention.compute_reach(None, queries, keys, window=keys, device=device)
         scale = 256**-0.5  # heads of 256 channels
+        # 50 is Gemma 2's softcap of scores.
         return *(_draw(device, *shape) for _ in range(num_tensors)), reach, 50.0, scale
 
     return build_arguments
 
 
 def _build_inner(with_gradients: bool) -> Callable[[torch.device, bool], tuple[Any, ...]]:
-    """Return what builds an expert's inner channels `[m, 2f]` and scores `[m]`.
+    """Return a builder of experts' gate and up `[m, 2f]` and routing scores `[m]`.
 
-    Before them gradients `[m, f]` of the product, if they are asked for.
+    with_gradients: before them their product's gradient, `[m, f]`.
     """
 
     def build_arguments(device: torch.device, small: bool) -> tuple[Any, ...]:
+        # 8 experts a token, each of 768 channels, as Qwen3-30B-A3B has.
         rows, width = (2, 16) if small else (8 * TOKENS, 768)
         gradients = _draw(device, rows, width)
         channels = _draw(device, rows, 2 * width)
         scores = torch.rand(rows, device=device)
+        # Gate and up one after the other, without the scale and the limit of gpt_oss.
         arguments = (channels, scores, "silu", False, 1.0, float("inf"))
         return (gradients, *arguments) if with_gradients else arguments
 
     return build_arguments
 
 
-# The lines of the table: name, shapes, function, what builds its arguments.
+# The lines of the table.
 KERNELS = (
     Kernel(
         "rotate",
@@ -236,8 +244,14 @@ KERNELS = (
 
 
 def main(words: list[str]) -> int:
-    """Print and write the table; exit code 1 if a kernel's numbers are not those of its chain."""
-    parser = argparse.ArgumentParser(prog="gpu_check.py kernels", description=__doc__)
+    """Print and write the table.
+
+    Return 1 if a kernel's results differ from its chain's by more than LARGEST_DIFFERENCE.
+    """
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.py kernels",
+        description="Check the fused kernels at shapes of Llama 3 8B and Gemma 2 2B.",
+    )
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements")
     output = parser.parse_args(words).output
     on_gpu = torch.cuda.is_available()
@@ -270,6 +284,7 @@ def main(words: list[str]) -> int:
 
 
 def _describe_triton(has_triton: bool) -> str:
+    """Return triton's version in words for the page."""
     if not has_triton:
         return "(triton is not installed)"
     import triton
@@ -278,7 +293,7 @@ def _describe_triton(has_triton: bool) -> str:
 
 
 def measure_generated(kernel: Kernel) -> tuple[str, str]:
-    """Return how many Triton kernels are generated, and MiB of memory besides the results."""
+    """Return (number of generated Triton kernels, MiB that they allocate besides the results)."""
     arguments = kernel.build_arguments(torch.device("cpu"), False)
     code = generate_triton_code(kernel.function.__wrapped__, *arguments)
     operator = getattr(torch.ops.tune_recipes, kernel.name)
@@ -296,7 +311,10 @@ def _list_results(results: Any) -> list[Tensor]:
 
 
 def find_largest_difference(kernel: Kernel, device: torch.device) -> float:
-    """Return the largest difference of all results, over the largest number of each."""
+    """Compile the function for this device; return its largest difference from the chain.
+
+    It is relative to the largest number of each result.
+    """
     arguments = kernel.build_arguments(device, False)
     function = kernel.function.__wrapped__
     fused_results = _list_results(fused_kernels.call_compiled(function, *arguments))
@@ -309,7 +327,10 @@ def find_largest_difference(kernel: Kernel, device: torch.device) -> float:
 
 
 def measure_host_seconds(kernel: Kernel, device: torch.device) -> float:
-    """Return median seconds of a compiled call with a few numbers, until the host goes on."""
+    """Return median seconds until a compiled call returns, with tensors of a few numbers.
+
+    A GPU may still be at work then.
+    """
     arguments = kernel.build_arguments(device, True)
     seconds = []
     for _ in range(WARM_UP_CALLS + CALLS):
@@ -320,7 +341,7 @@ def measure_host_seconds(kernel: Kernel, device: torch.device) -> float:
 
 
 def measure_times(kernel: Kernel, device: torch.device) -> tuple[str, str, str]:
-    """Return microseconds on a GPU, fused and one by one, and their ratio."""
+    """Return microseconds on a GPU, fused and as a chain, and their ratio; `-` without a GPU."""
     if device.type != "cuda":
         return "-", "-", "-"
     from triton.testing import do_bench

@@ -1,16 +1,9 @@
 """Measure what each memory lever saves and costs on Llama 3 8B, beside what is planned.
 
-    python benchmarks/gpu_check.py ladder    on this machine's GPU; a dry run without one
-    python -m benchmarks.gpu_ladder --planned --output docs/measurements/ladder.md    plans alone
-
-For full fine-tuning, QLoRA and LoRA, on one card: the config without any lever, and each lever
-added to it; the config as it is shipped, and the one with all levers that save, and each of their
-levers removed. A line is compared with the one that it differs from by that lever alone. Each is
-measured in a process of its own under a time limit, the most telling first; planning goes on beside
-it on the CPU's cores.
-
-Without a GPU tiny configs are planned for the CPU and compared with a trace of a real run there:
-nothing is measured.
+`python benchmarks/gpu_check.py ladder` calls `main`; with `--planned` nothing is measured. A lever
+is a config key that trades memory for time or precision. A rung is a config that differs from a
+basis (no lever, as shipped, or all levers that save) by one lever; a row is its entry in the
+report, a line of a table. Without a GPU, tiny configs are compared with traces on the CPU.
 """
 
 import argparse
@@ -36,18 +29,21 @@ from recipe_lib.plan.hardware import Hardware, find_hardware
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY
 from recipe_lib.units import format_bytes
 
-MINUTES = 25.0  # default limit of all lines together
-CASE_SECONDS = 150  # offloaded models are copied, compiled ones compiled
+MINUTES = 25.0  # default limit of all rungs together
+CASE_SECONDS = 150  # long, since offloaded models are copied and others compiled
 STEADY_STEPS = 4  # after the first one
 COMMAND = "python -m benchmarks.gpu_ladder --planned --output docs/measurements/ladder.md"
-DEVICE = "rtx4090"  # that plans are for where nothing is measured
+DEVICE = "rtx4090"  # default of `--planned`
 
 
 def main(words: list[str] | None = None) -> int:
-    """Plan and measure all lines and write the report after each; 1 if one failed."""
+    """Plan and measure all rungs and write the report after each.
+
+    Return 1 if one failed, or if a dry run's bytes are not the planned ones.
+    """
     parser = argparse.ArgumentParser(
         prog="gpu_check.py ladder",
-        description=__doc__,
+        description="Measure what each memory lever saves and costs, beside what is planned.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     folder = REPOSITORY / "docs" / "measurements"
@@ -70,7 +66,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Plan and measure the lines that the options name and return the exit code."""
+    """Plan and measure the rungs that the options name and return the exit code."""
     methods = (options.only,) if options.only else METHODS
     if options.planned:
         return write_plans(options.output, find_hardware(options.device), methods)
@@ -90,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
         for rung in rungs:
             seconds_left = options.minutes * 60 - (time.monotonic() - started)
             row = build_row(rung)
-            if seconds_left < 5:
+            if seconds_left < 5:  # a process cannot start and measure in less
                 row["skipped"] = "no time left"
             else:
                 row["planned"] = wait_for_plan(rung.case, seconds_left)
@@ -109,9 +105,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def is_wrong(row: dict[str, Any], gpu: bool) -> bool:
-    """Return True if a line failed, or a CPU run's bytes are not the planned ones.
+    """Return True if a row failed, or if a CPU run's bytes are not the planned ones.
 
-    Bytes are compared where the plan of a run on the CPU is exact.
+    gpu: the row was measured on a GPU, where plans are not expected to be exact. Bytes of a row
+    with `exact` False are not compared on a CPU either.
     """
     planned = row.get("planned", {})
     measured_peaks = row.get("measured", {}).get("peaks", {})
@@ -125,10 +122,10 @@ def is_wrong(row: dict[str, Any], gpu: bool) -> bool:
 
 
 def write_plans(output: Path, hardware: Hardware, methods: Sequence[str]) -> int:
-    """Write the planned columns of the real configs as a report of their own.
+    """Plan all rungs of Llama 3 8B and write a report without measurements.
 
-    Lines of other methods are kept as they are in the file. Returns 1 if a line could not be
-    planned.
+    output: its .md file; the .json is beside it. Rows of other methods are kept from there. Returns
+    1 if a rung could not be planned.
     """
     file = output.with_suffix(".json")
     earlier_rows = json.loads(file.read_text())["rows"] if file.exists() else []
@@ -139,7 +136,7 @@ def write_plans(output: Path, hardware: Hardware, methods: Sequence[str]) -> int
         "device": {"type": "planned", "name": hardware.name, "memory": hardware.memory},
         "rows": [],
     }
-    row_order = [rung.key for rung in list_rungs(True)]
+    row_order = [rung.key for rung in list_rungs(True)]  # of all methods, with those kept
     rungs = list_rungs(True, methods)
     cases = [rung.case for rung in rungs]
     with gpu_plan.plan_in_processes(cases, hardware, plan_line) as wait_for_plan:
@@ -154,7 +151,10 @@ def write_plans(output: Path, hardware: Hardware, methods: Sequence[str]) -> int
 
 
 def build_row(rung: Rung) -> dict[str, Any]:
-    """Build a row of the report, without figures."""
+    """Build a rung's row of the report, without what is planned and measured.
+
+    Its `rows` are the sequences of a step, `row_tokens` the tokens of each.
+    """
     cfg = rung.case.read()
     rows = cfg.batch_size * cfg.gradient_accumulation_steps
     return {
@@ -173,11 +173,11 @@ def build_row(rung: Rung) -> dict[str, Any]:
 
 
 def plan_line(case: ConfigCase, hardware: Hardware) -> dict[str, Any]:
-    """Plan a line: the peaks of a step by phase, as `plan_peaks` gives them, and more figures.
+    """Plan a case, as `plan_in_processes` takes it; return `row["planned"]`.
 
-    `requested`, `active` and `reserved`: the most of any phase, bytes. `host`: bytes there.
-    `tokens_per_second`: None where no time is planned. `verdict`. Or {"refused": the line} where
-    the config or the device does not have it.
+    Has the peaks by phase of `gpu_plan.read_peaks`; of all steps the largest `requested`, `active`
+    and `reserved`, and `host`, bytes; `tokens_per_second`, None if no time is planned; and the
+    plan's `verdict`. Or {"refused": message} if the config or the device does not allow it.
     """
     try:
         recipe_class, cfg = case.load()
@@ -201,9 +201,9 @@ def plan_line(case: ConfigCase, hardware: Hardware) -> dict[str, Any]:
 def measure_line(
     case: ConfigCase, *, planned: dict[str, Any], gpu: bool, seconds: float
 ) -> dict[str, Any]:
-    """Measure a line; return {"measured": ...}, {"failed": why} or {"skipped": why}.
+    """Measure a case; return {"measured": ...}, {"failed": why} or {"skipped": why}.
 
-    Or nothing for what is refused, or compiled where there is no GPU.
+    Empty for a refused case, and on a CPU for a compiled one. planned: as `plan_line` returns it.
     """
     if "refused" in planned or (not gpu and case.read().compile):
         return {}
@@ -223,6 +223,7 @@ def measure_line(
     if "failed" in result:
         return result
     if "out_of_memory" not in result:
+        # Of one rank, which is all there are. The first step makes the optimizer's states.
         cfg = case.read()
         tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.max_seq_len
         result["tokens_per_second"] = tokens / statistics.median(result["seconds"][1:])
@@ -232,7 +233,7 @@ def measure_line(
 def run_or_tell(
     work: Callable[..., dict[str, Any]], *arguments: Any, **keywords: Any
 ) -> dict[str, Any]:
-    """Return `work(...)`, or {"failed": the line} for an error that a user would be told."""
+    """Return `work(...)`, or {"failed": message} if it raises UserError."""
     try:
         return work(*arguments, **keywords)
     except UserError as error:

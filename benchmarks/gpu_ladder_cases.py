@@ -1,7 +1,9 @@
-"""The lines of `gpu_check.py ladder`, each a shipped config with overrides.
+"""List the configs of `gpu_check.py ladder`, which measures what each memory lever saves and costs.
 
-`list_rungs` gives them: for each method the config without any lever and with each one, as it is
-shipped, and with all levers that save. Later lines of a table differ from its first by one lever.
+A lever is a config key that trades memory for time or precision. A basis is a config without any
+lever (`plain`), as shipped, or with all levers that save (`everything`). A rung is a basis, or a
+basis with one lever added or removed: a line of the report's tables. `gpu_ladder.py` calls
+`list_rungs`; `ConfigCase` serves other benchmarks too.
 """
 
 import copy
@@ -17,14 +19,16 @@ from recipe_lib.plan.simulated_world.planned_data import PlannedSequence, choose
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
 METHODS = ("full", "qlora", "lora")
-ONE_ROW = ("batch_size=1", "gradient_accumulation_steps=1")
+ONE_ROW = ("batch_size=1", "gradient_accumulation_steps=1")  # one sequence a step
+# Each gradient is stepped and freed at once, so it can neither be accumulated nor clipped by the
+# norm of all.
 IN_BACKWARD = (
     "memory.optimizer_in_backward=true",
     "clip_grad_norm=null",
     "gradient_accumulation_steps=1",
 )
-TINY = ("max_seq_len=64", "device=auto", "dtype=bf16")
-# Names of the bases.
+TINY = ("max_seq_len=64", "device=auto", "dtype=bf16")  # of the demo's configs, in dry runs
+# Bases.
 PLAIN = "plain"
 SHIPPED = "shipped"
 EVERYTHING = "everything"
@@ -32,55 +36,53 @@ EVERYTHING = "everything"
 
 @dataclasses.dataclass(frozen=True)
 class ConfigCase:
-    """A shipped config with overrides, as one rank of many, with rows of its max_seq_len."""
+    """Hold a shipped config with overrides, and the rank of many that runs."""
 
-    config: str
-    overrides: tuple[str, ...] = ()
+    config: str  # name, such as `llama3/8B_lora`
+    overrides: tuple[str, ...] = ()  # `key=value`
     ranks: int = 1
-    rank: int = 0
+    rank: int = 0  # the one that runs
 
     @property
     def rows(self) -> PlannedSequence:
-        """Return rows that are as long as there can be."""
+        """Return the sequences that are planned and run, of max_seq_len tokens."""
         return choose_sequence(self.read(), "max", ranks=self.ranks)
 
     def read(self, *more_overrides: str) -> Any:
-        """Read the config, with further overrides; ConfigError where they do not go together."""
+        """Read the config. Raises ConfigError if overrides do not go together."""
         # A copy, since the cache gives everyone the same object.
         return copy.deepcopy(_read(self.config, (*self.overrides, *more_overrides)))
 
     def load(self) -> tuple[type, Any]:
-        """Return the recipe's class, and the config with nothing but the model's shape.
-
-        It is compiled if the config says so.
-        """
+        """Return (the recipe's class, the config with a model of random weights)."""
         cfg = self.read()
-        shape, _ = make_plannable(cfg)
-        shape.compile = cfg.compile
-        return find_recipe_class(find_config_recipe(self.config)), shape
+        plannable_cfg, _ = make_plannable(cfg)
+        plannable_cfg.compile = cfg.compile
+        return find_recipe_class(find_config_recipe(self.config)), plannable_cfg
 
 
 @functools.cache
 def _read(config: str, overrides: tuple[str, ...]) -> Any:
+    """Read a config once; `_list_turned_off` asks for the same ones again and again."""
     return load_config(config, overrides, find_config_recipe(config).schema())
 
 
 @dataclasses.dataclass(frozen=True)
 class Lever:
-    """One value of a lever that saves memory."""
+    """Hold one value of a lever that saves memory."""
 
     on: tuple[str, ...]  # overrides that turn it on
-    off: tuple[str, ...]  # overrides that turn it off, for all values of the lever alike
-    saves: bool = False  # the line of all that save has it
+    off: tuple[str, ...]  # overrides that turn it off, the same for all values of a lever
+    saves: bool = False  # it is on in the basis `everything`
     methods: tuple[str, ...] = METHODS  # that have it
-    kept: tuple[str, ...] = ()  # methods whose plain line has it
-    rounds: bool = False  # it changes results
-    # A plan for a CPU has the bytes of a run there. Not where it counts what is offloaded as
-    # another memory's, or knows a kernel on paper alone.
+    kept: tuple[str, ...] = ()  # methods whose basis `plain` has it on, as a part of the method
+    rounds: bool = False  # it changes results by rounding
+    # A plan for a CPU has exactly the bytes of a run there. False where the plan counts offloaded
+    # tensors as another memory's, or knows a kernel by formula alone.
     exact: bool = True
 
 
-# What turns levers of several values off.
+# Overrides that turn levers of several values off. `~key` removes a key.
 _NO_CHECKPOINTS = ("memory.activation_checkpointing=none",)
 _CLIPPED = ("memory.optimizer_in_backward=false", "clip_grad_norm=1.0")
 _BITS = ("~optimizer.state_bits",)
@@ -118,29 +120,32 @@ LEVERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """One line of a table: the table's basis, with a lever added to it or removed from it."""
+    """Hold one line of a table: the table's basis, with a lever added to it or removed from it."""
 
     method: str
-    basis: str  # of its table: `plain`, `shipped` or `everything`
+    basis: str  # of its table: PLAIN, SHIPPED or EVERYTHING
     words: tuple[str, ...]  # overrides added to the basis; empty: the basis itself
     case: ConfigCase
     removed: bool = False  # the words turn a lever off
-    rounds: bool = False  # of the lever that is added
-    exact: bool = True  # of the lever that is added
+    rounds: bool = False  # `Lever.rounds` of the lever that is added
+    exact: bool = True  # `Lever.exact` of the lever that is added
 
     @property
     def against(self) -> tuple[str, str, tuple[str, ...]]:
-        """Return the key of the line that it is compared with; of a basis the plain one."""
+        """Return the key of the rung that this one is compared with.
+
+        It is the basis of the same table; a basis is compared with the plain one.
+        """
         return (self.method, self.basis if self.words else PLAIN, ())
 
     @property
     def key(self) -> tuple[str, str, tuple[str, ...]]:
-        """Return what no other line has."""
+        """Return (method, basis, words), which no other rung has."""
         return (self.method, self.basis, self.words)
 
 
 def list_rungs(gpu: bool, methods: Iterable[str] = METHODS) -> list[Rung]:
-    """List all lines of these methods: of Llama 3 8B, or of a tiny model for a dry run."""
+    """List all rungs of these methods: of Llama 3 8B, or without a GPU of the demo's tiny model."""
     rungs = []
     for method in methods:
         rungs += build_ladder(method, gpu)
@@ -148,14 +153,15 @@ def list_rungs(gpu: bool, methods: Iterable[str] = METHODS) -> list[Rung]:
 
 
 def build_ladder(method: str, real: bool = True) -> list[Rung]:
-    """Build a method's lines: plain, shipped and everything, and those that change a lever.
+    """Build a method's rungs: each basis, then those that differ from it by a lever.
 
-    To plain each lever is added; from shipped and everything each is removed. real: of Llama 3 8B.
+    To plain each lever is added; from shipped and everything each is removed. real: of Llama 3 8B,
+    else of the demo's model.
     """
     case = ConfigCase(f"llama3/8B_{method}")
     if not real:
-        rounded = ("lora.quantize_base=nf4",) if method == "qlora" else ()
-        case = ConfigCase("demo/full" if method == "full" else "demo/lora", (*TINY, *rounded))
+        quantized = ("lora.quantize_base=nf4",) if method == "qlora" else ()
+        case = ConfigCase("demo/full" if method == "full" else "demo/lora", (*TINY, *quantized))
     levers = [lever for lever in LEVERS if method in lever.methods]
     addable_levers = [lever for lever in levers if method not in lever.kept]
     plain_words = [*case.overrides, *ONE_ROW]
@@ -190,11 +196,12 @@ def build_ladder(method: str, real: bool = True) -> list[Rung]:
 def _list_turned_off(
     case: ConfigCase, lever_offs: Iterable[tuple[str, ...]]
 ) -> list[tuple[str, ...]]:
-    """Return the overrides, of those that turn a lever off, that change this config."""
-    cfg = case.read()
-    # Once each, since the values of a lever are turned off alike.
-    return [words for words in dict.fromkeys(lever_offs) if case.read(*words) != cfg]
+    """Return those of `lever_offs` that change this config: the levers that are on in it."""
+    unchanged_cfg = case.read()
+    # Without duplicates, since the values of a lever are turned off alike.
+    return [words for words in dict.fromkeys(lever_offs) if case.read(*words) != unchanged_cfg]
 
 
 def _change_case(case: ConfigCase, words: tuple[str, ...]) -> ConfigCase:
+    """Return the case with further overrides."""
     return dataclasses.replace(case, overrides=(*case.overrides, *words))

@@ -1,7 +1,9 @@
-"""The report of `gpu_check.py ladder`, measured or planned alone.
+"""Format the report of `gpu_check.py ladder`: what each memory lever saves and costs.
 
-A page has a table for each method and basis, with a line for each row of the report. `kind` is the
-type of the report's device: `cuda`, `cpu` for a dry run, or `planned`.
+`gpu_ladder.py` calls `format_page` with a dict. One of its `rows` is a config: a method's basis (no
+lever, as shipped, or all levers that save) with a lever added or removed, and its `planned` and
+`measured` figures. A table is of a method and basis, a line of a row. `kind` is the device's type:
+`cuda`, `cpu` for a dry run, or `planned` for plans alone.
 """
 
 from typing import Any
@@ -10,6 +12,7 @@ from benchmarks.gpu_ladder_cases import EVERYTHING, METHODS, PLAIN, SHIPPED
 from benchmarks.gpu_plan_report import DRY_HOW, compute_errors, compute_quantile, format_head
 from recipe_lib.units import Bytes, format_bytes, format_change, format_count
 
+# Texts of the page: by method, and by basis.
 TITLES = {"full": "Full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 BASES = {
     PLAIN: "Without any lever, one row a step; each line adds one lever to the first line.",
@@ -38,7 +41,7 @@ equal."""
 
 
 def format_page(report: dict[str, Any]) -> str:
-    """Return the page of the report's tables."""
+    """Return the Markdown page of a report."""
     device = report["device"]
     kind = device["type"]
     if kind == "planned":
@@ -70,9 +73,9 @@ def format_page(report: dict[str, Any]) -> str:
 
 
 def summarize(report: dict[str, Any]) -> list[str]:
-    """Summarize how far off the plans are, and what is missing, a line each."""
+    """Summarize the plans' errors, and the number of rows without figures, a line each."""
     rows = report["rows"]
-    # Lines are measured with the default allocator, which `compute_errors` asks a row for.
+    # `compute_errors` reads from a row whether segments were expandable; here they never are.
     comparable_rows = [
         row | {"expandable": False}
         for row in rows
@@ -86,12 +89,14 @@ def summarize(report: dict[str, Any]) -> list[str]:
     lines = []
     for metric, errors in errors_by_metric.items():
         if errors:
-            half = compute_quantile(errors, 0.5)
-            most = compute_quantile(errors, 0.95)
+            median_error = compute_quantile(errors, 0.5)
+            error_95 = compute_quantile(errors, 0.95)
             lines.append(
                 f"planned against measured, {metric}: {len(errors)} figures, half within"
-                f" {half:.2%}, 95 % within {most:.2%}, worst {max(errors, key=abs):+.2%}"
+                f" {median_error:.2%}, 95 % within {error_95:.2%}, worst"
+                f" {max(errors, key=abs):+.2%}"
             )
+    # A plan for the CPU is exact, but for the rows whose `exact` is False.
     if report["device"]["type"] == "cpu":
         num_equal = sum(
             _find_most(row["measured"], "requested") == row["planned"]["requested"]
@@ -108,7 +113,7 @@ def summarize(report: dict[str, Any]) -> list[str]:
 
 
 def describe_line(row: dict[str, Any]) -> str:
-    """Describe what came of a line, in a few words."""
+    """Describe a row and its figures in a few words, for the log."""
     planned = row.get("planned", {})
     measured = row.get("measured", {})
     without = " without" if row["removed"] else ""
@@ -119,9 +124,10 @@ def describe_line(row: dict[str, Any]) -> str:
     if "active" in planned:
         outcomes.append(f"planned {format_bytes(planned['active'])}")
     if measured.get("peaks"):
+        # A trace on the CPU has requested bytes alone.
         has_active = all("active" in peaks for peaks in measured["peaks"].values())
-        most = _find_most(measured, "active" if has_active else "requested")
-        outcomes.append(f"measured {format_bytes(most)}")
+        peak_bytes = _find_most(measured, "active" if has_active else "requested")
+        outcomes.append(f"measured {format_bytes(peak_bytes)}")
     if "out_of_memory" in measured:
         outcomes.append(f"out of memory in the {measured['out_of_memory']}")
     return f"{line}: {', '.join(outcomes)}"
@@ -132,14 +138,15 @@ _REASONS = ("failed", "skipped", "refused")
 
 
 def build_key(row: dict[str, Any]) -> tuple[str, str, tuple[str, ...]]:
-    """Return what no other row has, as `Rung.key`."""
+    """Return (method, basis, words), which no other row has."""
     return row["method"], row["basis"], tuple(row["words"])
 
 
+# Heads of the cells that the functions below return, in their order.
 _PLANNED_HEADS = ["active", "change", "reserved"]
 _SPEED_HEADS = ["host", "tokens/s", "speed"]
 _MEASURED_HEADS = ["measured active", "change", "reserved", "pinned", "tokens/s", "speed"]
-# Heads of the planned and of the measured cells, by the kind of the report's device.
+# By kind of the device: (heads of the planned cells, heads of the measured ones).
 _HEADS = {
     "planned": ([*_PLANNED_HEADS, *_SPEED_HEADS, "verdict"], []),
     "cpu": (_PLANNED_HEADS, ["traced, requested", "equal"]),
@@ -150,14 +157,17 @@ _HEADS = {
 def _format_table(
     rows: list[dict[str, Any]], rows_by_key: dict[Any, dict[str, Any]], kind: str
 ) -> list[str]:
-    """Return a table with one line a row; kind: of the device."""
+    """Return a table with a line for each row.
+
+    rows_by_key: all rows of the report by `build_key`, to find those to compare with.
+    """
     planned_heads, measured_heads = _HEADS[kind]
     heads = ["line", "rows a step", *planned_heads, *measured_heads]
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     for row in rows:
         method, basis, words = row["against"]
         base_row = rows_by_key.get((method, basis, tuple(words)), {})
-        if base_row is row:  # the plain one, which is compared with nothing
+        if base_row is row:  # the basis `plain`, which is compared with nothing
             base_row = {}
         cells = _format_planned_cells(row, base_row, kind)
         if kind != "planned":
@@ -169,14 +179,17 @@ def _format_table(
 
 
 def _format_name(row: dict[str, Any]) -> str:
-    """Name a line: its basis, or the overrides that differ from it."""
+    """Name a row: its basis, or the overrides that differ from it, with * if they round."""
     if not row["words"]:
         return str(row["basis"])
     return f"`{' '.join(row['words'])}`{' *' if row['rounds'] else ''}"
 
 
 def _format_planned_cells(row: dict[str, Any], base_row: dict[str, Any], kind: str) -> list[str]:
-    """Return active, its change and reserved; on a GPU host, tokens/s and their ratio; verdict."""
+    """Return the cells of a row's plan, or a reason and empty cells.
+
+    base_row: the row to compare with, empty if there is none.
+    """
     planned = row.get("planned", {})
     base = base_row.get("planned", {})
     if "active" not in planned:
@@ -196,9 +209,9 @@ def _format_planned_cells(row: dict[str, Any], base_row: dict[str, Any], kind: s
 
 
 def _format_measured_cells(row: dict[str, Any], base_row: dict[str, Any], kind: str) -> list[str]:
-    """Return active, its change, reserved, pinned, tokens/s and their ratio.
+    """Return the cells of a row's measurement, or a reason and empty cells.
 
-    Of a trace on the CPU requested bytes, and whether they are what was planned.
+    base_row: the row to compare with, empty if there is none.
     """
     measured = row.get("measured", {})
     base = base_row.get("measured", {})
@@ -233,12 +246,12 @@ def _describe_missing(row: dict[str, Any]) -> str:
 
 
 def _fill_cells(reason: str, heads: list[str]) -> list[str]:
-    """Return cells for these heads, of which the first has the reason why the others are empty."""
+    """Return a cell for each head: the reason, then empty ones."""
     return [reason, *[""] * (len(heads) - 1)]
 
 
 def _format_speed(figures: dict[str, Any], base: dict[str, Any], missing: str) -> list[str]:
-    """Return tokens/s, and as a multiple of the base line's."""
+    """Return tokens/s, and as a multiple of the base's; `missing` is the text if there are none."""
     rate = figures.get("tokens_per_second")
     base_rate = base.get("tokens_per_second")
     if not rate:
@@ -247,5 +260,5 @@ def _format_speed(figures: dict[str, Any], base: dict[str, Any], missing: str) -
 
 
 def _find_most(measured: dict[str, Any], name: str) -> int:
-    """Return the most of any phase, bytes."""
+    """Return the largest value of a figure over the phases, bytes."""
     return max(int(peaks[name]) for peaks in measured["peaks"].values())

@@ -1,8 +1,7 @@
-"""Write the pages of what was measured on a GPU again, from the files that lie beside them.
+"""Write the pages of what was measured on an H200 again, from the JSON files beside them.
 
-    python -m benchmarks.gpu_pages    docs/measurements/*-nvidia-h200.md and on_a_gpu.md
-
-The files are what the parts of `gpu_check.py` wrote there; nothing is measured.
+Run `python -m benchmarks.gpu_pages` after a change of a page's text or table. The parts of
+`gpu_check.py` wrote the files; nothing is measured. A test compares `make_pages` with the pages.
 """
 
 import json
@@ -15,6 +14,7 @@ from benchmarks.peers import report as peers_report
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "measurements"
 CARD = "nvidia-h200"
+# Name of a report's file, without suffix -> function that formats its page.
 PAGES: Mapping[str, Callable[[Any], str]] = {
     f"gpu-plan-{CARD}": gpu_plan_report.format_page,
     f"gpu-times-{CARD}": gpu_times.format_page,
@@ -27,7 +27,8 @@ TEXT = """# What has run on a GPU, and what has not
 For whoever wants to know which figures are measured. This page is made from the reports below:
 `python -m benchmarks.gpu_pages`
 
-One NVIDIA H200, on 27 November 2026, at commit {commit}. All else in README and docs is computed, planned, or measured
+One NVIDIA H200, on 27 November 2026, at commit {commit}. All else in README and docs is computed, \
+planned, or measured
 on CPUs, and says which.
 
 ## Measured
@@ -39,17 +40,22 @@ on CPUs, and says which.
 ## Not measured
 
 - Cards of 24 GB, and any other card than an H200.
-- More than one GPU: NCCL, links, real collectives. Ranks of 2 and 4 were played by a fake process group.
+- More than one GPU: NCCL, links, real collectives. Ranks of 2 and 4 were played by a fake process \
+group.
 - Compiled layers: their planned peaks, and their values against a CPU's.{compiled}
 - Offloading and streamed layers: their bytes and times against plans. Their values were compared.
 - Experts alone on the host.
 - Most of DPO, KTO, rewards and distillation; training in FP8.
-- Kernels one by one, streams under torch's sanitizer, the ladder of levers: `python benchmarks/gpu_check.py` has them.
+- Kernels one by one, streams under torch's sanitizer, the ladder of levers: `python \
+benchmarks/gpu_check.py` has them.
 """
 
 
 def make_pages(folder: Path = FOLDER) -> dict[str, str]:
-    """Return every page's text by its file's name."""
+    """Return every page's text by its file's name.
+
+    folder: of the JSON files.
+    """
     reports = {}
     pages = {}
     for stem, format_page in PAGES.items():
@@ -66,8 +72,9 @@ def make_pages(folder: Path = FOLDER) -> dict[str, str]:
 
 
 def _summarize(*, plan: Any, times: Any, peers: Any, values: Any) -> str:
-    """Return the page that has a line of each report's results."""
+    """Return the page that has a line of each report's results; the arguments are reports."""
     lines = gpu_plan_report.summarize(plan)  # a line for each of four metrics, thresholds, replays
+    # (what was measured, result, name of the report's page)
     rows = [
         ("planned and measured peaks", "; ".join(lines[:4]), f"gpu-plan-{CARD}"),
         (

@@ -1,16 +1,9 @@
-"""Compare what the planner says with what the same configs take on this machine's GPU.
+"""Compare the memory that `make_plan` plans with what the same configs take on this machine's GPU.
 
-    python benchmarks/gpu_check.py plan
-
-Peaks: each config runs as one rank of N in torch's fake process group, with the default allocator
-and with expandable segments, each in a process of its own; requested, allocated and reserved bytes
-of the first and of later steps are compared with `make_plan` for this device, which runs beside it
-on the CPU's cores. Thresholds: some configs run under a cap 2 % below and above the smallest one
-that the plan gives. Events: the allocator's history of small configs is stored for the tests, and
-replayed.
-
-Without a GPU tiny configs are planned for the CPU and compared with a trace of a real run there:
-nothing is measured.
+`python benchmarks/gpu_check.py plan` calls `main`; other parts of it call `measure` and
+`plan_in_processes`. A case is a config, run as one rank of N in torch's fake process group. A job
+is one comparison (peaks, thresholds or recorded events), a row its entry in the report. Without a
+GPU, tiny cases are planned for the CPU and compared with a trace of a real run there.
 """
 
 import argparse
@@ -55,32 +48,38 @@ from recipe_lib.units import GIB
 MINUTES = 9.0  # default limit of all jobs together
 CASE_SECONDS = 60  # limit of one measurement
 PLAN_SECONDS = 120  # limit of waiting for one plan
-MARGIN = 0.02  # each side of the planned smallest cap
+MARGIN = 0.02  # each side of the smallest planned memory, as a share of it
 FIXTURE_BYTES = 200 * 1024  # a larger recording is not kept
 STEADY_STEPS = 2  # after the first one
 HISTORY = 2_000_000  # entries, more than any of the recorded configs makes
 TELLING_CASES = 12  # of `list_cases`, one of each kind, which come before the thresholds
+# Plans a case for a device; returns what a row has as `planned`.
 Planner = Callable[[Any, Hardware], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One comparison of a plan and a measurement."""
+    """Hold one comparison of a plan and a measurement."""
 
-    kind: str  # `peaks`, `threshold` or `events`
+    # `peaks`: planned and measured peaks. `threshold`: whether a run goes through under a cap.
+    # `events`: the allocator's recorded events, stored for the tests and replayed.
+    kind: str
     case: PlanCase
-    expandable: bool = False  # segments of the allocator
-    # Of `threshold` a multiple of the planned smallest cap. Of `events` the cap's place between the
-    # most allocated (0) and the most reserved (1) of the recording without a cap; 0.0 is no cap.
+    expandable: bool = False  # the allocator has expandable segments
+    # Sets the cap. `threshold`: a multiple of the smallest planned one. `events`: 0 is no cap, 0.5
+    # half-way from the most allocated to the most reserved bytes of the recording without one.
     factor: float = 0.0
 
 
 def main(argv: list[str]) -> int:
-    """Run all jobs and write the report after each.
+    """Run all jobs and write the report after each, so that a cut run leaves what it has.
 
-    Return 1 if a job failed, or a config ran out of memory that was said to fit.
+    Return 1 if a job failed, or a config ran out of memory that was planned to fit.
     """
-    parser = argparse.ArgumentParser(prog="gpu_check.py plan", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.py plan",
+        description="Compare the memory that is planned with what configs take on this GPU.",
+    )
     folder = REPOSITORY / "docs" / "measurements"
     parser.add_argument("--output", type=Path, default=folder, help="folder of the report")
     fixtures = REPOSITORY / "tests" / "plan" / "fixtures"
@@ -122,7 +121,10 @@ def main(argv: list[str]) -> int:
 def begin_report(
     part: str, argv: list[str], *, device: dict[str, Any], hardware: Hardware
 ) -> dict[str, Any]:
-    """Begin a report of `gpu_check.py PART`, which has no rows yet."""
+    """Return the report of `gpu_check.py PART` without rows.
+
+    part: such as `plan`. device: as `describe_device` returns it. hardware: what is planned for.
+    """
     gpu = device.get("type") == "cuda"
     return {
         "kind": "planned and measured" if gpu else "dry run, CPU: nothing was measured on a GPU",
@@ -142,15 +144,16 @@ def begin_report(
 def list_jobs(gpu: bool) -> list[Job]:
     """List the jobs, the most telling first, in case time runs out.
 
-    Events, which are quick; peaks of one config of each kind; thresholds; the other peaks.
+    gpu: False for the dry run's.
     """
     cases = list_cases(gpu)
     if not gpu:
         return [Job("peaks", case) for case in cases]
-    recorded = list_recorded_cases()
+    recorded_cases = list_recorded_cases()
     return [
-        *_list_both_allocators("events", recorded),
-        Job("events", recorded[0], factor=0.5),
+        *_list_both_allocators("events", recorded_cases),  # first, because they are quick
+        # After the recording without a cap, of which the cap is computed.
+        Job("events", recorded_cases[0], factor=0.5),
         *_list_both_allocators("peaks", cases[:TELLING_CASES]),
         *_list_thresholds(case for case in cases if case.threshold),
         *_list_both_allocators("peaks", cases[TELLING_CASES:]),
@@ -167,7 +170,7 @@ def _list_both_allocators(kind: str, cases: Sequence[PlanCase]) -> list[Job]:
 
 
 def _list_thresholds(cases: Iterable[PlanCase]) -> list[Job]:
-    """Return four jobs of each case: just below and above the smallest cap of both allocators."""
+    """Return four jobs of each case: MARGIN below and above the smallest cap, each allocator."""
     jobs = []
     for case in cases:
         for expandable in (False, True):
@@ -177,9 +180,10 @@ def _list_thresholds(cases: Iterable[PlanCase]) -> list[Job]:
 
 
 def look_up_hardware(device: dict[str, Any]) -> Hardware:
-    """Look up the planner's hardware of the device, with the memory that it has.
+    """Return the hardware that plans for this device are made for, with the memory that it has.
 
-    By its memory where the table does not have its name.
+    device: as `describe_device` returns it. A name that the planner's table does not have is looked
+    up by its memory.
     """
     if device.get("type") != "cuda":
         return find_hardware("cpu")
@@ -197,13 +201,15 @@ def look_up_hardware(device: dict[str, Any]) -> Hardware:
 def plan_in_processes(
     cases: Sequence[Runnable], hardware: Hardware, plan: Planner | None = None
 ) -> Iterator[Callable[[Any, float], dict[str, Any]]]:
-    """Plan the cases in as many processes as there are cores to spare.
+    """Plan the cases in as many processes as there are cores to spare, while the block runs.
 
-    Yields a function that waits for a case's plan, at most so many seconds, and returns it. plan:
-    what makes one, `plan_peaks` or another.
+    Yields `wait_for_plan(case, seconds)`, which returns the case's plan, or {"failed": why} without
+    one after that time. plan: None for `plan_peaks`.
     """
-    unique_cases = list(dict.fromkeys(cases))
+    unique_cases = list(dict.fromkeys(cases))  # jobs share cases; in order, without duplicates
+    # Two cores are left to the measurement.
     num_workers = max(1, min(12, (os.cpu_count() or 1) - 2, len(unique_cases)))
+    # Forked, so that workers have the imports; this process has not touched the GPU.
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="gpu-plan-") as folder:
         files = {case: Path(folder) / f"{index}.json" for index, case in enumerate(unique_cases)}
@@ -217,12 +223,13 @@ def plan_in_processes(
             worker.start()
 
         def wait_for_plan(case: Any, seconds: float) -> dict[str, Any]:
+            """Return a case's plan, or {"failed": why}."""
             deadline = time.monotonic() + min(seconds, PLAN_SECONDS)
             worker = workers[unique_cases.index(case) % num_workers]
             while not files[case].exists():
                 if time.monotonic() > deadline and worker.is_alive():
                     return {"failed": "no plan in time"}
-                # It may have written the plan and ended since the loop looked.
+                # The worker may have written the plan and ended since the loop looked.
                 if not worker.is_alive() and not files[case].exists():
                     return {"failed": "the planner ended"}
                 time.sleep(0.05)
@@ -237,7 +244,10 @@ def plan_in_processes(
 
 
 def _plan_all(case_files: list[tuple[Any, Path]], hardware: Hardware, plan: Planner) -> None:
-    """Plan cases in a process of its own, which must not see the GPU, and write their files."""
+    """Plan cases one after the other, and write each plan into its file.
+
+    Runs in a process of its own, from which it hides the GPU.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     for case, file in case_files:
@@ -252,9 +262,10 @@ def _plan_all(case_files: list[tuple[Any, Path]], hardware: Hardware, plan: Plan
 
 
 def plan_peaks(case: PlanCase, hardware: Hardware) -> dict[str, Any]:
-    """Plan the peaks of a case by phase, as `read_peaks` gives them; for a threshold also `caps`.
+    """Plan the peaks of a case by phase, as `read_peaks` returns them.
 
-    `caps`: the smallest device memory that it runs in, bytes, without and with expandable segments.
+    A case with `threshold` also has `caps`: bytes of the least device memory that it runs in,
+    without and with expandable segments.
     """
     recipe_class, cfg = case.load()
     settings = PlanSettings(
@@ -271,7 +282,7 @@ def plan_peaks(case: PlanCase, hardware: Hardware) -> dict[str, Any]:
 
 
 def read_peaks(rank: RankPlan) -> dict[str, dict[str, int]]:
-    """Return by phase `requested`, `active`, `allocated`, `reserved` and `reserved_expandable`."""
+    """Return a rank's planned peaks: phase -> name of a figure of the allocator -> bytes."""
     names = ("requested", "active", "allocated", "reserved", "reserved_expandable")
     return {peak.phase: {name: getattr(peak, name) for name in names} for peak in rank.peaks}
 
@@ -290,14 +301,16 @@ def run_job(
 ) -> dict[str, Any]:
     """Run a job and return its row of the report.
 
-    earlier_rows: those that the report has already. fixtures: folder for recorded events.
+    A row has `kind`, `case` and `expandable` of its job, and either `skipped` or `failed` with the
+    reason, or what its kind has: `planned` and `measured`; `cap`, `said`, `found` and `result`;
+    a recording and its replay. earlier_rows: of the report. fixtures: folder for recordings.
     """
     row: dict[str, Any] = {
         "kind": job.kind,
         "case": dataclasses.asdict(job.case),
         "expandable": job.expandable,
     }
-    if seconds_left < 5:
+    if seconds_left < 5:  # a process cannot start and measure in less
         return row | {"skipped": "no time left"}
     seconds = min(CASE_SECONDS, seconds_left)
     if job.kind == "events":
@@ -328,8 +341,8 @@ def _run_threshold(job: Job, smallest_cap: int, seconds: float) -> dict[str, Any
     )
     if "failed" in result:
         return row | result
-    found = "ran out" if "out_of_memory" in result else "ran"
-    return row | {"found": found, "result": result}
+    outcome = "ran out" if "out_of_memory" in result else "ran"
+    return row | {"found": outcome, "result": result}
 
 
 def measure(
@@ -339,9 +352,13 @@ def measure(
     history: str = "",
     steady: int = STEADY_STEPS,
 ) -> dict[str, Any]:
-    """Measure peaks and seconds of a case's steps on the GPU, `steady` of them after the first.
+    """Measure peaks and seconds of a case's steps on the GPU, in a process of its own.
 
-    cap: bytes the allocator may take, 0: all. history: a file to record events in.
+    cap: bytes the allocator may take, 0: all. history: file to record the allocator's events in,
+    empty: none. steady: number of steps after the first. Returns `run_steps`' dict and `retries`
+    (times the allocator gave all back to find room), `outside` (bytes that context and kernels
+    take), `total` (the device's bytes) and `pinned` (peak bytes of pinned host memory).
+    Raises RuntimeError if the allocator did not take `expandable`.
     """
     choose_allocator(expandable)
     module: Any = torch.get_device_module("cuda")
@@ -351,6 +368,7 @@ def measure(
         module.memory._record_memory_history(
             enabled="all", context=None, stacks="python", max_entries=HISTORY
         )
+    # Its collectives return at once and move nothing, so one process can be any rank of N.
     dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.ranks)
     recipe_class, cfg = case.load()
     with start_world(cfg) as world:
@@ -390,8 +408,9 @@ def measure(
 
 
 def choose_allocator(expandable: bool) -> None:
-    """Choose the allocator's segments; call it before the process's first use of the device."""
+    """Choose whether segments are expandable, before the process's first use of the device."""
     setting = f"expandable_segments:{expandable}"
+    # The older and the newer name of one variable.
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = setting
     os.environ["PYTORCH_ALLOC_CONF"] = setting
     # The variables may have been read already, when torch was imported. Older versions of torch
@@ -413,15 +432,17 @@ def run_steps(
     whole_history: bool,
     steady: int = STEADY_STEPS,
 ) -> dict[str, Any]:
-    """Run the phases that the planner simulates; all steps after the first count as the second.
+    """Set up a recipe and run its first step and `steady` later ones, the planner's two phases.
 
-    Returns `peaks` of each phase, bytes, and `seconds` of each step. module: of the device.
-    whole_history: peaks count from the start, as in the recorded events.
+    module: `torch.cuda`. whole_history: peaks count from the process's start, as those of recorded
+    events do; else from the step's. Returns `peaks` (phase -> figure of METRICS -> bytes, of later
+    steps the most), `seconds` of each step, and after running out of memory `out_of_memory`: the
+    phase.
     """
     result: dict[str, Any] = {"peaks": {}, "seconds": []}
     phase = "setup"
     gc.collect()
-    gc.disable()  # it frees at moments that no other run repeats
+    gc.disable()  # the collector would free tensors at moments that no other run repeats
     try:
         recipe: Any = recipe_class(cfg, world)
         recipe.setup_model()
@@ -440,20 +461,26 @@ def run_steps(
                 batch.tokens.random_(recipe.spec.vocab_size)
             began = time.perf_counter()
             recipe.train_step(batches)
+            # Else these names would hold the batch while the next one is made.
             del batch, batches
             module.synchronize(world.device)
             result["seconds"].append(time.perf_counter() - began)
             stats = module.memory_stats(world.device)
             peaks = {name: stats[f"{name}_bytes.all.peak"] for name in METRICS}
-            earlier = result["peaks"].get(phase, peaks)
-            result["peaks"][phase] = {name: max(peaks[name], earlier[name]) for name in METRICS}
+            earlier_peaks = result["peaks"].get(phase, peaks)
+            result["peaks"][phase] = {
+                name: max(peaks[name], earlier_peaks[name]) for name in METRICS
+            }
     except torch.OutOfMemoryError:
         result["out_of_memory"] = phase
     return result
 
 
 def trace_on_cpu(case: Runnable) -> dict[str, Any]:
-    """Return peaks of the tensors of a real run on the CPU, seen by the planner's own tracer."""
+    """Run a case on the CPU under the planner's tracer, and return `peaks` by phase.
+
+    They have `requested` alone, bytes of tensors that are alive: a CPU has no caching allocator.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.ranks)
     recipe_class, cfg = case.load()
     cfg.device = "cpu"
@@ -467,26 +494,31 @@ def trace_on_cpu(case: Runnable) -> dict[str, Any]:
 def _record_events(
     job: Job, *, seconds: float, earlier_rows: list[dict[str, Any]], fixtures: Path
 ) -> dict[str, Any]:
-    """Record a case's events, keep them if they are few enough, and replay them."""
+    """Record a case's events and replay them; store a recording of at most FIXTURE_BYTES.
+
+    Returns {"failed": why}, or `file`, `size` and `cap` in bytes, `figures` as measured, and the
+    keys of `compare_events`.
+    """
     cap = 0
     if job.factor:
-        uncapped = _find_uncapped_figures(job.case, earlier_rows)
-        if uncapped is None:
+        uncapped_figures = _find_uncapped_figures(job.case, earlier_rows)
+        if uncapped_figures is None:
             return {"failed": "there is no recording without a cap to choose one by"}
-        allocated = uncapped["allocated"]
-        cap = int(allocated + job.factor * (uncapped["reserved"] - allocated))
-    words = [
+        allocated = uncapped_figures["allocated"]
+        cap = int(allocated + job.factor * (uncapped_figures["reserved"] - allocated))
+    # Of the file's name.
+    name_parts = [
         job.case.method,
         job.case.model,
         f"{job.case.ranks}x{job.case.sequence}",
         job.case.checkpointing,
     ]
     if job.expandable:
-        words.append("expandable")
+        name_parts.append("expandable")
     if cap:
-        words.append("capped")
+        name_parts.append("capped")
     with tempfile.TemporaryDirectory(prefix="gpu-plan-") as folder:
-        file = Path(folder) / f"{'-'.join(words)}.json.gz"
+        file = Path(folder) / f"{'-'.join(name_parts)}.json.gz"
         result = run_apart(
             functools.partial(
                 measure, job.case, expandable=job.expandable, cap=cap, history=str(file)
@@ -509,16 +541,21 @@ def _record_events(
 
 
 def _find_uncapped_figures(case: PlanCase, rows: list[dict[str, Any]]) -> dict[str, int] | None:
-    """Return the figures of the first recording of a case by the default allocator."""
+    """Return the figures of a case's recording by the default allocator; None if there is none."""
     for row in rows:
-        recorded = row["kind"] == "events" and "figures" in row
-        if recorded and not row["expandable"] and row["case"] == dataclasses.asdict(case):
+        is_recording = row["kind"] == "events" and "figures" in row
+        if is_recording and not row["expandable"] and row["case"] == dataclasses.asdict(case):
             return row["figures"]
     return None
 
 
 def compare_events(file: str, figures: dict[str, int]) -> dict[str, Any]:
-    """Replay a recording; return its first segment that differs and the figures that do."""
+    """Replay a recording in the planner's model of the allocator, and compare.
+
+    figures: as measured, bytes and `retries`. Returns `events` (their number), `first_difference`
+    (index of the first segment that differs, None if none does) and `different` (the replay's value
+    of each figure that is not the measured one).
+    """
     stream = read_fixture(Path(file))
     replay = replay_events(stream)
     replayed_figures = {name: getattr(replay, name) for name in figures}
@@ -534,14 +571,14 @@ def compare_events(file: str, figures: dict[str, int]) -> dict[str, Any]:
 
 
 def describe_job(job: Job) -> str:
-    """Describe a job in a few words."""
+    """Describe a job in a few words, for the log."""
     allocator = ", expandable" if job.expandable else ""
     factor = f", x {job.factor}" if job.factor else ""
     return f"{job.kind}, {describe(job.case)}{allocator}{factor}"
 
 
 def describe_row(row: dict[str, Any]) -> str:
-    """Describe what came of a job, in a few words."""
+    """Describe the outcome of a row in a few words: of peaks, errors of later steps."""
     for key in ("failed", "skipped"):
         if key in row:
             return f"{key}, {row[key]}"

@@ -1,7 +1,9 @@
-"""The configs that `gpu_check.py plan` and `gpu_check.py times` plan and measure.
+"""List the configs that `gpu_check.py plan` and `gpu_check.py times` plan and then measure.
 
-Each is a shipped config with overrides, as a command line of `tune plan` would have them.
-`list_cases` gives those for a GPU, or a dry run's with the demo's model.
+A case is a shipped config with overrides `key=value`, as `tune plan` takes them. `list_cases` gives
+the cases of a GPU, or those of a dry run on a CPU with the demo's tiny model. A lever is a config
+key that trades memory for time or precision. A row is one sequence; packed, it holds several
+documents.
 """
 
 import dataclasses
@@ -13,6 +15,7 @@ from recipe_lib.config import load_config
 from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
+# Shipped configs by family and size; PlanCase.config adds the method.
 TINY = "demo"
 LLAMA_8B = "llama3/8B"
 LLAMA_3B = "llama3_2/3B"
@@ -20,31 +23,36 @@ LLAMA_1B = "llama3_2/1B"
 QWEN_MOE = "qwen3_moe/30B"
 GPT_OSS = "gpt_oss/20B"
 OLMOE = "olmoe/7B"
-# Methods without a config of the demo: one of 8B is taken, with the demo's model.
+# Methods without a config of the demo: the 8B config is taken, with UNREAD for the demo's model.
 LABELED = ("dpo", "kto", "reward")
+# `~key` removes a key. Planned data is not tokenized, so no tokenizer is opened.
 UNREAD = ("~model.path", "model.preset=demo/0.5M", "tokenizer.path=unread")
+# A gradient is freed before the others exist, so there is no norm of all to clip by.
 IN_BACKWARD = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")
-# Offloaded states are on the host only where a GPU computes; on a CPU the lever changes nothing.
+# Three ways to run the optimizer, each a tuple of overrides. Offloaded states are on the host only
+# where a GPU computes; on a CPU that lever changes nothing.
 STEPPING = (
     ("memory.optimizer_offload=true",),
     (*IN_BACKWARD, "memory.optimizer_offload=true"),
     (*IN_BACKWARD, "memory.optimizer_offload=true", "optimizer.state_bits=8"),
 )
-# Frozen layers need the first of these alone.
+# Layers in host memory, each on the GPU while it runs. Frozen layers need the first of these alone.
 STREAMED = ("memory.stream_layers=true", *STEPPING[1])
-# A sequence that all ranks share.
+# For long sequences that context-parallel ranks share.
 TILED = ("memory.mlp_tiles=4", "memory.activation_offload=true")
-# A step of several micro-batches whose gradients are whole until the last one.
+# Every rank has the unsharded gradients of several micro-batches; they are reduced once a step.
 ZERO_1 = (
     "parallel.reduce_gradients=step",
     "parallel.reshard_after_forward=false",
     "gradient_accumulation_steps=4",
 )
+# Gradients that are reduced once a step: with parameters sharded, whole, and summed in fp32.
 REDUCED_ONCE = (
     ("parallel.reduce_gradients=step", "gradient_accumulation_steps=4"),
     ZERO_1,
     (*ZERO_1, "parallel.accumulate_grad_in_fp32=true"),
 )
+# The optimizer's states in other precisions.
 STATES = (
     ("optimizer.state_bits=8",),
     ("optimizer.state_bits=4",),
@@ -53,11 +61,11 @@ STATES = (
 
 
 class Runnable(Protocol):
-    """What can be planned and measured: one rank of a config, with the rows that it gets."""
+    """Describe what `gpu_plan.measure` needs: a config, its rank that runs, and its sequences."""
 
     @property
     def rank(self) -> int:
-        """Return which of the ranks runs."""
+        """Return which of the ranks runs, from 0."""
 
     @property
     def ranks(self) -> int:
@@ -65,46 +73,49 @@ class Runnable(Protocol):
 
     @property
     def rows(self) -> PlannedSequence:
-        """Return the rows that it is planned for, and run with."""
+        """Return the length and packing of the sequences, planned and measured alike."""
 
     def load(self) -> tuple[type, Any]:
-        """Return the recipe's class and a plannable config."""
+        """Return (the recipe's class, a config that can be set up without any files)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanCase:
-    """A shipped config, the settings that are changed in it, and the rank that runs."""
+    """Hold a shipped config, the settings that are changed in it, and the rank that runs."""
 
     method: str  # `full`, `lora`, `qlora`, `distill`, `qat` or one of LABELED
-    model: str  # family and size, or `demo`
+    model: str  # one of the constants above, such as `llama3/8B`
     ranks: int
     sequence: int  # tokens of a row
-    checkpointing: str = "full"
-    wrapping: str = "memory_efficient"
-    optimizer: str = "fused"  # its kernels; AdamW's, or SGD's after `sgd `
+    checkpointing: str = "full"  # memory.activation_checkpointing
+    wrapping: str = "memory_efficient"  # parallel.fsdp_wrap_policy: which modules are FSDP units
+    # AdamW's `optimizer.implementation` (`fused`, `foreach`, `single`), or SGD's after `sgd `.
+    optimizer: str = "fused"
     documents: int = 0  # in a packed row; 0: no packing
-    batch_size: int = 1
-    chunks: int = 8  # of the loss
-    threshold: bool = False  # it is also run just below and above its smallest cap
+    batch_size: int = 1  # rows of a micro-batch
+    chunks: int = 8  # memory.loss_chunks: parts in which the logits are computed
+    threshold: bool = False  # it also runs just below and above the least memory it is planned for
     rank: int = 0  # the one that runs
-    schedule: str = ""  # of a pipeline through all ranks, with twice as many micro-batches; or none
+    # Of a pipeline through all ranks, with two micro-batches a rank; empty: no pipeline.
+    schedule: str = ""
     levers: tuple[str, ...] = ()  # further overrides
 
     @property
     def config(self) -> str:
-        """Return the name of its shipped config."""
+        """Return the name of its shipped config, as `tune --config` takes it."""
         if self.model != TINY:
             return f"{self.model}_{self.method}"
         if self.method in LABELED:
             return f"llama3/8B_{self.method}"
+        # Both differ from the demo's config in overrides alone.
         demo_methods = {"qat": "full", "qlora": "lora"}
         return f"demo/{demo_methods.get(self.method, self.method)}"
 
     @property
     def overrides(self) -> list[str]:
-        """Return what it changes in the config."""
+        """Return what it changes in the config, as `key=value`."""
         optimizer_name, _, kernels = self.optimizer.rpartition(" ")
-        words = [
+        overrides = [
             f"max_seq_len={self.sequence}",
             f"batch_size={self.batch_size}",
             f"gradient_accumulation_steps={2 * self.ranks if self.schedule else 1}",
@@ -113,37 +124,37 @@ class PlanCase:
             f"memory.activation_checkpointing={self.checkpointing}",
             f"memory.loss_chunks={self.chunks}",
         ]
-        # DDP wraps nothing in units.
+        # DDP has no FSDP units.
         if "parallel.strategy=ddp" not in self.levers:
-            words.append(f"parallel.fsdp_wrap_policy={self.wrapping}")
-        # A lever of the optimizer brings a step of its own.
+            overrides.append(f"parallel.fsdp_wrap_policy={self.wrapping}")
+        # 8-bit and 4-bit states and master weights have a step of their own, without a choice.
         if not any(lever.startswith("optimizer.") for lever in self.levers):
-            words.append(f"optimizer.implementation={kernels}")
-        words.append(f"data.packing={str(self.documents > 0).lower()}")
+            overrides.append(f"optimizer.implementation={kernels}")
+        overrides.append(f"data.packing={str(self.documents > 0).lower()}")
         if optimizer_name == "sgd":
-            words += ["optimizer.name=sgd", "optimizer.momentum=0.9"]
+            overrides += ["optimizer.name=sgd", "optimizer.momentum=0.9"]
         if self.schedule:
-            words.append(f"parallel.pipeline={self.ranks}")
-            words.append(f"parallel.pipeline_schedule={self.schedule}")
+            overrides.append(f"parallel.pipeline={self.ranks}")
+            overrides.append(f"parallel.pipeline_schedule={self.schedule}")
         if self.method == "qlora" and self.model == TINY:
-            words.append("lora.quantize_base=nf4")
+            overrides.append("lora.quantize_base=nf4")
         if self.method == "qat":
-            words += ["qat=int4", "qat_start_step=0"]
+            overrides += ["qat=int4", "qat_start_step=0"]
         if self.method in LABELED and self.model == TINY:
-            words += UNREAD
-        return [*words, *self.levers]
+            overrides += UNREAD
+        return [*overrides, *self.levers]
 
     @property
     def rows(self) -> PlannedSequence:
-        """Return the rows that it is planned for, and run with."""
+        """Return the length and packing of the sequences, planned and measured alike."""
         return PlannedSequence(
             self.sequence, "as the case says", pack=float(max(1, self.documents))
         )
 
     def load(self) -> tuple[type, Any]:
-        """Return the recipe's class, and the config with nothing but the model's shape.
+        """Return (the recipe's class, the config with a model of random weights).
 
-        Imports the recipe's module.
+        Imports the recipe's module. Raises ConfigError if an override is refused.
         """
         recipe = find_config_recipe(self.config)
         cfg, _ = make_plannable(load_config(self.config, self.overrides, recipe.schema()))
@@ -151,7 +162,7 @@ class PlanCase:
 
 
 def describe(case: PlanCase) -> str:
-    """Describe a case in a few words."""
+    """Describe a case in a few words, for logs and the report."""
     packed = f", {case.documents} documents packed" if case.documents else ""
     ranks = f"{case.rank} of {case.ranks} {case.schedule}".strip()
     return (
@@ -161,7 +172,10 @@ def describe(case: PlanCase) -> str:
 
 
 def list_cases(gpu: bool) -> list[PlanCase]:
-    """Return the configs, the most telling first, in case time runs out."""
+    """Return the cases, the most telling first, in case time runs out.
+
+    gpu: False for the dry run's.
+    """
     if not gpu:
         return _list_dry_cases()
     return [
@@ -176,12 +190,11 @@ def list_cases(gpu: bool) -> list[PlanCase]:
     ]
 
 
-# The lists below are tables. Positional: method, model, ranks, sequence, checkpointing, wrapping,
-# optimizer.
+# The lists below are tables: each case names what differs from PlanCase's defaults.
 
 
 def _list_dry_cases() -> list[PlanCase]:
-    """Return configs of the demo's model: of each method, and of levers of the optimizer."""
+    """Return cases of the demo's model: each method, and levers of the optimizer."""
     return [
         PlanCase("full", model=TINY, ranks=4, sequence=64),
         PlanCase(
@@ -210,9 +223,9 @@ def _list_dry_cases() -> list[PlanCase]:
 
 
 def list_recorded_cases() -> list[PlanCase]:
-    """Return the cases whose allocator's events are kept as fixtures.
+    """Return the cases whose allocator's events are kept as fixtures of the tests.
 
-    Small models with tensors of all sizes.
+    The demo's model, so that the files stay small; the lengths give tensors of all sizes.
     """
     return [
         PlanCase(
@@ -239,7 +252,7 @@ def list_recorded_cases() -> list[PlanCase]:
 
 
 def _list_telling_cases() -> list[PlanCase]:
-    """Return one config of each kind."""
+    """Return one case of each kind; `gpu_plan.TELLING_CASES` is their number."""
     return [
         PlanCase("full", model=LLAMA_8B, ranks=4, sequence=512, wrapping="layers", threshold=True),
         PlanCase("full", model=LLAMA_8B, ranks=4, sequence=512, threshold=True),
@@ -295,10 +308,9 @@ def _list_telling_cases() -> list[PlanCase]:
 
 
 def _list_method_cases() -> list[PlanCase]:
-    """Return configs of the other methods.
+    """Return cases of distillation, quantization-aware training and labeled data.
 
-    A teacher in 4 bits, in host memory, whole and sharded; rounded weights; pairs, labels and score
-    heads.
+    The teacher is in 4 bits, streamed from host memory, or sharded.
     """
     teacher = ("distill.quantize_teacher=none", "distill.stream_teacher=true")
     return [
@@ -325,7 +337,10 @@ def _list_method_cases() -> list[PlanCase]:
 
 
 def _list_lever_cases() -> list[PlanCase]:
-    """Return configs whose levers free sooner, round, recompute or keep on the host."""
+    """Return cases whose levers free memory sooner, round, recompute or keep tensors on the host.
+
+    1B where a lever is tried in all its values, 8B where its use is to fit at all.
+    """
     return [
         *(
             PlanCase("full", model=LLAMA_8B, ranks=1, sequence=2048, levers=levers)
@@ -410,10 +425,10 @@ def _list_lever_cases() -> list[PlanCase]:
 
 
 def _list_mixture_cases() -> list[PlanCase]:
-    """Return configs of mixtures of experts.
+    """Return cases of mixtures of experts.
 
-    Experts in bf16 and in NF4, on the card and on the host, as FSDP units of their own, and
-    attention with sinks.
+    Experts in bf16 and in NF4, on the GPU and in host memory, and as FSDP units of their own.
+    gpt_oss has attention with sinks.
     """
     offloaded = ("memory.stream_layers=experts",)
     return [
@@ -446,9 +461,10 @@ def _list_mixture_cases() -> list[PlanCase]:
 
 
 def _list_compiled_cases() -> list[PlanCase]:
-    """Return configs with compiled layers.
+    """Return cases with compiled layers.
 
-    A plan runs the module that inductor writes for them, whose code is for a CPU there.
+    A plan runs the module that inductor writes for them on a machine without a GPU, so with kernels
+    for a CPU: what differs from a GPU's is the point of these cases.
     """
     compiled = ("compile=true",)
     return [
@@ -477,7 +493,7 @@ def _list_compiled_cases() -> list[PlanCase]:
 
 
 def _list_pipeline_cases() -> list[PlanCase]:
-    """Return stages of pipelines, each run by itself."""
+    """Return ranks of pipelines, each run without the others: nothing is sent."""
     return [
         PlanCase("full", model=LLAMA_8B, ranks=4, sequence=2048, rank=0, schedule="1f1b"),
         PlanCase("full", model=LLAMA_8B, ranks=4, sequence=2048, rank=3, schedule="1f1b"),
@@ -509,7 +525,7 @@ def _list_pipeline_cases() -> list[PlanCase]:
 
 
 def _list_full_cases() -> list[PlanCase]:
-    """Return more configs of full fine-tuning, in many settings."""
+    """Return more cases of full fine-tuning: sizes, lengths, ranks and settings crossed."""
     return [
         PlanCase("full", model=LLAMA_8B, ranks=4, sequence=2048, wrapping="layers"),
         PlanCase("full", model=LLAMA_8B, ranks=4, sequence=2048),
@@ -571,7 +587,7 @@ def _list_full_cases() -> list[PlanCase]:
 
 
 def _list_adapter_cases() -> list[PlanCase]:
-    """Return more configs of LoRA and QLoRA, in many settings."""
+    """Return more cases of LoRA and QLoRA: sizes, lengths, ranks and settings crossed."""
     return [
         PlanCase("lora", model=LLAMA_8B, ranks=1, sequence=8192),
         PlanCase("lora", model=LLAMA_8B, ranks=2, sequence=8192, checkpointing="selective"),

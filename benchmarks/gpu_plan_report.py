@@ -1,8 +1,9 @@
-"""The report of `gpu_check.py plan`, and what the reports of the other parts have in common.
+"""Write the report of `gpu_check.py plan`, and what the reports of its other parts share.
 
-A JSON file has everything, a Markdown file has every row, misses included. A row has what was
-`planned` and, by phase, the peaks that were `measured`; errors are computed here when they are
-shown.
+`gpu_plan.py` calls `write_plan_report` after each job with a dict whose `rows` have a job's
+settings (`kind`, `case`, `expandable`), what was `planned`, and by phase the `peaks` that were
+`measured`. The JSON file has all of it, the Markdown file every row. An error is planned over
+measured, less one.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any
 
 from recipe_lib.units import GIB, MIB
 
-# The 95th percentile of the errors' sizes should be at most this.
+# By metric: the 95th percentile of errors, as absolute values, should be at most this.
 GOALS = {"allocated": 0.01, "reserved": 0.03}
 # Figures of the allocator, bytes, as `torch.cuda.memory_stats` names them.
 METRICS = ("requested", "active", "allocated", "reserved")
@@ -30,20 +31,23 @@ program; its numbers say nothing about any GPU."""
 
 
 def write_plan_report(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Write both files, named after the device or a dry run, and return their paths."""
+    """Write gpu-plan-DEVICE.json and .md into the folder and return their paths."""
     stem = folder / f"gpu-plan-{name_device(report['device'])}"
     return write_pair(stem, report, format_page(report))
 
 
 def name_device(device: dict[str, Any]) -> str:
-    """Name a report's files after the device, or `dry-run-cpu`."""
+    """Return a device's name for file names: `nvidia-h200`, or `dry-run-cpu`.
+
+    device: as `gpu_check.describe_device` returns it.
+    """
     if device.get("type") != "cuda":
         return "dry-run-cpu"
     return "-".join(str(device["name"]).lower().split())
 
 
 def write_pair(stem: Path, report: Any, text: str) -> list[Path]:
-    """Write STEM.json and STEM.md and return their paths."""
+    """Write STEM.json with the report and STEM.md with the text; return both paths."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     contents = {
         stem.with_name(f"{stem.name}.json"): json.dumps(report, indent=1) + "\n",
@@ -60,7 +64,7 @@ def write_pair(stem: Path, report: Any, text: str) -> list[Path]:
 def compute_errors(row: dict[str, Any]) -> list[tuple[str, str, float]]:
     """Compute (phase, metric, signed error) of each peak that a row has measured.
 
-    The error is planned over measured, less one.
+    Empty for a row without measurements.
     """
     errors = []
     for phase, peaks in row.get("measured", {}).get("peaks", {}).items():
@@ -72,13 +76,14 @@ def compute_errors(row: dict[str, Any]) -> list[tuple[str, str, float]]:
 
 
 def get_planned_figure(row: dict[str, Any], phase: str, metric: str) -> int:
-    """Return what was planned for a figure of a row, bytes."""
+    """Return the planned bytes of a metric, with the row's kind of segments."""
+    # Segments change nothing but what is reserved.
     expandable = metric == "reserved" and row["expandable"]
     return int(row["planned"][phase]["reserved_expandable" if expandable else metric])
 
 
 def compute_quantile(errors: Iterable[float], share: float) -> float:
-    """Compute the size that this share of the errors does not exceed."""
+    """Compute the absolute value that this share (0 to 1) of the errors does not exceed."""
     ordered = sorted(map(abs, errors))
     # In whole hundredths, so that the ceiling is exact.
     rank = -(-int(share * 100) * len(ordered) // 100)
@@ -109,7 +114,7 @@ def summarize(report: dict[str, Any]) -> list[str]:
 
 
 def _summarize_errors(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each metric: how far off the plans are, and whether that meets its goal."""
+    """Return a line for each metric: quantiles of its errors, and whether its goal is met."""
     errors_by_metric: dict[str, list[float]] = {metric: [] for metric in METRICS}
     for row in rows:
         for _, metric, error in compute_errors(row):
@@ -120,19 +125,25 @@ def _summarize_errors(rows: list[dict[str, Any]]) -> list[str]:
             if metric != "requested":  # old reports do not have it
                 lines.append(f"{metric}: not measured")
             continue
-        half = compute_quantile(errors, 0.5)
-        most = compute_quantile(errors, 0.95)
-        line = f"{metric}: {len(errors)} figures, half within {half:.2%}, 95 % within {most:.2%}, "
+        median_error = compute_quantile(errors, 0.5)
+        error_95 = compute_quantile(errors, 0.95)
+        line = (
+            f"{metric}: {len(errors)} figures, half within {median_error:.2%}, 95 % within"
+            f" {error_95:.2%}, "
+        )
         line += f"worst {max(errors, key=abs):+.2%}"
         if metric in GOALS:
-            verdict = "met" if most <= GOALS[metric] else "MISSED"
+            verdict = "met" if error_95 <= GOALS[metric] else "MISSED"
             line += f"; goal: 95 % within {GOALS[metric]:.0%}: {verdict}"
         lines.append(line)
     return lines
 
 
 def _summarize_thresholds(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the confusion matrix of runs just below and above the planned smallest cap."""
+    """Return the confusion matrix of runs just below and above the least memory planned to do.
+
+    `said` is the plan's verdict, `found` the run's outcome.
+    """
     counts = Counter((row["said"], row["found"]) for row in rows if "found" in row)
     if not counts:
         return []
@@ -145,7 +156,7 @@ def _summarize_thresholds(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def format_page(report: dict[str, Any]) -> str:
-    """Return the page of the report's tables."""
+    """Return the Markdown page of a report of `gpu_plan.py`."""
     rows = report["rows"]
     dry = report["device"].get("type") != "cuda"
     lines = [f"# Planner: {report['kind']}", "", *format_head(report), ""]
@@ -162,7 +173,10 @@ def format_page(report: dict[str, Any]) -> str:
 
 
 def format_head(report: dict[str, Any]) -> list[str]:
-    """Return when, with which command and versions, and on which device it was made, as a list."""
+    """Return a Markdown list of the report's date, command, versions and device.
+
+    Optional keys of the report: `seconds` that it took, `commit`.
+    """
     device = report["device"]
     versions = report["versions"]
     seconds = f", {report['seconds']} s" if "seconds" in report else ""
@@ -182,9 +196,10 @@ def format_head(report: dict[str, Any]) -> list[str]:
 
 
 def _describe_settings(row: dict[str, Any]) -> str:
-    """Return the first cells of a row, which all tables have."""
+    """Return the first cells of a row, which all tables have, without the closing bar."""
     case = row["case"]
     packed = f" in {case['documents']} documents" if case["documents"] else ""
+    # Older reports have neither `rank` nor `schedule` nor `levers`.
     ranks = f"{case.get('rank', 0)} of {case['ranks']} {case.get('schedule', '')}".strip()
     levers = "".join(f", {word}" for word in case.get("levers", ()))
     return (
@@ -196,7 +211,7 @@ def _describe_settings(row: dict[str, Any]) -> str:
 
 
 def _format_peaks(rows: list[dict[str, Any]]) -> list[str]:
-    """Return one line a config and phase: measured, planned and error of each metric."""
+    """Return a table with a line for each row and phase, of GiB and errors of each metric."""
     heads = []
     for metric in METRICS:
         heads += [f"{metric}: measured", f"{metric}: planned", f"{metric}: error"]
@@ -227,7 +242,7 @@ def _format_peaks(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _format_thresholds(rows: list[dict[str, Any]]) -> list[str]:
-    """Return one line a run: its cap, what the plan said of it, and what came of it."""
+    """Return a table with a line for each run under a cap: plan's verdict and outcome."""
     lines = [
         "| config | ranks | tokens | settings | allocator | cap, GiB | said | found | retries |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -243,7 +258,7 @@ def _format_thresholds(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _format_events(rows: list[dict[str, Any]]) -> list[str]:
-    """Return one line a recording: whether its replay is exact, or what differs."""
+    """Return a table with a line for each recording: whether its replay is exact."""
     lines = [
         "| config | ranks | tokens | settings | allocator | cap, MiB | file | events | replay |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -1,7 +1,8 @@
-"""The report of `python benchmarks/gpu_check.py`, written after each case.
+"""Write the report of `python benchmarks/gpu_check.py`, which calls `write_report` after each case.
 
-One JSON file has everything, one Markdown file has the tables: memory, time, and the losses of each
-timed run step by step. Both are named after the device.
+A report is a dict of device, versions and `cases`. An entry of these has `case`, the fields of
+`gpu_cases.Case`, and `result`, which `gpu_check.run_steps` returns: figures, or `failed` or
+`out_of_memory` with the reason in their place. JSON has all of it, Markdown has tables.
 """
 
 from pathlib import Path
@@ -25,13 +26,13 @@ recomputation or dequantizing) over a bf16 matmul rate."""
 
 
 def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Write both files, named after the device, and return their paths."""
+    """Write gpu-check-DEVICE.json and .md into the folder and return their paths."""
     stem = folder / f"gpu-check-{name_device(report['device'])}"
     return write_pair(stem, report, format_page(report))
 
 
 def format_page(report: dict[str, Any]) -> str:
-    """Return the page of the report's tables."""
+    """Return the Markdown page: tables of memory and speed, and losses step by step."""
     device = report["device"]
     versions = report["versions"]
     lines = [
@@ -51,12 +52,14 @@ def format_page(report: dict[str, Any]) -> str:
             "- dry run, CPU: a tiny model, to check the code; its numbers say nothing about any GPU"
         )
     lines += ["", HOW.format(cap=report["cap_gib"])]
+    # Entries by kind of case. A report is written after each case, so any kind may be missing.
     memory = [entry for entry in report["cases"] if entry["case"]["kind"] == "memory"]
     speed = [entry for entry in report["cases"] if entry["case"]["kind"] == "speed"]
     if memory:
         lines += ["", "## Memory", ""]
         lines += _format_memory(memory, "not applied" if dry_run else report["cap_gib"])
     if speed:
+        # Empty if the run was cut before the matmul's case, or that failed.
         matmul: dict[str, Any] = next(
             (entry["result"] for entry in report["cases"] if entry["case"]["kind"] == "matmul"), {}
         )
@@ -69,7 +72,10 @@ def format_page(report: dict[str, Any]) -> str:
 
 
 def _format_memory(entries: list[dict[str, Any]], cap: float | str) -> list[str]:
-    """Return the table of peaks; `cap` is what is shown for capped cases."""
+    """Return the table of peaks.
+
+    cap: GiB that capped cases may take, or a text in its place.
+    """
     rows = [
         (
             "| model | method | ranks | tokens | wrapping | cap, GiB | active | allocated |"
@@ -80,15 +86,18 @@ def _format_memory(entries: list[dict[str, Any]], cap: float | str) -> list[str]
     for entry in sorted(entries, key=_get_memory_order):
         case = entry["case"]
         result = entry["result"]
+        # A reason takes the first of the three cells of peaks.
         if "failed" in result:
             peaks = [f"failed: {result['failed']}", "", ""]
         elif "out_of_memory" in result:
             peaks = [f"out of memory, {result['out_of_memory']}", "", ""]
         else:
-            later = result["later_steps"]
-            peaks = [f"{later[kind] / GIB:.2f}" for kind in ("active", "allocated", "reserved")]
-        first = result.get("first_step")
-        first_peak = f"{first['active'] / GIB:.2f}" if first else ""
+            later_peaks = result["later_steps"]
+            peaks = [
+                f"{later_peaks[kind] / GIB:.2f}" for kind in ("active", "allocated", "reserved")
+            ]
+        first_peaks = result.get("first_step")  # measured even if a later step ran out
+        first_peak = f"{first_peaks['active'] / GIB:.2f}" if first_peaks else ""
         rows.append(
             f"| {case['preset']} | {case['method']} | {case['ranks']} | {case['sequence']} |"
             f" {case['wrapping']} | {cap if case['capped'] else 'none'} | {' | '.join(peaks)} |"
@@ -98,7 +107,7 @@ def _format_memory(entries: list[dict[str, Any]], cap: float | str) -> list[str]
 
 
 def _get_memory_order(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the sort key of a memory case: many ranks first, a capped run before its uncapped."""
+    """Return the sort key of a memory case: many ranks first, a capped run before one without."""
     case = entry["case"]
     return (
         case["method"],
@@ -113,7 +122,10 @@ def _get_memory_order(entry: dict[str, Any]) -> tuple[Any, ...]:
 def _format_speeds(
     entries: list[dict[str, Any]], *, measured: float | None, datasheet: float | None
 ) -> list[str]:
-    """Return the table of speeds; measured, datasheet: bf16 matmul rates, FLOP/s."""
+    """Return the table of speeds.
+
+    measured, datasheet: bf16 matmul rates, FLOP/s; None where not known.
+    """
     rows = [
         (
             f"bf16 matmul rate: measured {_format_rate(measured)},"
@@ -135,7 +147,7 @@ def _format_speeds(
         )
         if "tokens_per_second" not in result:
             why = result.get("failed") or f"out of memory, {result.get('out_of_memory')}"
-            rows.append(f"{settings}| {why} | | | | |")
+            rows.append(f"{settings}| {why} | | | | |")  # in place of the five figures
             continue
         rate = result["flop_per_second"]
         rows.append(
@@ -147,7 +159,7 @@ def _format_speeds(
 
 
 def _format_curves(entries: list[dict[str, Any]]) -> list[str]:
-    """Return loss, gradient norm and seconds of each run, step by step."""
+    """Return losses, gradient norms and seconds of each run, as Markdown lists."""
     lines = []
     for entry in entries:
         case = entry["case"]
@@ -169,8 +181,10 @@ def _format_curves(entries: list[dict[str, Any]]) -> list[str]:
 
 
 def _format_rate(rate: float | None) -> str:
+    """Return FLOP/s as TFLOP/s; `unknown` for None."""
     return f"{rate / 1e12:.3g} TFLOP/s" if rate else "unknown"
 
 
 def _format_share(rate: float, reference_rate: float | None) -> str:
+    """Return a rate as a percentage of another; `unknown` if that is None."""
     return f"{rate / reference_rate:.1%}" if reference_rate else "unknown"

@@ -1,15 +1,9 @@
-"""Check streams and waits of every lever that copies: by our checker, and by torch's on a GPU.
+"""Check that no memory is used on two streams without a wait, by our checker and by torch's.
 
-    python benchmarks/gpu_check.py streams                    without a GPU our checker alone
-    python benchmarks/gpu_check.py streams --output FOLDER    default docs/measurements
-
-Each run of `tests/plan/streams/mutations.py` is followed by the checker of `tune plan
---check-streams`. On a GPU it then runs as rank 0 through torch's fake process group, three steps:
-with `torch.cuda._sanitizer`, which reports uses of the same memory on two streams without a wait,
-and with `torch.cuda.set_sync_debug_mode`, which warns where the host waits. Both sides of both
-checks are in the report. Collectives of a fake group move nothing and use no stream of their own.
-It also counts the kernels that a host can be ahead of a stream, for which the planner takes
-`LAUNCH_QUEUE`.
+`python benchmarks/gpu_check.py streams` calls `main`. A case is a run of
+`tests/plan/streams/mutations.py`, with a config key that copies to or from the host. Our checker
+simulates it (`tune plan --check-streams`). On a GPU it also runs as rank 0 of a fake process group,
+under torch's sanitizer, and under torch's warnings where the host waits for the device.
 """
 
 import argparse
@@ -44,14 +38,20 @@ from tests.plan.streams.mutations import CASES, Case, follow
 
 DRY_CASES = ("activation offload", "optimizer offload")
 STEPS = 3
-BUSY_CYCLES = 4 * 10**9  # of the device, two seconds or three
+BUSY_CYCLES = 4 * 10**9  # of the device's clock: two or three seconds
 MOST_LAUNCHES = 8 * LAUNCH_QUEUE
-WAITED = 0.1  # seconds by which a launch has waited for the device
+WAITED = 0.1  # seconds of a launch: longer, and it has waited for the device
 
 
 def main(words: list[str]) -> int:
-    """Run all cases and write the report; exit code 1 if a check found something."""
-    parser = argparse.ArgumentParser(prog="gpu_check.py streams", description=__doc__)
+    """Run all cases and write the report.
+
+    Return 1 if a check found a missing wait or failed to run.
+    """
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.py streams",
+        description="Check that no memory is used on two streams without a wait.",
+    )
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements")
     options = parser.parse_args(words)
     device = run_apart(describe_device, 60)
@@ -71,13 +71,17 @@ def main(words: list[str]) -> int:
 
 
 def simulate_case(name: str) -> dict[str, Any]:
-    """Return what our checker finds, and the host's waits in a step."""
+    """Return `faults`, missing waits that our checker finds, and `waits` of the host in a step."""
     checker = follow(CASES[name])
     return {"faults": checker.list_faults(), "waits": len(checker.waits)}
 
 
 def run_sanitizer(name: str) -> dict[str, Any]:
-    """Return what torch's sanitizer reports of the same steps on the GPU."""
+    """Return what torch's sanitizer reports of a case's steps on the GPU.
+
+    `faults` has the first 20 messages, `count` the number of all.
+    """
+    # Private, since torch only lets the whole process stop at the first error that it finds.
     from torch.cuda import _sanitizer
 
     messages: list[str] = []
@@ -86,7 +90,7 @@ def run_sanitizer(name: str) -> dict[str, Any]:
     def keep_errors(self: Any, *args: Any, **kwargs: Any) -> list[Any]:
         errors = handle_kernel_launch(self, *args, **kwargs)
         messages.extend(str(error) for error in errors)
-        return []  # else it would end the run at the first
+        return []  # else the sanitizer would end the run at the first
 
     _sanitizer.EventHandler._handle_kernel_launch = keep_errors  # type: ignore[method-assign]
     sanitizer = _sanitizer.CUDASanitizer()
@@ -96,9 +100,9 @@ def run_sanitizer(name: str) -> dict[str, Any]:
 
 
 def count_waits(name: str) -> dict[str, Any]:
-    """Count how often torch sees the host wait in the last step.
+    """Return {"waits": how often torch sees the host wait in the last step}.
 
-    The waits for the numbers that are logged are among them.
+    Waits for the numbers that are logged are among them.
     """
     wait_counts: list[int] = []
     run(CASES[name], wait_counts)
@@ -106,10 +110,12 @@ def count_waits(name: str) -> dict[str, Any]:
 
 
 def run(case: Case, wait_counts: list[int] | None = None) -> None:
-    """Run steps of a run's first rank on the GPU, with random weights.
+    """Run STEPS steps of a case's first rank on the GPU, with random weights.
 
-    wait_counts: to which each step's warnings are added that the host waits; None: not counted.
+    wait_counts: gets the number of torch's warnings that the host waits, of each step; None: torch
+    is not asked to warn.
     """
+    # Its collectives move nothing and use no stream of their own.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
     recipe_file = find_config_recipe(case.config)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
@@ -120,10 +126,11 @@ def run(case: Case, wait_counts: list[int] | None = None) -> None:
             recipe.setup_model()
             fill_weights(recipe.model)
             recipe.setup_optimizer()
+            # Its sizes alone are used.
             measured_case = MeasuredCase("speed", "", sequence=128, batch_size=cfg.batch_size)
             batches = make_random_batches(measured_case, recipe)
             for _ in range(STEPS):
-                with warnings.catch_warnings(record=True) as caught:
+                with warnings.catch_warnings(record=True) as caught_warnings:
                     warnings.simplefilter("always")
                     if wait_counts is not None:
                         torch.cuda.set_sync_debug_mode("warn")
@@ -132,14 +139,14 @@ def run(case: Case, wait_counts: list[int] | None = None) -> None:
                         torch.cuda.set_sync_debug_mode("default")
                 if wait_counts is not None:
                     wait_counts.append(
-                        sum("synchronizing" in str(warning.message) for warning in caught)
+                        sum("synchronizing" in str(warning.message) for warning in caught_warnings)
                     )
 
 
 def count_queued_launches() -> dict[str, Any]:
-    """Count the kernels that a host issues on a busy stream before a launch waits.
+    """Return {"launches": kernels that a host issues on a busy stream before a launch waits}.
 
-    At most MOST_LAUNCHES.
+    The planner takes LAUNCH_QUEUE for this number. It is MOST_LAUNCHES if none has waited by then.
     """
     tensor = torch.zeros(1, device="cuda")
     tensor.add_(1)  # loads the kernel, which takes time of its own
@@ -154,7 +161,7 @@ def count_queued_launches() -> dict[str, Any]:
 
 
 def has_failed(row: dict[str, Any]) -> bool:
-    """Return True if a check failed to run or found something."""
+    """Return True if a check failed to run or found a missing wait."""
     checks = [row[name] for name in ("ours", "sanitizer") if name in row]
     return any("failed" in check or check["faults"] for check in checks)
 
@@ -177,7 +184,7 @@ def format_line(row: dict[str, Any]) -> str:
 def write_report(
     rows: list[dict[str, Any]], *, device: dict[str, Any], folder: Path, queue: dict[str, Any]
 ) -> None:
-    """Write a table, and all that was found as JSON.
+    """Write gpu-streams-DEVICE.md, a table, and .json, with all messages.
 
     queue: of `count_queued_launches`; empty without a GPU.
     """

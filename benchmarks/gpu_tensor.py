@@ -1,11 +1,9 @@
-"""Measure tensor parallel on one GPU, torch's DTensor styles beside ours, as rank 0 of t.
+"""Measure tensor parallelism on one GPU, torch's DTensor styles beside ours, as rank 0 of t.
 
-    python benchmarks/gpu_check.py tensor                    a dry run without a GPU
-    python benchmarks/gpu_check.py tensor --output FOLDER    default docs/measurements
-
-Layers have real widths. The fake process group moves nothing: values mean nothing, tensors are
-allocated where a real rank allocates them, and what is timed is the compute of a rank, with no
-communication in it. Each implementation of each case runs in a process of its own.
+`python benchmarks/gpu_check.py tensor` calls `main`; without a GPU it is a dry run. A case is some
+layers of a model's widths, a number of ranks and a mode of checkpointing; each implementation of it
+runs in a process of its own. The fake process group moves nothing: values mean nothing, memory is a
+real rank's, and seconds are of compute alone.
 """
 
 import argparse
@@ -36,20 +34,24 @@ from recipe_lib.models import build_meta
 from recipe_lib.parallel import shard_tensors, start_world
 from recipe_lib.units import MIB
 
-LAYERS = 4
-TOKENS = 8192
-DRY_TOKENS = 64
+LAYERS = 4  # of each model, enough for peaks of layers
+TOKENS = 8192  # of a step
+DRY_TOKENS = 64  # of a step without a GPU
 REPEATS = 5  # of which the fastest counts
 WARM_UP_STEPS = 2
-# Model, ranks that share its matrices, activation checkpointing.
+# (model, ranks that share its matrices, mode of activation checkpointing)
 CASES = list(product(("llama3/8B", "llama3/70B"), (2, 4, 8), ("none", "full")))
 DRY_CASES = [("demo/0.5M", 2, "none")]
+# torch's DTensor styles; ours, with gathered tokens kept for backward; ours, gathering them again.
 IMPLEMENTATIONS = (STOCK, CACHED, OURS)
 
 
 def main(words: list[str]) -> int:
-    """Run all cases and write the report after each."""
-    parser = argparse.ArgumentParser(prog="gpu_check.py tensor", description=__doc__)
+    """Run all cases and write the report after each. Return 1 if one failed."""
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.py tensor",
+        description="Measure tensor parallelism, torch's DTensor styles beside ours.",
+    )
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements")
     options = parser.parse_args(words)
     device = run_apart(describe_device, 60)
@@ -71,9 +73,11 @@ def main(words: list[str]) -> int:
 
 
 def measure(name: str, size: int, *, mode: str, implementation: str) -> dict[str, Any]:
-    """Measure peak bytes and seconds of forward and backward over the layers, in this process.
+    """Measure forward and backward over the layers, in this process.
 
     name: of the model. size: ranks that share its matrices. mode: of activation checkpointing.
+    implementation: one of IMPLEMENTATIONS. Returns `peak`, bytes beyond those before the step (0 on
+    a CPU), and `seconds`, both of a step.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     parallel = ParallelConfig(tensor=size)
@@ -82,6 +86,7 @@ def measure(name: str, size: int, *, mode: str, implementation: str) -> dict[str
         spec = build_spec_of_layers(name, LAYERS)
         tokens = TOKENS if world.device.type == "cuda" else DRY_TOKENS
         if implementation == CACHED:
+            # Ours, but what forward has gathered is kept for backward.
             parallel = replace(parallel, tensor_regather_in_backward="false")
         model = build_meta(spec, torch.bfloat16)
         if implementation == STOCK:
@@ -110,7 +115,10 @@ def measure(name: str, size: int, *, mode: str, implementation: str) -> dict[str
 def _time_model(
     model: Any, *, hidden_shape: tuple[int, ...], tokens: int, device: torch.device
 ) -> dict[str, Any]:
-    """Run forward and backward over the layers; return the last peak and the fastest's seconds."""
+    """Time forward and backward over the layers, and measure the last repeat's peak.
+
+    hidden_shape: of a rank's part of the tokens. tokens: of all ranks. Returns what `measure` does.
+    """
     hidden = torch.randn(hidden_shape, dtype=torch.bfloat16, device=device, requires_grad=True)
     rotation = model.model.rotary[0](torch.arange(tokens, device=device).unsqueeze(0))
     attention_inputs = model.model.prepare(
@@ -121,6 +129,7 @@ def _time_model(
     seconds: list[float] = []
     peak = 0
     for _ in range(WARM_UP_STEPS + REPEATS):
+        # Gradients are part of the peak, so they are not kept from the repeat before.
         for parameter in model.model.layers.parameters():
             parameter.grad = None
         hidden.grad = None
@@ -140,7 +149,7 @@ def _time_model(
 
 
 def build_row(row: dict[str, Any]) -> list[str]:
-    """Build the cells of one line of the table."""
+    """Build a case's cells of the table; the last has ours over stock, of peak and of time."""
     cells = [row["model"], str(row["tensor"]), row["checkpointing"]]
     for implementation in IMPLEMENTATIONS:
         result = row["ways"][implementation]
@@ -157,7 +166,10 @@ def build_row(row: dict[str, Any]) -> list[str]:
 
 
 def write_report(rows: list[dict[str, Any]], device: dict[str, Any], folder: Path) -> None:
-    """Write the report, as JSON and as a table."""
+    """Write gpu-tensor-DEVICE.json and .md into the folder.
+
+    device: as `gpu_check.describe_device` returns it.
+    """
     head = ["model", "t", "checkpointing", *IMPLEMENTATIONS, f"{OURS} / {STOCK}: peak, time"]
     lines = [head, ["---"] * len(head), *map(build_row, rows)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -171,7 +183,8 @@ def write_report(rows: list[dict[str, Any]], device: dict[str, Any], folder: Pat
 
 PAGE = f"""# Tensor parallel, rank 0 of t: {{title}}
 
-Peak of forward and backward over {LAYERS} layers beyond what was there before, and its time without communication:
+Peak of forward and backward over {LAYERS} layers beyond what was there before, and its time \
+without communication:
 `python benchmarks/gpu_check.py tensor`, {TOKENS} tokens, bf16, torch {torch.__version__}.
 
 {{table}}

@@ -1,11 +1,9 @@
-"""Measure and plan the seconds of a step, alone on this machine's GPU.
+"""Measure the seconds of a training step on this machine's GPU, and compare with planned ones.
 
-    python benchmarks/gpu_check.py times     measures rates and cases, plans each; ten minutes
-    python -m benchmarks.gpu_times --plan    plans the committed report's rows again, and its page
-
-A case is run as `gpu_plan.py` runs it, one after the other, with nothing beside it. It is planned
-twice: by the data sheet, and by the rates that were measured on the same machine. Without a GPU
-tiny models are run and planned on the CPU, which checks the program.
+`python benchmarks/gpu_check.py times` calls `main`; `python -m benchmarks.gpu_times --plan` plans
+the committed report's rows again. A case is a config. A row is its entry in the report, planned by
+two sources of rates: the GPU's data sheet, and a calibration, measured on the same GPU. Without a
+GPU, tiny models on the CPU check the program.
 """
 
 import argparse
@@ -35,14 +33,15 @@ FOLDER = REPOSITORY / "docs" / "measurements"
 COMMITTED = FOLDER / "gpu-times-nvidia-h200.json"
 MINUTES = 9.0  # default limit of all cases together
 STEADY_STEPS = 5  # after the first one
-# What a step is planned by, as the report calls it.
+# Sources of rates that a step is planned by, as the report calls them.
 SHEET = "data sheet"
 CALIBRATED = "calibration"
-NOW = "now"  # default label of plans
+NOW = "now"  # default label of plans; a row keeps those of earlier versions of the planner
 HOW = """The recipe's model, optimizer and training step on one process, random weights and random \
 tokens, alone on the GPU. Measured: the median of the steps after the first. Planned: by the data \
 sheet, and by the rates that `tune doctor` measured on the same GPU ([{rates}]({rates})). Error: \
 planned over measured, less one."""
+# Of the committed report alone: no run writes the rates `doctor_cold_matmul` and `matmul` into one.
 WHY = """## Why calibrated times were further off, and what was mended
 
 - **Attention.** torch took cuDNN's kernel: the recorded events hold its workspace once a layer \
@@ -70,7 +69,10 @@ DRY_HOW = """Nothing was measured on a GPU: tiny models on a CPU, to check the p
 
 
 def list_cases(gpu: bool) -> list[PlanCase]:
-    """Return what is timed, the most telling first, in case time runs out."""
+    """Return the cases, the most telling first, in case time runs out.
+
+    gpu: False for the dry run's.
+    """
     if not gpu:
         return [
             PlanCase("full", model=TINY, ranks=1, sequence=64),
@@ -112,8 +114,14 @@ def list_cases(gpu: bool) -> list[PlanCase]:
 
 
 def main(argv: list[str]) -> int:
-    """Measure, plan, and write the report after each case; or plan the rows of a report again."""
-    parser = argparse.ArgumentParser(prog="gpu_check.py times", description=__doc__)
+    """Measure, plan, and write the report after each case; or plan the rows of a report again.
+
+    Return 1 if a case failed.
+    """
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.py times",
+        description="Measure the seconds of a training step, and compare with planned ones.",
+    )
     parser.add_argument("--output", type=Path, default=FOLDER, help="folder of the report")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all of it")
     parser.add_argument(
@@ -138,13 +146,19 @@ def _plan_again(file: Path, label: str) -> None:
     for row in report["rows"]:
         if "seconds" in row:
             plans = row.setdefault("planned", {})
+            # In a fork, since a simulated device cannot be removed from a process.
             plans[label] = call_in_fork(plan_row, row, report, rates)
     paths = write_pair(file.with_suffix(""), report, format_page(report))
     print("\n".join(map(str, paths)))
 
 
 def _measure_all(options: argparse.Namespace, argv: list[str]) -> int:
-    """Measure rates and cases and write the report after each case; 1 if one failed."""
+    """Measure rates and cases and write the report after each case.
+
+    A row has `case`, what `gpu_plan.measure` returns (`seconds` of each step, and more), and
+    `planned`: label -> what `plan_row` returns. Or `failed` or `skipped` with the reason. Return 1
+    if a case failed.
+    """
     started = time.monotonic()
     device = run_apart(describe_device, CASE_SECONDS)
     gpu = device.get("type") == "cuda"
@@ -156,6 +170,7 @@ def _measure_all(options: argparse.Namespace, argv: list[str]) -> int:
     rates.write_text(json.dumps(measured_rates, indent=2) + "\n", encoding="utf-8")
     report["rates"] = rates.name
     for case in list_cases(gpu):
+        # A list, as JSON makes it, so that `find_case` reads rows of now and of a file alike.
         row: dict[str, Any] = {"case": vars(case) | {"levers": list(case.levers)}}
         seconds_left = options.minutes * 60 - (time.monotonic() - started)
         measure_case = (
@@ -178,7 +193,7 @@ def _measure_all(options: argparse.Namespace, argv: list[str]) -> int:
 
 
 def run_on_cpu(case: PlanCase) -> dict[str, Any]:
-    """Return `seconds` of a case's steps on the CPU."""
+    """Run a case's steps on the CPU and return {"seconds": of each step}."""
     recipe_class, cfg = case.load()
     cfg.device = "cpu"
     seconds = []
@@ -198,9 +213,10 @@ def run_on_cpu(case: PlanCase) -> dict[str, Any]:
 def plan_row(
     row: Mapping[str, Any], report: Mapping[str, Any], rates: Path
 ) -> dict[str, dict[str, float]]:
-    """Return a step's seconds by what it is planned with: SHEET and CALIBRATED.
+    """Plan a later step by SHEET and by CALIBRATED.
 
-    `seconds` as scheduled, and those of each kind alone.
+    rates: file of the measured ones. Returns source -> {`seconds`: of the step, with streams that
+    overlap; each of KINDS: seconds of its operators alone}.
     """
     case = find_case(row)
     hardware = look_up_hardware(report["device"])
@@ -224,23 +240,23 @@ def plan_row(
 
 
 def find_case(row: Mapping[str, Any]) -> PlanCase:
-    """Return the case of a row of the report."""
+    """Rebuild the case of a report's row, where JSON has made a list of the levers."""
     return PlanCase(**row["case"] | {"levers": tuple(row["case"]["levers"])})
 
 
 def compute_measured_seconds(row: Mapping[str, Any]) -> float:
-    """Return the median of a row's steps after the first."""
+    """Return the median seconds of a row's steps after the first."""
     return median(row["seconds"][1:])
 
 
 def summarize(report: Mapping[str, Any]) -> str:
-    """Return how far the newest plans are off, in a line."""
+    """Return the range of the newest plans' errors by each source, in a line."""
     rows = [row for row in report["rows"] if row.get("planned")]
     ranges = []
     for source in (SHEET, CALIBRATED):
         errors = []
         for row in rows:
-            newest_plan = list(row["planned"].values())[-1]
+            newest_plan = list(row["planned"].values())[-1]  # labels are added at the end
             errors.append(_compute_error(row, newest_plan, source))
         ranges.append(f"by {source} {min(errors):+.1%} to {max(errors):+.1%}")
     return f"{len(rows)} steps, planned {', '.join(ranges)}"
@@ -252,7 +268,10 @@ def _compute_error(row: Mapping[str, Any], plan: Mapping[str, Any], source: str)
 
 
 def describe_rates(report: Mapping[str, Any], folder: Path) -> str:
-    """Return what `tune doctor` measured, in a line."""
+    """Return the rates that were measured, in a line.
+
+    folder: of the report, whose `rates` names a file in it.
+    """
     rates = json.loads((folder / report["rates"]).read_text(encoding="utf-8"))
     product = next(
         point["rate"] for point in rates["matmul"]["bf16"] if tuple(point["shape"]) == LARGE_MATMUL
@@ -266,7 +285,7 @@ def describe_rates(report: Mapping[str, Any], folder: Path) -> str:
 
 
 def format_page(report: Mapping[str, Any]) -> str:
-    """Return the page."""
+    """Return the Markdown page of a report."""
     gpu = report["device"].get("type") == "cuda"
     timed = [row for row in report["rows"] if row.get("planned")]
     lines = [f"# Seconds of a step: {report['kind']}", "", *format_head(dict(report)), ""]
@@ -293,24 +312,26 @@ def _list_labels(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _describe_causes(report: Mapping[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    """Return what a report that was planned before and after a change says of its causes.
+    """Return the text WHY with a report's figures, as a list of one.
 
-    Nothing of another one.
+    Empty unless its rows are planned under two labels and it has the product's rate when cold.
     """
     labels = _list_labels(rows)
     if len(labels) < 2 or "doctor_cold_matmul" not in report:
         return []
     # The same tokens in rows of 4096 and of 2048, so that attention alone differs.
-    long = _find_row(rows, batch_size=2)
-    short = _find_row(rows, batch_size=4)
+    # Of the committed report; `list_cases` has no case of batch size 4 any more.
+    long_row = _find_row(rows, batch_size=2)
+    short_row = _find_row(rows, batch_size=4)
     attention_saved = {}
     for label in labels:
-        long_plan = long["planned"][label][SHEET]
-        short_plan = short["planned"][label][SHEET]
+        long_plan = long_row["planned"][label][SHEET]
+        short_plan = short_row["planned"][label][SHEET]
         attention_saved[label] = long_plan[ATTENTION] - short_plan[ATTENTION]
+    # Of steps beside the second one: the first makes the optimizer's states.
     slowdowns = [median(row["seconds"][2:]) / row["seconds"][1] - 1 for row in rows]
     text = WHY.format(
-        measured=compute_measured_seconds(long) - compute_measured_seconds(short),
+        measured=compute_measured_seconds(long_row) - compute_measured_seconds(short_row),
         flash=attention_saved[labels[0]],
         cudnn=attention_saved[labels[-1]],
         least=min(slowdowns),

@@ -1,8 +1,8 @@
 """Plan what reducing gradients once a step saves and takes: traffic, step and peak.
 
-    python -m benchmarks.gradient_reduction --output docs/measurements/gradient_reduction.md
-
-Every row is the plan of one command, which the page has. Nothing is measured.
+Run `python -m benchmarks.gradient_reduction --output docs/measurements/gradient_reduction.md`. A
+case is a command of `tune plan`; a variant is a set of overrides, and a row of the page. Nothing is
+measured.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from recipe_lib.units import convert_to_gib
 REPOSITORY = Path(__file__).resolve().parents[1]
 ONCE = "parallel.reduce_gradients=step"
 KEPT = "parallel.reshard_after_forward=false"
+# Name on the page -> overrides.
 VARIANTS = {
     "reduced with each micro-batch": (),
     "weights kept from forward to backward": (KEPT,),
@@ -31,7 +32,7 @@ DDP = {"whole models (`ddp`)": ("parallel.strategy=ddp",)}
 
 @dataclass(frozen=True)
 class Case:
-    """A run that is planned with the settings of every variant."""
+    """Hold a run that is planned with the overrides of every variant."""
 
     title: str
     command: tuple[str, ...]  # of `tune plan`, without what the variants add
@@ -41,29 +42,63 @@ class Case:
 CASES = (
     Case(
         "Llama 3.2 1B, 8 cards without peer access, 8 micro-batches of 2,048 tokens",
-        ("--nproc_per_node", "8", "full_finetune_distributed", "--config", "llama3_2/1B_full", "--device", "rtx4090",
-         "batch_size=1", "gradient_accumulation_steps=8"),
+        (
+            "--nproc_per_node",
+            "8",
+            "full_finetune_distributed",
+            "--config",
+            "llama3_2/1B_full",
+            "--device",
+            "rtx4090",
+            "batch_size=1",
+            "gradient_accumulation_steps=8",
+        ),
         VARIANTS | DDP,
     ),
     Case(
         "Llama 3.2 3B, the same",
-        ("--nproc_per_node", "8", "full_finetune_distributed", "--config", "llama3_2/3B_full", "--device", "rtx4090",
-         "batch_size=1", "gradient_accumulation_steps=8"),
+        (
+            "--nproc_per_node",
+            "8",
+            "full_finetune_distributed",
+            "--config",
+            "llama3_2/3B_full",
+            "--device",
+            "rtx4090",
+            "batch_size=1",
+            "gradient_accumulation_steps=8",
+        ),
         VARIANTS | DDP,
     ),
     Case(
-        "Llama 2 7B on 16 H100 of two machines: pipeline 2, tensor 2, data 4, 32 micro-batches of 4 x 2,048 tokens",
-        ("--nnodes", "2", "--nproc_per_node", "8", "full_finetune_distributed", "--config", "llama2/7B_full",
-         "--device", "h100", "parallel.pipeline=2", "parallel.tensor=2", "batch_size=4", "max_seq_len=2048",
-         "gradient_accumulation_steps=32"),
+        "Llama 2 7B on 16 H100 of two machines: pipeline 2, tensor 2, data 4, 32 micro-batches of"
+        " 4 x 2,048 tokens",
+        (
+            "--nnodes",
+            "2",
+            "--nproc_per_node",
+            "8",
+            "full_finetune_distributed",
+            "--config",
+            "llama2/7B_full",
+            "--device",
+            "h100",
+            "parallel.pipeline=2",
+            "parallel.tensor=2",
+            "batch_size=4",
+            "max_seq_len=2048",
+            "gradient_accumulation_steps=32",
+        ),
         VARIANTS,
     ),
-)  # fmt: skip
+)
 
 
 def main() -> None:
     """Plan every variant of every case and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description="Plan what reducing gradients once a step saves and takes."
+    )
     parser.add_argument("--output", type=Path, required=True)
     output = parser.parse_args().output
     tables = [(case, build_rows(case)) for case in CASES]
@@ -71,12 +106,13 @@ def main() -> None:
 
 
 def build_rows(case: Case) -> list[list[str]]:
-    """Plan a case's variants and return the cells of its table."""
+    """Plan a case's variants and return the cells of its table, a list for each."""
     rows = []
-    first_step: float | None = None
+    first_step: float | None = None  # seconds, of the first variant
     for name, overrides in case.variants.items():
         plan = plan_case(case, overrides)
         rank_peaks = [max(peak["active"] for peak in rank["peaks"]) for rank in plan["rank_plans"]]
+        # Those over ranks that share or copy weights; tensor and pipeline ranks are left out.
         data_collectives = [
             collective
             for collective in plan["communication"]
@@ -102,18 +138,21 @@ def build_rows(case: Case) -> list[list[str]]:
 
 
 def plan_case(case: Case, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Return the plan of a case with overrides, as `tune plan --json` prints it."""
+    """Return the plan of a case with overrides, as `tune plan --json` prints it.
+
+    Raises SystemExit if the command fails.
+    """
     command = [sys.executable, "-m", "recipe_lib", "plan", *case.command, *overrides]
     command += ["--json", "-", "--quiet"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    if done.returncode not in (0, 3):  # 3: it does not fit
-        raise SystemExit(f"{' '.join(command)}: {done.stderr}")
-    plan: dict[str, Any] = json.loads(done.stdout)
+    completed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    if completed.returncode not in (0, 3):  # 3: it does not fit
+        raise SystemExit(f"{' '.join(command)}: {completed.stderr}")
+    plan: dict[str, Any] = json.loads(completed.stdout)
     return plan
 
 
 def build_page(tables: list[tuple[Case, list[list[str]]]]) -> str:
-    """Return the page. tables: each case with its rows."""
+    """Return the page as Markdown. tables: each case with the cells of `build_rows`."""
     lines = [
         "# Gradients reduced once a step",
         "",

@@ -1,9 +1,8 @@
 """Count how often the host waits for the device in a step, of each recipe with each lever.
 
-    python -m benchmarks.host_waits --output docs/host_waits.json
-    python -m benchmarks.levers --output docs/measurements/levers.md
-
-The waits are counted on the simulated device; the second command writes them into its page.
+Run `python -m benchmarks.host_waits --output docs/host_waits.json`; `benchmarks.levers` writes the
+counts into its page. A lever is a config key that trades memory for time or precision, a setting a
+value of it. Waits are counted on a simulated device, without a GPU.
 """
 
 import argparse
@@ -15,7 +14,7 @@ from recipe_lib.plan.streams.check_recipe import check_streams
 from tests.plan.apart import build_settings, call_in_fork
 from tests.recipes.levers import LEVERS, LOSS, Setting
 
-# Recipe -> config, and overrides that make it small and of the device's kind.
+# Recipe on the page -> (config, overrides that it needs).
 RECIPES = {
     "full": ("demo/full", ()),
     "LoRA": ("demo/lora", ()),
@@ -31,17 +30,17 @@ RECIPES = {
     ),
 }
 SMALL = ("device=auto", "max_seq_len=64", "batch_size=4")
-# Settings of a loss of the tests' own, or of a run's own files, are not counted.
+# Without settings of a loss of the tests' own, or of files that only a test writes.
 COUNTED = [
     setting for setting in LEVERS if LOSS not in str(setting) and "{folder}" not in str(setting)
 ]
-NOT_RUN = "-"  # refused, or of a key that the recipe has not
+NOT_RUN = "-"  # the config is refused, or the recipe has no such key
 
 
 def count_waits(recipe: str, setting: Setting | None) -> dict[str, int]:
-    """Count the waits of the first rank's second step, by the line that waits.
+    """Count the waits of the first rank's second step, by the line of code that waits.
 
-    UserError where recipe and setting do not go together.
+    setting: None for the plain recipe. Raises UserError if the two do not go together.
     """
     config, recipe_overrides = RECIPES[recipe]
     overrides = () if setting is None else setting.overrides
@@ -53,7 +52,7 @@ def count_waits(recipe: str, setting: Setting | None) -> dict[str, int]:
 
 
 def count(recipe: str, setting: Setting | None) -> int | str:
-    """Count the waits of all lines together; NOT_RUN where the two do not go together."""
+    """Return the waits of all lines together, or NOT_RUN if the two do not go together."""
     try:
         return sum(count_waits(recipe, setting).values())
     except UserError:
@@ -66,9 +65,10 @@ def count_by_recipe(setting: Setting | None) -> dict[str, int | str]:
 
 
 def build_rows() -> dict[str, dict[str, int | str]]:
-    """Count the waits by setting, "" for none, and recipe."""
+    """Return setting (empty: none) -> recipe -> waits."""
     rows = {}
     for setting in [None, *COUNTED]:
+        # In a fork, since a simulated device cannot be removed from a process.
         row = call_in_fork(count_by_recipe, setting)
         rows["" if setting is None else str(setting)] = row
         print(setting, row, flush=True)
@@ -76,9 +76,10 @@ def build_rows() -> dict[str, dict[str, int | str]]:
 
 
 def main() -> None:
-    """Write the file."""
+    """Count all waits and write the file."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Count how often the host waits for the device in a step.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output", type=Path, required=True, help="docs/host_waits.json")
     parser.parse_args().output.write_text(json.dumps(build_rows(), indent=1) + "\n")

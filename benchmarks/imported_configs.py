@@ -1,12 +1,8 @@
-"""Show what `tune import` makes of other tools' configs.
+"""Show what `tune import` makes of torchtune's configs, as a Markdown table.
 
-    python -m benchmarks.imported_configs FOLDER ... [--counts]
-
-Prints a Markdown table with a row for each YAML file under the folders: the recipe, and how many of
-its keys were carried, carried with another effect, or dropped; or the line that refuses it.
---counts: a row for each recipe, and how many files were refused for what. --keys: a row for each
-key. No folder: the configs of torchtune's wheel, installed or in the folder that TORCHTUNE_CONFIGS
-names.
+Run `python -m benchmarks.imported_configs [FOLDER ...]`; tests call the functions. Without a folder
+the configs of torchtune's wheel are read. An outcome is what a file was imported to, or why it was
+refused. The fate of a key is `carried` to one of ours, carried with `other effect`, or `dropped`.
 """
 
 import argparse
@@ -21,7 +17,7 @@ from recipe_lib.config.torchtune.conversion import KeyFate
 from recipe_lib.errors import ConfigError
 
 KINDS = ("carried", "other effect", "dropped")  # what becomes of a key
-# Words of refusals, by which the table of counts groups them.
+# Words of refusals; files whose refusals have the same words are counted together.
 REASONS = (
     "there are no images here",
     "it measures a model",
@@ -36,9 +32,9 @@ def find_torchtune_configs() -> Path | None:
 
     It is the one that TORCHTUNE_CONFIGS names, or that of the installed wheel.
     """
-    named = os.environ.get("TORCHTUNE_CONFIGS")
-    if named:
-        return Path(named) if Path(named).is_dir() else None
+    environment_path = os.environ.get("TORCHTUNE_CONFIGS")
+    if environment_path:
+        return Path(environment_path) if Path(environment_path).is_dir() else None
     try:
         # Not by importing `recipes`, where the wheel puts them: here that is another package.
         folder = Path(str(distribution("torchtune").locate_file("recipes/configs")))
@@ -48,7 +44,10 @@ def find_torchtune_configs() -> Path | None:
 
 
 def import_all(folder: Path) -> Iterator[tuple[str, ImportedConfig | str]]:
-    """Yield the name of every config in a folder, and what was imported, or why it was refused."""
+    """Yield (name, outcome) of every config in a folder.
+
+    An outcome is the imported config, or the lines of its refusal without the file's path.
+    """
     for path in sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")]):
         name = path.relative_to(folder).as_posix()
         try:
@@ -62,6 +61,7 @@ def format_table(outcomes: Iterable[tuple[str, ImportedConfig | str]]) -> str:
     lines = ["| config | recipe | carried | other effect | dropped |", "|---|---|---|---|---|"]
     for name, outcome in outcomes:
         if isinstance(outcome, str):
+            # The first line of the refusal.
             lines.append(f"| {name} | refused: {outcome.partition(chr(10))[0]} | | | |")
         else:
             counts = Counter(fate.kind for fate in outcome.fates.values())
@@ -75,9 +75,9 @@ def format_count_table(outcomes: Iterable[tuple[str, ImportedConfig | str]]) -> 
 
     outcomes: what `import_all` yields.
     """
-    files: Counter[str] = Counter()
-    keys: dict[str, Counter[str]] = {}
-    refused: Counter[str] = Counter()
+    files: Counter[str] = Counter()  # by recipe
+    keys: dict[str, Counter[str]] = {}  # recipe -> number of keys by kind of fate
+    refused: Counter[str] = Counter()  # by reason
     for _, outcome in outcomes:
         if isinstance(outcome, str):
             refused[next((reason for reason in REASONS if reason in outcome), outcome)] += 1
@@ -94,18 +94,20 @@ def format_count_table(outcomes: Iterable[tuple[str, ImportedConfig | str]]) -> 
 
 
 def format_key_table(outcomes: Iterable[tuple[str, ImportedConfig | str]]) -> str:
-    """Return a table with a row for each key of the imported files.
+    """Return a table with a row for each key: in how many files it had which fate, and which most.
 
-    It says in how many files the key was carried or dropped, and what became of it most often.
     outcomes: what `import_all` yields.
     """
+    # Both by key: number of files by kind of fate, and by description.
     kinds: dict[str, Counter[str]] = {}
     descriptions: dict[str, Counter[str]] = {}
     for _, outcome in outcomes:
         if isinstance(outcome, str):
             continue
         for key, fate in outcome.fates.items():
-            if fate.kind in KINDS:
+            if (
+                fate.kind in KINDS
+            ):  # else it is torchtune's default of a key that is not in the file
                 kinds.setdefault(key, Counter())[fate.kind] += 1
                 descriptions.setdefault(key, Counter())[_describe_fate(fate)] += 1
     lines = ["| key | carried | other effect | dropped | ours, or why |", "|---|---|---|---|---|"]
@@ -118,7 +120,10 @@ def format_key_table(outcomes: Iterable[tuple[str, ImportedConfig | str]]) -> st
 
 
 def _describe_fate(fate: KeyFate) -> str:
-    """Return our keys, without the values that each file has, and why they differ."""
+    """Return our keys that a key was carried to, without their values, and why it differs.
+
+    Escaped for a table's cell.
+    """
     ours = ", ".join(f"`{name}`" for name in sorted(fate.ours))
     return "; ".join(part for part in (ours, fate.why) if part).replace("|", "\\|")
 
@@ -126,7 +131,8 @@ def _describe_fate(fate: KeyFate) -> str:
 def main() -> None:
     """Import the configs that the command line names, and print a table."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Show what `tune import` makes of torchtune's configs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folders", nargs="*", type=Path)
     parser.add_argument("--counts", action="store_true", help="a row for each recipe")

@@ -1,11 +1,9 @@
 """Measure what a layer keeps for backward by an inferred plan, beside the library's decoder.
 
-    python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md
-
-Models of transformers' own classes and real widths run forward as rank 0 of t on the simulated
-device: the code is the same, tensors have sizes and no bytes. What is alive when backward would
-begin is counted, with four layers and with two; the difference, a layer each, is what layers
-keep.
+Run `python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md`. An
+inferred plan says how the tensors of transformers' own class are divided over tensor-parallel
+ranks, without a line about that model. Models run forward as rank 0 of t on a simulated device,
+whose tensors have sizes and no bytes.
 """
 
 import argparse
@@ -29,10 +27,10 @@ from recipe_lib.units import MIB
 COMMAND = "python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md"
 MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B", "phi3/mini", "gemma2/27B")
 SIZES = (2, 4, 8)
-# layers
+# Numbers of layers of which bytes are counted; the difference is of layers alone.
 MORE = 4
 FEWER = 2
-TOKENS = 8192
+TOKENS = 8192  # of a forward
 
 
 def measure_alive(
@@ -40,8 +38,9 @@ def measure_alive(
 ) -> int:
     """Return the bytes that a forward with its loss leaves alive on rank 0, besides parameters.
 
-    size: tensor-parallel ranks. implementation: `native` or `transformers`. rows: sequences
-    that the tokens are divided into.
+    name: of a preset. size: tensor-parallel ranks. implementation: `native` (the library's decoder)
+    or `transformers`. regather: `true` if gathered tokens are gathered again in backward, `false`
+    if they are kept. rows: sequences that the tokens are divided into.
     """
     config = read_preset_config(name) | {"num_hidden_layers": layers}
     if config.get("layer_types"):
@@ -65,14 +64,14 @@ def measure_alive(
         tracker = Tracker()
         with tracker:
             loss = model(tokens, labels=tokens, head_loss=CrossEntropy(8))
-            gc.collect()
+            gc.collect()  # tensors in reference cycles would count as alive
             alive = tracker.measure_alive()  # while the loss holds its graph
         del loss
     return alive
 
 
 def measure_kept(name: str, size: int, implementation: str, regather: str = "true") -> int:
-    """Return the bytes that a layer keeps for backward: by how much more of them leave alive."""
+    """Return the bytes that a layer keeps for backward, by the difference of MORE and FEWER."""
     alive = {
         layers: measure_alive(
             name, layers=layers, size=size, implementation=implementation, regather=regather
@@ -84,17 +83,17 @@ def measure_kept(name: str, size: int, implementation: str, regather: str = "tru
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Bytes that a layer of a model keeps for backward."""
+    """Hold the bytes that a layer of a model keeps for backward."""
 
     name: str  # of the model's preset
     size: int  # tensor-parallel ranks
     native: int  # in the library's decoder
     inferred: int  # by the inferred plan
-    whole: int  # by the inferred plan, with all that autograd asks for
+    whole: int  # by the inferred plan, with gathered tokens kept
 
 
 def build_page(rows: list[Row]) -> str:
-    """Return the page."""
+    """Return the page as Markdown."""
     lines = [
         "# What a layer keeps by an inferred tensor-parallel plan",
         "",
@@ -122,7 +121,8 @@ def build_page(rows: list[Row]) -> str:
 def main() -> None:
     """Write the page, or print it."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Measure what a layer keeps for backward by an inferred tensor-parallel plan.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output", type=Path, help="the page")
     parser.add_argument("--models", nargs="+", default=MODELS, help="presets")

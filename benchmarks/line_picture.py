@@ -1,6 +1,7 @@
-"""Draw lines as an SVG file that stands for itself, for pages of docs/measurements.
+"""Draw lines over two axes as an SVG file, for pages of docs/measurements.
 
-A `Picture` of up to five `Line`s is written by `write_picture`. Used by tp_trace.py.
+`tp_trace.py` calls `write_picture` with a `Picture` of up to five `Line`s. The file needs no other
+style sheet. Coordinates of points are in the units of the axes, all else in pixels.
 """
 
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ from pathlib import Path
 from recipe_lib.report.chart import Chart, Scale, compute_ticks, render_svg
 
 _WIDTH = 1000
+# Margins around the axes; the lines' names stand in the right one.
 _LEFT = 64
 _RIGHT = 250
 _TOP = 14
 _BOTTOM = 44
+# Of the lines, in their order. Classes `s0`, `s1` ... draw in them, `f0`, `f1` ... fill.
 _COLORS = ("#d1242f", "#bc6c00", "#8250df", "#1f6feb", "#1a7f37")
 _STYLE = (
     "<style>text{font:12px sans-serif;fill:#24292f}.grid{stroke:#d0d7de}.axis{stroke:#57606a}"
@@ -21,46 +24,46 @@ _STYLE = (
     + "".join(f".s{at}{{stroke:{color}}}.f{at}{{fill:{color}}}" for at, color in enumerate(_COLORS))
     + "</style>"
 )
-Point = tuple[float, float]
+Point = tuple[float, float]  # x, y
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a picture."""
+    """Hold a line of a picture."""
 
     name: str  # beside the picture
     points: Sequence[Point]
     note: str = ""  # under the name
-    mark: tuple[Point, str] | None = None  # a point that is shown as a dot, and what it says
+    mark: tuple[Point, str] | None = None  # a point that gets a dot, and the text beside it
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of lines over two axes."""
+    """Hold a picture of lines over two axes."""
 
-    label: str  # what the picture shows
+    label: str  # what the picture shows, for readers who do not see it
     x: str  # name of the axis
     y: str  # name of the axis
-    lines: Sequence[Line]
-    marks: Sequence[tuple[float, str]] = field(default=())  # (place, name) along x
-    limit: tuple[float, str] | None = None  # a value of y that gets a dashed line, and its name
+    lines: Sequence[Line]  # at most as many as _COLORS
+    marks: Sequence[tuple[float, str]] = field(default=())  # (x, text) of ticks; empty: numbers
+    limit: tuple[float, str] | None = None  # (y, text) of a dashed line
     low: float | None = None  # where y begins; None: at the lowest point
-    height: int = 420  # in pixels
+    height: int = 420
 
 
 def write_picture(picture: Picture, path: Path) -> None:
-    """Draw the lines, at most five, and write the file."""
+    """Draw a picture and write it as an SVG file."""
     path.write_text(draw_picture(picture), encoding="utf-8")
 
 
 def draw_picture(picture: Picture) -> str:
-    """Return the file's text."""
+    """Return a picture's SVG."""
     points: list[Point] = []
     for line in picture.lines:
         points += line.points
     values = [value for _, value in points] + ([picture.limit[0]] if picture.limit else [])
     low = min(values) if picture.low is None else picture.low
-    high = max(values) + 0.05 * (max(values) - low)
+    high = max(values) + 0.05 * (max(values) - low)  # some room above the highest point
     chart = Chart(
         width=_WIDTH,
         height=picture.height,
@@ -82,16 +85,25 @@ def draw_picture(picture: Picture) -> str:
         chart.put("text", text=picture.limit[1], x=_WIDTH - _RIGHT - 8, y=y - 6, text_anchor="end")
     for at, line in enumerate(picture.lines):
         _draw_line(chart, line, at)
+    # `render_svg` is for SVG inside an HTML page. A file needs the namespace, a size, a style and a
+    # background of its own.
     text = render_svg(chart)
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{picture.height}" '
-    begin, _, rest = text.partition(">")
+    svg_tag = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{picture.height}" '
+    chart_tag, _, chart_body = text.partition(">")
     background = f'<rect width="{_WIDTH}" height="{picture.height}" fill="#ffffff"/>'
-    lines = [line for line in f"{begin}>{_STYLE}{background}{rest}".splitlines() if line.strip()]
-    return "\n".join(lines).replace("<svg ", start, 1) + "\n"
+    lines = [
+        line
+        for line in f"{chart_tag}>{_STYLE}{background}{chart_body}".splitlines()
+        if line.strip()
+    ]
+    return "\n".join(lines).replace("<svg ", svg_tag, 1) + "\n"
 
 
 def _draw_line(chart: Chart, line: Line, at: int) -> None:
-    """Draw a line, and its name beside the picture. at: its number, which decides its color."""
+    """Draw a line, and its name beside the picture.
+
+    at: number of the line, which decides its color and where its name stands.
+    """
     path = " ".join(f"{chart.compute_x(x):.1f},{chart.compute_y(y):.1f}" for x, y in line.points)
     chart.put("polyline", f"s{at}", points=path)
     if line.mark is not None:

@@ -1,12 +1,9 @@
-"""The longest sequences on 1, 2, 4 and 8 cards of 24 GB and of 80 GB: docs/fit_longest.md.
+"""Find the longest sequences that fit 1, 2, 4 and 8 cards of 24 GB and of 80 GB, by plans.
 
-    python -m benchmarks.longest --output docs/longest.json [--only '70B.* 8x80GB'] [--processes 2]
-    python -m benchmarks.fit --output docs/fit.md --only none          writes the page from it
-
-One sequence at a time, with every exact lever on that makes long sequences cheap, shared by all
-cards. Lengths are looked for by estimates, and each line is a whole plan that fits: of the next
-shorter length where it does not. Needs no GPU, no weights and no data. With --only the other lines
-are kept.
+Run `python -m benchmarks.longest --output docs/longest.json`, then `python -m benchmarks.fit
+--output docs/fit.md --only none`, which calls `write_page`. Needs no GPU, weights or data. A cell
+is (model, method, number of cards, GB of a card), a line its result; `--only` keeps other lines.
+All cards share one sequence by context parallelism. A variant is a set of further overrides.
 """
 
 import argparse
@@ -29,6 +26,7 @@ from recipe_lib.plan.plan_schema import FITS
 from recipe_lib.plan.search.trials import compute_usable_bytes, estimate_run, sum_transfers
 from recipe_lib.units import format_bytes, format_duration
 
+# Names on the page -> shipped configs, without the method.
 MODELS = {
     "1B": "llama3_2/1B",
     "8B": "llama3/8B",
@@ -37,13 +35,14 @@ MODELS = {
     "70B": "llama3/70B",
     "gpt-oss-20b": "gpt_oss/20B",
 }
+# By the configs' suffix: titles.
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 CARDS = (1, 2, 4, 8)
 SIZES = (24, 80)  # GB of a card
 # Tokens of a sequence: powers of two, and quarters between them, to 4 Mi.
 LENGTHS = [quarters * 2**power for power in range(11, 20) for quarters in (4, 5, 6, 7)] + [2**22]
-# What is weighed, least time first: a later one is taken that has room for half as much more. None
-# changes a result.
+# By method: overrides that save memory and cost time, the fastest first. A later one is taken if it
+# has room for sequences half as long again. None changes a result.
 VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "full": ((), ("memory.cpu_offload=true",)),
     "lora": ((), ("memory.stream_layers=true",)),
@@ -53,7 +52,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 @dataclass
 class Longest:
-    """A line: the longest sequence of a model and a method on cards of one size."""
+    """Hold a line: the longest sequence of a model and a method on cards of one size."""
 
     model: str  # of MODELS
     method: str  # of METHODS
@@ -61,17 +60,19 @@ class Longest:
     size: int  # GB of a card
     tokens: int = 0  # of the sequence; 0: not even the shortest fits
     settings: tuple[str, ...] = ()  # overrides
-    active: int = 0  # bytes of the heaviest rank
-    reserved: int = 0  # bytes of the heaviest rank
-    host: int = 0  # bytes of all ranks together
-    sent: int = 0  # bytes, by a rank in a step
+    # Peaks of the rank that takes most, bytes of torch's allocator.
+    active: int = 0  # in use by tensors or streams
+    reserved: int = 0  # taken from the device
+    host: int = 0  # bytes of host memory of all ranks together
+    sent: int = 0  # bytes that one rank sends to others in a step
     seconds: float = 0.0  # of a step
 
 
 def main() -> None:
     """Plan line by line, and write each into the file."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Find the longest sequences that fit cards of 24 GB and of 80 GB.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument(
@@ -89,6 +90,7 @@ def main() -> None:
     chosen_cells = [
         cell for cell in cells if re.search(arguments.only, " ".join(name_config_and_cards(cell)))
     ]
+    # A new process for each line: a simulated device cannot be removed from a process.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
         for future in as_completed([pool.submit(plan_line, cell) for cell in chosen_cells]):
@@ -99,27 +101,27 @@ def main() -> None:
             print(line, file=sys.stderr, flush=True)
 
 
-Cell = tuple[str, str, int, int]
+Cell = tuple[str, str, int, int]  # model, method, number of cards, GB of a card
 
 
 def list_models_and_methods() -> Iterator[tuple[str, str]]:
-    """Yield every model with every method that has a config."""
+    """Yield every model with every method."""
     yield from ((model, method) for model in MODELS for method in METHODS)
 
 
 def name_config_and_cards(cell: Cell) -> tuple[str, str]:
-    """Return the config and the cards of a line, such as `llama3/8B_full`, `8x24GB`."""
+    """Return the config and the cards of a cell, such as `llama3/8B_full`, `8x24GB`."""
     model, method, cards, size = cell
     return f"{MODELS[model]}_{method}", f"{cards}x{size}GB"
 
 
 def build_cell(line: Longest) -> Cell:
-    """Return the model, method, cards and size of a line."""
+    """Return the cell of a line."""
     return line.model, line.method, line.cards, line.size
 
 
 def read_longest_sequences(path: Path) -> list[Longest]:
-    """Read the lines of a file."""
+    """Read the lines of a file that `main` wrote."""
     return [
         Longest(**line | {"settings": tuple(line["settings"])})
         for line in json.loads(path.read_text("utf-8"))
@@ -127,22 +129,24 @@ def read_longest_sequences(path: Path) -> list[Longest]:
 
 
 def plan_line(cell: Cell) -> Longest:
-    """Find the longest sequence, by the variant that estimates say to have room for it.
+    """Find the longest sequence of a cell by the variant that estimates choose.
 
-    Other variants are tried where it has not.
+    If none of its whole plans fits, the other variants are tried. Without any, `tokens` is 0.
     """
     _, method, cards, _ = cell
     variants = VARIANTS[method]
     config, cards_of_size = name_config_and_cards(cell)
+    # Indices of LENGTHS.
     guesses = {
         variant: _guess_longest(config, cards_of_size=cards_of_size, variant=variant, cards=cards)
         for variant in variants
     }
     best = variants[0]
     for variant in variants:
-        # Indices of LENGTHS: two more are half as much again, or nearly.
+        # Two indices further in LENGTHS is half as long again, or nearly.
         if guesses[variant] > guesses[best] + 1:
             best = variant
+    # Then those that save most. A second try of `best` finds nothing again.
     for variant in (best, *reversed(variants)):
         if guesses[variant] < 0:
             continue
@@ -160,24 +164,24 @@ def plan_line(cell: Cell) -> Longest:
 
 def build_settings(variant: tuple[str, ...], tokens: int, cards: int) -> tuple[str, ...]:
     """Return the overrides of a line: one sequence at a time, shared by all cards."""
-    local_tokens = tokens // cards
-    words = ["batch_size=1", "gradient_accumulation_steps=1", f"max_seq_len={tokens}"]
-    words += ["memory.activation_checkpointing=full", "memory.activation_offload=true"]
-    # A card computes the logits of 1,024 tokens at a time, and the MLPs of 8,192; of more from
-    # 131,072 tokens on a card on.
-    words += [
+    local_tokens = tokens // cards  # of the sequence, on each card
+    overrides = ["batch_size=1", "gradient_accumulation_steps=1", f"max_seq_len={tokens}"]
+    overrides += ["memory.activation_checkpointing=full", "memory.activation_offload=true"]
+    # A card computes logits for 1,024 tokens at a time, and MLPs for 8,192. The bounds on the
+    # number of parts make it more than that from 131,072 tokens a card on.
+    overrides += [
         f"memory.loss_chunks={min(128, max(1, local_tokens // 1024))}",
         f"memory.mlp_tiles={min(16, max(1, local_tokens // 8192))}",
     ]
     if cards > 1:
-        words += [f"parallel.context={cards}", "parallel.strategy=fsdp"]
-    return (*words, *variant)
+        overrides += [f"parallel.context={cards}", "parallel.strategy=fsdp"]
+    return (*overrides, *variant)
 
 
 def _find_longest(
     line: Longest, config: str, cards_of_size: str, variant: tuple[str, ...], last_index: int
 ) -> Longest:
-    """Return the first whole plan that fits, of the length at this index and of shorter ones."""
+    """Return the longest whole plan that fits, of LENGTHS up to `last_index`; `line` if none."""
     for tokens in reversed(LENGTHS[: last_index + 1]):
         planned_line = _plan_length(
             line, config=config, cards_of_size=cards_of_size, variant=variant, tokens=tokens
@@ -190,14 +194,14 @@ def _find_longest(
 def _guess_longest(config: str, cards_of_size: str, variant: tuple[str, ...], cards: int) -> int:
     """Guess the index in LENGTHS of the longest that there is room for; -1: none.
 
-    The guess is by the straight line through two estimates.
+    Memory is nearly linear in the tokens, so two estimates give a straight line.
     """
     recipe_class = find_recipe_class(find_config_recipe(config))
-    points = []
+    points = []  # (tokens, active bytes)
     for tokens in (cards * 2**14, cards * 2**16):
-        words = build_settings(variant, tokens, cards)
+        overrides = build_settings(variant, tokens, cards)
         try:
-            cfg, settings = prepare_request(config, cards_of_size, words)
+            cfg, settings = prepare_request(config, cards_of_size, overrides)
             estimate = estimate_run(recipe_class, cfg, replace(settings, timed=False))
         except UserError:
             return -1  # such as heads that so many cards cannot share
@@ -211,18 +215,21 @@ def _guess_longest(config: str, cards_of_size: str, variant: tuple[str, ...], ca
 def _plan_length(
     line: Longest, config: str, cards_of_size: str, variant: tuple[str, ...], tokens: int
 ) -> Longest | None:
-    """Return the whole plan of a length as a line; None where it does not fit."""
-    words = build_settings(variant, tokens, line.cards)
-    cfg, settings = prepare_request(config, cards_of_size, words)
+    """Make the whole plan of a length; return it as a line, or None if it does not fit.
+
+    line: the cell, filled in the copy that is returned.
+    """
+    overrides = build_settings(variant, tokens, line.cards)
+    cfg, settings = prepare_request(config, cards_of_size, overrides)
     plan, trace = make_plan(find_recipe_class(find_config_recipe(config)), cfg, settings)
-    # Notes are of tensors that kernels cannot count.
+    # Notes are of tensors of 2^31 elements or more, which kernels cannot index.
     if plan.verdict != FITS or plan.time is None or plan.notes:
         return None
     heaviest = plan.heaviest
     return replace(
         line,
         tokens=tokens,
-        settings=words,
+        settings=overrides,
         active=heaviest.peak.active,
         reserved=heaviest.reserved,
         host=heaviest.host * line.cards,
@@ -233,29 +240,37 @@ def _plan_length(
 
 TITLE = """# The longest sequences on 1-8 cards
 
-For those who train on long documents and want to know how many tokens of one sequence their cards hold, of 24 GB or
+For those who train on long documents and want to know how many tokens of one sequence their cards \
+hold, of 24 GB or
 of 80 GB.
 
 ```bash
 tune plan llama3/8B_full --fit 4x24GB {settings}
 ```
 
-Nothing here was measured. Every line is a whole plan that fits, with 3 % of the card to spare and without expandable
-segments, by `python -m benchmarks.longest --output docs/longest.json`. That a length fits does not say that a model
+Nothing here was measured. Every line is a whole plan that fits, with 3 % of the card to spare and \
+without expandable
+segments, by `python -m benchmarks.longest --output docs/longest.json`. That a length fits does \
+not say that a model
 understands it: a model knows the positions it was trained with.
 
 | column | what it has |
 |---|---|
-| longest sequence | one at a time; powers of two and quarters between them, from {shortest:,} to {longest:,} |
-| `p` | parameters and states in host memory too, where sequences can be half as long again so, or nothing fits else |
+| longest sequence | one at a time; powers of two and quarters between them, from {shortest:,} to \
+{longest:,} |
+| `p` | parameters and states in host memory too, where sequences can be half as long again so, or \
+nothing fits else |
 | `s` | frozen layers streamed from host memory, likewise |
 | host | of all ranks together |
 | sent | what one rank sends to others in a step |
 | step | by the rates of [Recommended settings](fit.md#how-to-read-a-line); for 80 GB an A100's |
 
-The command above has the settings of 65,536 tokens on 4 cards. The cards share every sequence (`parallel.context`), and
-what layers keep is in host memory. No line has a tensor of 2^31 elements, at which FlashAttention 2 fails: that is what
+The command above has the settings of 65,536 tokens on 4 cards. The cards share every sequence \
+(`parallel.context`), and
+what layers keep is in host memory. No line has a tensor of 2^31 elements, at which FlashAttention \
+2 fails: that is what
 bounds an 8B on 80 GB. [Long sequences](long_sequences.md) explains the levers."""
+# Override of a variant -> its mark in the table.
 MARKS = {"memory.cpu_offload=true": "p", "memory.stream_layers=true": "s"}
 
 
@@ -274,6 +289,7 @@ def write_page(lines: list[Longest]) -> str:
 
 
 def _format_table(lines: list[Longest]) -> str:
+    """Return a table of the lines of one model and method."""
     rows = [
         "| cards | longest sequence | | active | reserved | host | sent | step |",
         "|---|---:|---|---:|---:|---:|---:|---:|",

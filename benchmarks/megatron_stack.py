@@ -1,11 +1,9 @@
-"""One rank of Megatron-LM's GPT training, as it was in September 2023, for the planner.
+"""Trace the memory of one rank of Megatron-LM's GPT training, as it was in September 2023.
 
-It holds part by part what theirs does: tensor parallelism without shared tokens, 1F1B, the
-distributed optimizer (ZeRO-1), flash attention,
-swiglu. Written from what its modules allocate and keep: bf16 weights of the rank's part; one
-contiguous fp32 gradient buffer, into which linears accumulate their weight gradients at once; fp32
-master weights and Adam's two moments, divided over data ranks; activations are `[sequence, batch,
-width]`. What it computes is of no interest here.
+`planner_rows.py` calls `trace_stages` and compares the planner's bytes with published runs. The
+modules allocate and keep what Megatron's do; values mean nothing. Tensor parallelism without
+sequence parallelism, 1F1B, the distributed optimizer (ZeRO-1) with fp32 master weights, and one
+contiguous fp32 gradient buffer. Activations are `[s, b, h]`: sequence, batch, width.
 """
 
 from dataclasses import dataclass
@@ -28,20 +26,22 @@ from recipe_lib.plan.simulated_world.simulated_ranks import (
 from recipe_lib.plan.tracing.trace import Trace, classify_activations
 from recipe_lib.plan.tracing.tracer import Tracer
 
-MICRO_BATCHES = 3  # of a step are traced; all leave the memory alike
+MICRO_BATCHES = 3  # of a step that are traced; all leave the memory alike
+# Phases of a trace: SETUP, `first step` and STEP.
 SETUP = "setup"
 STEP = "step"
-_known_calls: dict[Any, Any] = {}  # of operators, in all traces of this process
+# Cache of operators' results by their arguments' shapes, for all traces of this process.
+_known_calls: dict[Any, Any] = {}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is divided."""
+    """Hold how a run is divided."""
 
     micro_batch: int  # sequences
-    data: int  # ranks, as all that follow
-    pipeline: int
-    tensor: int
+    data: int  # ranks that the batch, and the optimizer's states, are divided over
+    pipeline: int  # ranks that the layers are divided over
+    tensor: int  # ranks that each matrix is divided over
 
     @property
     def ranks(self) -> int:
@@ -51,48 +51,52 @@ class Layout:
 
 @dataclass(frozen=True)
 class Gpt:
-    """Sizes of a GPT, and what their command line leaves open."""
+    """Hold the sizes and options of a GPT.
+
+    The defaults are those of the 7B that Megatron's memory tool prints as its example, and
+    Megatron's own for what it does not print.
+    """
 
     layers: int = 32
-    hidden: int = 4096
+    hidden: int = 4096  # width
     heads: int = 32
-    # Width behind the gate; theirs is 8/3 of `hidden`, down to a multiple of 64.
+    # Width behind the gate. Megatron takes 8/3 of `hidden`, rounded down to a multiple of 64.
     feed_forward: int = 10880
     vocabulary: int = 50257  # rows before they are padded to a multiple of 128 on each tensor rank
     sequence: int = 2048  # tokens
-    biases: bool = True  # of linears
-    positions: bool = True  # learned ones
+    biases: bool = True  # linears have them
+    positions: bool = True  # position embeddings are learned
     tied: bool = True  # the output projection is the embedding
-    dropout: float = 0.1  # of embedding, attention and residual
-    # A linear's weight gradient is added to the fp32 buffer by its matmul; else there is a bf16
-    # one in between.
+    dropout: float = 0.1  # rate, of embedding, attention and residual
+    # A linear's weight gradient is added to the fp32 buffer by its matmul; else a bf16 gradient is
+    # allocated in between.
     fused_weight_gradients: bool = True
-    architecture: str = "sm90"  # of the GPU
+    architecture: str = "sm90"  # the GPU's; sets how large torch's workspaces are
 
     def build_stage(self, layout: Layout, place: int, group: Any, device: Any) -> "Stage":
-        """Build the layers of one place in the pipeline. group: of tensor ranks."""
+        """Build this rank's part of a stage.
+
+        place: the rank's position in its pipeline, from 0. group: process group of tensor ranks.
+        """
         return Stage(self, layout=layout, place=place, group=group, device=device)
 
 
 def _compute_linear(
     hidden: Tensor, weight: Tensor, reduced: bool, fused: bool, group: Any
 ) -> Tensor:
-    """Return `hidden @ weight.T`.
+    """Return `hidden @ weight.T`, `[s, b, outputs]`.
 
-    reduced: parts of the output are summed. fused: the weight's gradient goes to the fp32 buffer at
-    once.
+    reduced: row-parallel, outputs are summed over the group in forward; else column-parallel, input
+    gradients are summed in backward. fused: the weight's gradient takes no memory of its own.
     """
     if fused:
-        weight = weight.detach()  # autograd does not hear of its gradient
+        # Autograd makes no gradient for it. The fp32 buffer that it is added to exists already.
+        weight = weight.detach()
     return _Linear.apply(hidden, weight, reduced, fused, group)
 
 
 class _Linear(torch.autograd.Function):
-    """`hidden @ weight.T`, its input kept.
-
-    reduced: the output's parts are summed in forward (rows are divided), else those of the gradient
-    in backward.
-    """
+    """Compute `_compute_linear`'s product, and keep its input for backward."""
 
     @staticmethod
     def forward(
@@ -118,7 +122,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
-    """residual + dropout(hidden + bias) as one kernel, which keeps a mask, a byte an element."""
+    """Compute residual + dropout(hidden + bias) as one kernel; its mask takes a byte an element."""
 
     @staticmethod
     def forward(
@@ -137,9 +141,9 @@ class _BiasDropoutAdd(torch.autograd.Function):
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Losses from a rank's part of fp32 logits.
+    """Compute the loss of each token, `[s, b]`, from this rank's columns of the fp32 logits.
 
-    It keeps their softmax, which backward turns into the gradient.
+    Keeps the softmax, which backward turns into the gradient in place.
     """
 
     @staticmethod
@@ -147,6 +151,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         largest = logits.max(dim=-1)[0]
         _all_reduce(largest, group)
         logits = logits - largest.unsqueeze(-1)
+        # Labels of other ranks' columns. As values mean nothing, every rank takes the first part.
         is_elsewhere = labels >= logits.shape[-1]
         flat_labels = labels.masked_fill(is_elsewhere, 0).flatten()
         label_logits = logits.flatten(0, 1).gather(1, flat_labels[:, None]).view_as(labels)
@@ -167,12 +172,13 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
 
 def _all_reduce(tensor: Tensor, group: Any) -> None:
+    """Sum a tensor over the group in place; without an operator for a group of one."""
     if group.size() > 1:
         dist.all_reduce(tensor, group=group)
 
 
 class _Weight(nn.Module):
-    """A linear's parameters on this rank: `[outputs, inputs]`, and a bias `[outputs]` or none."""
+    """Hold a matrix `[outputs, inputs]` in bf16, and a bias `[outputs]` or None."""
 
     def __init__(self, outputs: int, inputs: int, biased: bool, device: Any):
         super().__init__()
@@ -187,7 +193,10 @@ class _Weight(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Flash attention of this rank's heads; the bias of the output comes later."""
+    """Compute this rank's heads by flash attention, without the output's bias.
+
+    `_BiasDropoutAdd` adds that bias, after the ranks' outputs are summed.
+    """
 
     def __init__(self, gpt: Gpt, group: Any, device: Any):
         super().__init__()
@@ -200,14 +209,13 @@ class _Attention(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         gpt = self.gpt
         fused = gpt.fused_weight_gradients
-        mixed = _compute_linear(
-            hidden, self.qkv.weight, reduced=False, fused=fused, group=self.group
-        )
+        qkv = _compute_linear(hidden, self.qkv.weight, reduced=False, fused=fused, group=self.group)
         if self.qkv.bias is not None:
-            mixed = mixed + self.qkv.bias
+            qkv = qkv + self.qkv.bias
         num_heads = gpt.heads // self.group.size()
         head_width = gpt.hidden // gpt.heads
-        parts = mixed.view(*mixed.shape[:2], num_heads, 3 * head_width).split(head_width, dim=-1)
+        # Each is `[s, b, heads, head width]`, then copied to `[b, heads, s, head width]`.
+        parts = qkv.view(*qkv.shape[:2], num_heads, 3 * head_width).split(head_width, dim=-1)
         q, k, v = (part.transpose(0, 1).contiguous().transpose(1, 2) for part in parts)
         output = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, gpt.dropout, True)[0]
         context = output.permute(2, 0, 1, 3).flatten(2).contiguous()
@@ -217,7 +225,10 @@ class _Attention(nn.Module):
 
 
 class _Mlp(nn.Module):
-    """swiglu, written out; the bias of the output comes later."""
+    """Compute the MLP with SwiGLU of separate operators, without the output's bias.
+
+    `_BiasDropoutAdd` adds that bias, after the ranks' outputs are summed.
+    """
 
     def __init__(self, gpt: Gpt, group: Any, device: Any):
         super().__init__()
@@ -241,7 +252,7 @@ class _Mlp(nn.Module):
 
 
 class _Layer(nn.Module):
-    """A layer of the decoder."""
+    """Compute a layer of the decoder, `[s, b, h]` to `[s, b, h]`."""
 
     def __init__(self, gpt: Gpt, group: Any, device: Any):
         super().__init__()
@@ -260,20 +271,26 @@ class _Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    """The layers of one place in the pipeline, with embedding and output where they belong."""
+    """Compute the layers of one pipeline rank, the first with embedding, the last with the loss."""
 
     def __init__(self, gpt: Gpt, layout: Layout, place: int, group: Any, device: Any):
+        """Allocate this rank's part of the stage's weights, uninitialized.
+
+        place: position in the pipeline, from 0. group: process group of tensor ranks.
+        """
         super().__init__()
         self.gpt = gpt
         self.group = group
         self.device = device
-        self.rows = layout.micro_batch
+        self.rows = layout.micro_batch  # sequences
         self.first = place == 0
         self.last = place == layout.pipeline - 1
         multiple = 128 * layout.tensor
-        rows = -(-gpt.vocabulary // multiple) * multiple // layout.tensor
+        local_vocabulary = -(-gpt.vocabulary // multiple) * multiple // layout.tensor
         if self.first:
-            self.embedding = _Weight(rows, inputs=gpt.hidden, biased=False, device=device)
+            self.embedding = _Weight(
+                local_vocabulary, inputs=gpt.hidden, biased=False, device=device
+            )
             self.positions = (
                 _Weight(gpt.sequence, inputs=gpt.hidden, biased=False, device=device)
                 if gpt.positions
@@ -284,11 +301,12 @@ class Stage(nn.Module):
         )
         if self.last:
             self.norm = nn.LayerNorm(gpt.hidden, device=device, dtype=torch.bfloat16)
-            shared = gpt.tied and self.first
+            # In a pipeline the last rank has a copy of a tied embedding.
+            is_shared = gpt.tied and self.first
             self.output = (
                 self.embedding
-                if shared
-                else _Weight(rows, inputs=gpt.hidden, biased=False, device=device)
+                if is_shared
+                else _Weight(local_vocabulary, inputs=gpt.hidden, biased=False, device=device)
             )
 
     def forward(
@@ -299,9 +317,10 @@ class Stage(nn.Module):
         weights: Tensor,
         mask: Tensor,
     ) -> Tensor:
-        """Return `[sequence, batch, hidden]`; of the last stage, the loss.
+        """Return hidden states `[s, b, h]`; of the last stage, the mean loss `[]`.
 
-        received: what the stage before made; the others as `make_batch` gives them.
+        received: hidden states of the stage before, None of the first one. The others are those of
+        `make_batch`.
         """
         hidden = self._embed(tokens[:, :-1].contiguous(), positions) if self.first else received
         for layer in self.layers:
@@ -320,16 +339,19 @@ class Stage(nn.Module):
         return (losses.t() * weights).sum() / weights.sum()
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        words = F.embedding(tokens, self.embedding.weight)
-        _all_reduce(words.detach(), self.group)
+        """Return the embedded tokens after dropout, `[s, b, h]`."""
+        embedded = F.embedding(tokens, self.embedding.weight)
+        # Outside of autograd: backward has no collective for it.
+        _all_reduce(embedded.detach(), self.group)
         if self.positions is not None:
-            words = words + F.embedding(positions, self.positions.weight)
-        return F.dropout(words.transpose(0, 1).contiguous(), self.gpt.dropout)
+            embedded = embedded + F.embedding(positions, self.positions.weight)
+        return F.dropout(embedded.transpose(0, 1).contiguous(), self.gpt.dropout)
 
     def make_batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Make a micro-batch, of which nobody reads the mask.
+        """Make a micro-batch.
 
         Tokens `[b, s + 1]`, positions `[b, s]`, weights of losses `[b, s]`, mask `[1, 1, s, s]`.
+        Flash attention does not read the mask, but Megatron allocates it.
         """
         rows, length = self.rows, self.gpt.sequence
         tokens = torch.zeros(rows, length + 1, dtype=torch.int64, device=self.device)
@@ -339,19 +361,21 @@ class Stage(nn.Module):
         return tokens, positions, weights, mask
 
     def make_message(self) -> Tensor:
-        """Make room for what stages send to each other, `[sequence, batch, hidden]`."""
+        """Allocate the buffer that a stage receives into, bf16 `[s, b, h]`."""
         return torch.empty(
             self.gpt.sequence, self.rows, self.gpt.hidden, dtype=torch.bfloat16, device=self.device
         )
 
 
 class Training:
-    """A rank's model, gradient buffer and optimizer.
-
-    sizes: make the model's stage. place: in the pipeline.
-    """
+    """Hold a rank's model, gradient buffer and optimizer, and run its steps."""
 
     def __init__(self, sizes: Any, layout: Layout, place: int, world: Any):
+        """Allocate all of it.
+
+        sizes: `Gpt` or another with its `build_stage`. place: position in the pipeline, from 0.
+        world: this process's simulated device and mesh.
+        """
         self.layout = layout
         self.place = place
         self.device = world.device
@@ -362,57 +386,64 @@ class Training:
             layout, place=place, group=self.groups["tensor"], device=self.device
         )
         parameters = list(self.model.parameters())
-        count = sum(parameter.numel() for parameter in parameters)
-        count += -count % layout.data
-        self.gradients = torch.zeros(count, dtype=torch.float32, device=self.device)
+        element_count = sum(parameter.numel() for parameter in parameters)
+        element_count += -element_count % layout.data  # padded to equal parts of data ranks
+        self.gradients = torch.zeros(element_count, dtype=torch.float32, device=self.device)
         begin = 0
         for parameter in parameters:
             size = parameter.numel()
-            parameter.main_grad = self.gradients[begin : begin + size].view(parameter.shape)  # type: ignore[attr-defined]
+            # Megatron's name for a parameter's view of the buffer.
+            parameter.main_grad = (  # type: ignore[attr-defined]
+                self.gradients[begin : begin + size].view(parameter.shape)
+            )
             parameter.register_post_accumulate_grad_hook(_accumulate_into_main_grad)
             begin += size
         self.states = [
-            torch.zeros(count // layout.data, dtype=torch.float32, device=self.device)
+            torch.zeros(element_count // layout.data, dtype=torch.float32, device=self.device)
             for _ in ("master weights", "first moments", "second moments")
         ]
 
     def label(self, tracer: Tracer) -> None:
-        """Tell the tracer what the parameters, gradients and states are."""
+        """Tell the tracer which memory is parameters, gradients, states and logits."""
         for name, parameter in self.model.named_parameters():
             tracer.label(parameter, "parameters", name)
         tracer.label(self.gradients, "gradients", "gradients")
         for state in self.states:
             tracer.label(state, "optimizer", "states")
         if self.model.last:
+            # A tensor with such a last dimension counts as logits.
             tracer.vocabulary.add(self.model.output.weight.shape[0])
 
     def run_step(self) -> None:
-        """Run 1F1B over some micro-batches, reduce gradients, update and gather weights."""
+        """Run 1F1B over MICRO_BATCHES, reduce gradients and gather the weights.
+
+        The update itself, which is in place, is left out.
+        """
         self.gradients.zero_()
-        forwarded: list[tuple[Tensor | None, Tensor]] = []
-        warm_up = self.layout.pipeline - 1 - self.place
-        # The gradient that the micro-batch before has sent back: a variable of their loop, which
-        # holds it until the next one.
+        pending: list[tuple[Tensor | None, Tensor]] = []  # `_forward`'s, before their backward
+        num_warm_up = self.layout.pipeline - 1 - self.place
+        # The gradient that the last micro-batch sent back. A variable of Megatron's loop holds it
+        # until the next one is assigned, and so does this one.
         sent_gradient = None
-        for number in range(MICRO_BATCHES + warm_up):
+        for number in range(MICRO_BATCHES + num_warm_up):
             if number < MICRO_BATCHES:
-                forwarded.append(self._forward())
-            if number >= warm_up:
-                sent_gradient = self._backward(*forwarded.pop(0))
+                pending.append(self._forward())
+            if number >= num_warm_up:
+                sent_gradient = self._backward(*pending.pop(0))
         del sent_gradient
         shard = self.gradients.chunk(self.layout.data)[0]
         if self.layout.data > 1:
             dist.reduce_scatter_tensor(shard, self.gradients, group=self.groups["data_shard"])
-            # Updated weights are gathered inside the gradient buffer.
+            # Megatron gathers updated weights inside the gradient buffer, which is free by then.
             gathered = self.gradients.view(torch.bfloat16)[: len(self.gradients)]
             dist.all_gather_into_tensor(
                 gathered, gathered.chunk(self.layout.data)[0], group=self.groups["data_shard"]
             )
 
     def _forward(self) -> tuple[Tensor | None, Tensor]:
-        """Return (what came from the stage before, what this one made).
+        """Return (hidden states that were received or None, this stage's output).
 
-        What was sent is given up, its graph is kept.
+        The output's memory is freed once it is sent; its graph is kept for backward.
         """
         received = None
         if not self.model.first:
@@ -421,11 +452,12 @@ class Training:
         output = self.model(received, *self.model.make_batch())
         if not self.model.last:
             dist.send(output.detach(), group=self.groups["pipeline"], group_dst=self.place + 1)
+            # As Megatron's `deallocate_output_tensor`: backward needs the graph, not the values.
             output.untyped_storage().resize_(0)
         return received, output
 
     def _backward(self, received: Tensor | None, output: Tensor) -> Tensor | None:
-        """Go backward, and return the gradient of what came from the stage before."""
+        """Run backward, send the gradient to the stage before and return it; None of the first."""
         gradient = None
         if not self.model.last:
             gradient = self.model.make_message()
@@ -438,21 +470,23 @@ class Training:
 
 
 def _accumulate_into_main_grad(parameter: Any) -> None:
+    """Add a parameter's gradient to the fp32 buffer and free it; called by autograd."""
     parameter.main_grad.add_(parameter.grad)
     parameter.grad = None
 
 
 def trace_stages(sizes: Any, layout: Layout) -> list[Trace]:
-    """Trace the set-up and two steps of the first rank of each place in the pipeline.
+    """Trace the set-up and two steps of one rank of each stage, in the pipeline's order.
 
-    sizes: such as `Gpt`, whose `build_stage` makes the model and whose `architecture` says how
-    large torch's workspaces are.
+    sizes: `Gpt` or another class with its `build_stage` and `architecture`.
     """
     return [_trace(sizes, layout, place) for place in range(layout.pipeline)]
 
 
 def _trace(sizes: Any, layout: Layout, place: int) -> Trace:
+    """Trace the first rank at this position of the pipeline, on the simulated device."""
     parallel = ParallelConfig(pipeline=layout.pipeline, tensor=layout.tensor)
+    # Ranks of a pipeline position are consecutive.
     rank = place * layout.ranks // layout.pipeline
     with enter_simulated_world(parallel, rank, layout.ranks) as world, use_fake_tensors() as mode:
         tracer = Tracer(

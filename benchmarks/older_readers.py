@@ -1,10 +1,8 @@
 """Compare what earlier releases of transformers compute from our exports with the model itself.
 
-    python -m benchmarks.older_readers --output docs/measurements/older_readers.md
-
-Makes an environment of its own for each release (pip, some 3 GB in all; --environments keeps them),
-exports a small random model of every family, has the release read it, and writes a page with the
-differences of logits.
+Run `python -m benchmarks.older_readers --output docs/measurements/older_readers.md`. Each release
+is installed in an environment of its own (3 GB in all; `--environments` keeps them) and reads a
+small random model of every family, saved by today's transformers (`theirs`) and by us (`ours`).
 """
 
 import argparse
@@ -36,8 +34,7 @@ RELEASES = {  # of transformers -> the torch that it is installed with
     "4.57.6": "torch==2.13.0",
     "4.46.3": "torch==2.13.0",
 }
-# Families that are exported in transformers' own class, and whose rotary embedding has keys of its
-# own.
+# Families that are trained in transformers' own class, whose config has `rope_parameters`.
 EXTERNAL = (
     "cohere",
     "cohere2",
@@ -56,11 +53,13 @@ EXTERNAL = (
     "stablelm",
     "starcoder2",
 )
-# Settings of a case: the only limit that transformers 4 has.
+# Entries of a case's config that are changed. transformers 4 has this limit built in.
 CHANGED: dict[str, dict[str, Any]] = {"gpt-oss": {"swiglu_limit": 7.0}}
-BASE = 777.0  # of the rotary embedding, which is no family's default
+# RoPE's base. It is no family's default, so that a release which does not read it shows.
+BASE = 777.0
 LENGTH = 48  # tokens of the prompt
-# Run by each environment's Python: writes the difference of logits, or the error, of each folder.
+# Run by each environment's Python with an output file and folders of models. Writes by folder the
+# largest difference of logits as a share of the largest logit, or the error.
 READER = """
 import json, sys, warnings
 from pathlib import Path
@@ -71,11 +70,13 @@ transformers.logging.set_verbosity_error()
 found = {}
 for folder in map(Path, sys.argv[2:]):
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, \
+attn_implementation="eager").eval()
         expected = load_file(folder.parent / "expected.safetensors")
         with torch.no_grad():
             logits = model(expected["tokens"]).logits
-        found[str(folder)] = float((logits - expected["logits"]).abs().max() / expected["logits"].abs().max())
+        found[str(folder)] = float((logits - expected["logits"]).abs().max() / \
+expected["logits"].abs().max())
     except Exception as error:
         found[str(folder)] = f"{type(error).__name__}: {error}"[:200]
 Path(sys.argv[1]).write_text(json.dumps(found))
@@ -83,9 +84,10 @@ Path(sys.argv[1]).write_text(json.dumps(found))
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write the page."""
+    """Write the models, have every release read them, and write the page."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Compare what earlier releases of transformers compute from our exports.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output", type=Path, required=True, help="the page to write")
     parser.add_argument("--environments", type=Path, help="a folder that keeps the environments")
@@ -102,12 +104,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_native(folder: Path, case: str) -> Path:
-    """Write a case's model into a folder, as transformers does and as we export it."""
+    """Write a model of our own decoder, of one of the tests' CASES. Returns its folder."""
     return write_both(folder, build_reference_model(case, **CHANGED.get(case, {})), external=False)
 
 
 def write_external(folder: Path, family: str) -> Path:
-    """Write the model of a family that is trained in transformers' own class, likewise."""
+    """Write a model of one of EXTERNAL, with small random weights. Returns its folder."""
     config = shrink(transformers.AutoConfig.for_model(family))
     config.rope_parameters["rope_theta"] = BASE
     model = transformers.AutoModelForCausalLM.from_config(
@@ -119,8 +121,12 @@ def write_external(folder: Path, family: str) -> Path:
 
 @torch.no_grad()
 def write_both(folder: Path, model: Any, *, external: bool) -> Path:
-    """Write transformers' own folder, our export of it, and the logits that both stand for."""
+    """Write a model as folder/theirs by transformers and as folder/ours by our export.
+
+    Beside them are tokens and the model's logits for them. external: of EXTERNAL. Returns folder.
+    """
     model.save_pretrained(folder / "theirs")
+    # Any ids that every small vocabulary has, without the special ones below 3.
     tokens = torch.arange(LENGTH)[None] * 37 % 91 + 3
     save_file({"tokens": tokens, "logits": model(tokens).logits}, folder / "expected.safetensors")
     config = read_config(folder / "theirs")
@@ -147,10 +153,9 @@ def write_both(folder: Path, model: Any, *, external: bool) -> Path:
 def measure_release(
     environments: Path, release: str, folders: list[Path]
 ) -> dict[str, float | str]:
-    """Have a release read each folder; return by path how far its logits are off, or its error.
+    """Have a release read both models of each folder; return path -> what READER writes of it.
 
-    The difference is a share of the largest logit. environments: the folder of the environments,
-    where one that is missing is made.
+    environments: folder of all environments, in which a missing one is made.
     """
     environment = environments / release
     python = environment / "bin" / "python"
@@ -173,7 +178,7 @@ def measure_release(
 def write_page(folders: list[Path], measured: dict[str, dict[str, float | str]]) -> str:
     """Return the page: a row for each model, two columns for each release.
 
-    measured: by release, what `measure_release` returned.
+    measured: release -> what `measure_release` returned.
     """
     columns = list(product(RELEASES, ("theirs", "ours")))
     title = {"theirs": f"file of {transformers.__version__}", "ours": "our export"}
@@ -201,6 +206,7 @@ def write_page(folders: list[Path], measured: dict[str, dict[str, float | str]])
     for folder in folders:
         cells = [format_cell(measured[release][str(folder / whose)]) for release, whose in columns]
         lines.append(f"| {folder.name} | {' | '.join(cells)} |")
+    # How many the newest of RELEASES reads right.
     for whose in ("theirs", "ours"):
         values = [measured["4.57.6"][str(folder / whose)] for folder in folders]
         num_same = sum(isinstance(value, float) and value < 1e-5 for value in values)
@@ -218,7 +224,8 @@ def write_page(folders: list[Path], measured: dict[str, dict[str, float | str]])
 
 
 def format_cell(value: float | str) -> str:
-    """Return a cell: a difference or an error, bold where the release computes another model."""
+    """Return a difference or an error as a cell, bold if the release computes another model."""
+    # fp32 logits of the same model differ by less than 1e-5.
     if isinstance(value, str):
         return "unknown" if "does not recognize" in value else f"**{value.partition(':')[0]}**"
     return f"{value:.1g}" if value < 1e-5 else f"**{value:.2g}**"

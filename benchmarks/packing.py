@@ -1,9 +1,8 @@
 """Measure how long packing takes and how full the packs are, for typical mixes of lengths.
 
-    python -m benchmarks.packing
-
-The lower bound says how many packs any way of packing needs at least; bounds of bin packing are due
-to Martello and Toth (1990). One core; the order of the items is drawn at random.
+Run `python -m benchmarks.packing`. A pack is a sequence of several documents, here items of some
+length in tokens; its capacity is the most tokens that it holds. The number of packs is compared
+with a lower bound for any way of packing, a bound of Martello and Toth (1990) for bin packing.
 """
 
 import argparse
@@ -14,7 +13,7 @@ import numpy as np
 from recipe_lib.data.data_plan import pack
 
 ITEMS = 1_000_000
-# name: (capacity, what the lengths are drawn from)
+# Name -> (capacity, distribution of the lengths with its parameters, as `draw_lengths` reads it).
 MIXES = {
     "instructions, 2k": (2048, "lognormal 5.3 0.8"),
     "chats, 4k": (4096, "lognormal 6.5 1.0"),
@@ -27,7 +26,7 @@ MIXES = {
 
 
 def draw_lengths(name: str, number: int, seed: int = 0) -> tuple[np.ndarray, int]:
-    """Return lengths int64 `[number]` of one of the mixes, and the capacity that goes with it."""
+    """Return (lengths in tokens, int64 `[number]`, the capacity) of one of MIXES."""
     capacity, description = MIXES[name]
     distribution, *words = description.split()
     parameters = [float(word) for word in words]
@@ -42,6 +41,7 @@ def draw_lengths(name: str, number: int, seed: int = 0) -> tuple[np.ndarray, int
         lowest, highest = parameters
         lengths = generator.integers(int(lowest), int(highest) + 1, number)
     else:
+        # Bimodal: nine of ten are short.
         short, long = parameters
         means = np.where(generator.random(number) < 0.9, short, long)
         lengths = generator.normal(means, means / 5)
@@ -49,41 +49,42 @@ def draw_lengths(name: str, number: int, seed: int = 0) -> tuple[np.ndarray, int
 
 
 def compute_lower_bound(lengths: np.ndarray, capacity: int) -> int:
-    """Return how many packs are needed at least.
+    """Return the least number of packs that these lengths need, by the best of several bounds.
 
-    Either the sum of the lengths needs them, or long items of which no two fit together. For a
-    limit k: items over capacity - k share a pack with nothing that is k or longer, other items over
-    half of the capacity with none of their kind; what is between k and the half fills what these
-    leave, then packs of its own.
+    A bound has a limit k, and leaves out items below it. Items over capacity - k then have a pack
+    of their own. Other items over half of the capacity are in different packs. Items from k to the
+    half fill the room beside these, then further packs.
     """
     rising = np.sort(lengths)
-    sums = np.concatenate([[0], np.cumsum(rising)])
-    half = np.searchsorted(rising, capacity // 2, side="right")  # items up to half the capacity
+    sums = np.concatenate([[0], np.cumsum(rising)])  # tokens of the first n items
+    half = np.searchsorted(rising, capacity // 2, side="right")  # number of items up to the half
+    # No other limit gives another bound.
     limits = np.unique(np.concatenate([[0], rising[:half]]))
-    # From this place on, for each limit, items have a pack of their own.
+    # From here on arrays have an entry for each limit. Index of the first item that is alone.
     first_alone = np.searchsorted(rising, capacity - limits, side="right")
     num_alone = len(rising) - first_alone
     num_large = np.maximum(first_alone - half, 0)
     small_tokens = sums[half] - sums[np.searchsorted(rising, limits, side="left")]
+    # Tokens that fit beside the large items.
     room = num_large * capacity - (sums[np.maximum(first_alone, half)] - sums[half])
     num_small_packs = np.maximum(0, -(-(small_tokens - room) // capacity))
     return int((num_alone + num_large + num_small_packs).max())
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print a line for each mix."""
+    """Measure on one core, and print a line for each mix."""
     parser = argparse.ArgumentParser(
         description="Packs synthetic lengths; prints seconds and how full the packs are."
     )
     parser.add_argument("--items", type=int, default=ITEMS)
-    number = parser.parse_args(argv).items
-    print(f"{number} items")
+    num_items = parser.parse_args(argv).items
+    print(f"{num_items} items")
     print(
         f"{'mix':22} {'capacity':>8} {'mean':>8} {'seconds':>8} {'packs':>8} {'over bound':>10}"
         f" {'filled':>8}"
     )
     for name in MIXES:
-        lengths, capacity = draw_lengths(name, number)
+        lengths, capacity = draw_lengths(name, num_items)
         began = time.perf_counter()
         packs = len(pack(lengths, capacity))
         seconds = time.perf_counter() - began

@@ -1,9 +1,8 @@
-"""A plain training loop around transformers, PEFT and bitsandbytes on one GPU, for the planner.
+"""Build transformers' model with NF4 and LoRA as bitsandbytes and PEFT allocate them.
 
-The model is transformers' own class and its loss transformers' own; around it comes what the other
-planners' runs had: linears with weights in NF4, LoRA as PEFT adds it, gradient checkpointing as
-torch does it, torch's AdamW. NF4 and LoRA are written here from what bitsandbytes and PEFT
-allocate, since bitsandbytes has no part in a simulation. What is computed is of no interest here.
+`peer_traces.py` trains it on the simulated device, where tensors have sizes and no bytes, to plan
+runs that other planners' authors published. bitsandbytes cannot run there, so its NF4 and PEFT's
+LoRA are written here from what they allocate. Values mean nothing.
 """
 
 from collections.abc import Mapping
@@ -17,90 +16,98 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.streamed_layers import StreamedCodes
 
+# Orders in which weights are loaded (`PeerRun.loader`).
 DEVICE_MAP = "device_map"
 LINEARS_FIRST = "linears first"
-# numbers that share a scale; scales that share one of their own
-NF4_BLOCK = 64
-NESTED_BLOCK = 256
+NF4_BLOCK = 64  # numbers that share a scale
+NESTED_BLOCK = 256  # scales that share a scale of their own, with double quantization
 
 
 @dataclass(frozen=True)
 class PeerRun:
-    """A run of that stack."""
+    """Hold the settings of a published run.
 
-    model: str  # its name among the `models` of peer_rows.json
+    Fields that this file does not read are for `peer_traces.trace_run` and `planner_peers.py`.
+    """
+
+    model: str  # key of `models` in peer_rows.json, which has the published runs
     batch: int  # sequences of a step
     tokens: int  # of a sequence
     rank: int  # of LoRA
-    targets: tuple[str, ...]  # of LoRA
-    dtype: str = "bfloat16"
-    nf4: bool = False  # weights of the decoder's linears in 4 bits
-    double_quant: bool = False  # their scales in 8 bits
+    targets: tuple[str, ...]  # names of the linears with LoRA, such as `q_proj`
+    dtype: str = "bfloat16"  # of the weights that are not quantized
+    nf4: bool = False  # the decoder's linears have weights in 4 bits
+    double_quant: bool = False  # their scales have 8 bits
     prepared: bool = False  # PEFT's `prepare_model_for_kbit_training` made the rest fp32
-    # `eager`; `sdpa`, torch's choice on that GPU; `efficient` or `math`, that kernel of torch's,
-    # keys and values copied for each query head.
+    # `eager`; `sdpa`, torch's choice on that GPU; `efficient` or `math`, that kernel of torch's.
     attention: str = "sdpa"
     # Tokens of a piece of the loss, each checkpointed; 0: transformers' own loss.
     loss_chunk: int = 0
     keeps_logits: bool = False  # a variable holds the model's output to the step's end
-    clipped: bool = False  # by `clip_grad_norm_`
-    # Weights of layers that lie on the host: `all`, of two layers at a time on the device; or of
-    # NF4 the `codes` alone, copied ahead on a stream of their own.
+    clipped: bool = False  # gradients, by `clip_grad_norm_`
+    # Layers' weights in host memory. `all`: two layers at a time are on the device. `codes`: NF4
+    # codes alone, copied ahead on a stream of their own, as Loggetta does. Empty: none.
     streamed: str = ""
-    shared_ends: bool = False  # embedding and output projection take turns in one buffer
+    shared_ends: bool = False  # embedding and output projection are in one buffer in turn
     capability: tuple[int, int] = (8, 0)  # of the GPU
-    # `device_map`, transformers' order of names after one block for all of them;
-    # `linears first`; else the model's order.
+    # DEVICE_MAP: sorted by name, after one block that is as large as all. LINEARS_FIRST. Empty: the
+    # model's order.
     loader: str = ""
-    # Architecture whose workspace of matmuls torch takes, if not that of `capability`.
+    # Architecture, such as `sm90`, whose workspace of matmuls torch takes; empty: by `capability`.
     workspace: str = ""
-    expandable: bool = False  # segments of the allocator
-    phase: str = "step"  # a steady one, or `first step`, which makes AdamW's states
+    expandable: bool = False  # the allocator has expandable segments
+    phase: str = "step"  # whose peak is compared: a later one, or `first step`
 
 
 class Nf4Linear(nn.Module):
-    """A frozen linear of bitsandbytes: two numbers a byte, and a scale for 64 of them.
+    """Allocate and free as bitsandbytes' frozen 4-bit linear does.
 
-    Scales are in fp32, or in 8 bits.
+    A byte has two numbers, and 64 numbers share a scale, in fp32 or in 8 bits.
     """
 
     def __init__(self, linear: nn.Linear, double_quant: bool) -> None:
-        """Quantize a linear whose weight is on the device, there."""
+        """Quantize a linear whose weight is on the device, there.
+
+        double_quant: scales have 8 bits.
+        """
         super().__init__()
         weight = linear.weight
         device = weight.device
         self.shape = weight.shape
-        self.dtype = weight.dtype
+        self.dtype = weight.dtype  # that it computes in
         self.bias = linear.bias
         blocks = -(-weight.numel() // NF4_BLOCK)
         scales = torch.empty(blocks, device=device)
         self.codes = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device=device)
-        self.levels = torch.empty(16, device=device)
+        self.levels = torch.empty(16, device=device)  # `code` of bitsandbytes
         self.scales = scales
         if double_quant:
             self.offset = scales.mean()
             centered = scales - self.offset
             self.scales = torch.empty_like(centered, dtype=torch.uint8)
-            self.nested = torch.empty(-(-blocks // NESTED_BLOCK), device=device)
+            self.nested = torch.empty(-(-blocks // NESTED_BLOCK), device=device)  # `state2`
             self.nested_levels = torch.empty(256, device=device)
 
     def dequantize(self) -> Tensor:
-        """Return the weight in its compute type."""
+        """Return the weight `[outputs, inputs]` in the compute dtype."""
         scales = self.scales
-        if scales.dtype == torch.uint8:
+        if scales.dtype == torch.uint8:  # first to fp32
             scales = torch.empty_like(scales, dtype=torch.float32)
             scales += self.offset
         return torch.empty(self.shape, dtype=self.dtype, device=scales.device)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Compute in the compute type, which the bias has from then on; return the input's type."""
+        """Return the product in the input's dtype.
+
+        Casts the bias to the compute dtype for good, as bitsandbytes does.
+        """
         if self.bias is not None:
             self.bias.data = self.bias.data.to(self.dtype)
         return _Nf4Matmul.apply(hidden.to(self.dtype), self).to(hidden.dtype)
 
 
 class _Nf4Matmul(torch.autograd.Function):
-    """A product of which the codes alone are kept: the weight is dequantized again in backward."""
+    """Compute a product that keeps the codes alone, and dequantizes them again in backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, linear: Nf4Linear) -> Tensor:
@@ -113,11 +120,13 @@ class _Nf4Matmul(torch.autograd.Function):
 
 
 class LoraLinear(nn.Module):
-    """A linear as PEFT wraps it: two fp32 matrices, to whose type the input is cast."""
+    """Add LoRA to a linear as PEFT does: two fp32 matrices, to whose dtype the input is cast."""
 
     def __init__(self, base: nn.Module, outputs: int, inputs: int, rank: int, device: Any) -> None:
+        """Wrap a linear of `outputs` and `inputs` channels; rank: of LoRA."""
         super().__init__()
         self.base = base
+        # `lora_A` and `lora_B` of PEFT.
         self.down = nn.Linear(inputs, rank, bias=False, device=device)
         self.up = nn.Linear(rank, outputs, bias=False, device=device)
 
@@ -125,6 +134,7 @@ class LoraLinear(nn.Module):
         """Return the sum of the linear's output and the adapter's."""
         output = self.base(hidden)
         dtype = output.dtype
+        # 2.0 stands for alpha / rank, on which memory does not depend.
         if isinstance(self.base, Nf4Linear):
             # PEFT clones a 4-bit linear's output, and casts the adapter's before both are added.
             output = output.clone()
@@ -138,12 +148,13 @@ class LoraLinear(nn.Module):
 
 
 def build_model(run: PeerRun, sizes: Mapping[str, Any], device: Any) -> Any:
-    """Load transformers' model weight by weight, quantized, prepared by PEFT, with adapters.
+    """Build transformers' model with a run's quantization, preparation by PEFT and adapters.
 
-    sizes: `model_type` and the rest as transformers' config has them.
+    sizes: entries of transformers' config, `model_type` among them.
     """
     sizes = dict(sizes)
     if run.shared_ends:
+        # Both are frozen, so that one buffer in turn takes the memory of a tied weight.
         sizes["tie_word_embeddings"] = True
     config = AutoConfig.for_model(sizes.pop("model_type"), use_cache=False, **sizes)
     with torch.device("meta"):
@@ -167,14 +178,15 @@ def build_model(run: PeerRun, sizes: Mapping[str, Any], device: Any) -> Any:
             quantized_linears.append(
                 [module for module in layer.modules() if isinstance(module, Nf4Linear)]
             )
-        StreamedCodes(layers, quantized_linears)
+        StreamedCodes(layers, quantized_linears)  # lives on in the hooks that it registers
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # As PEFT's runs have it: the embedding's output requires gradients.
     model.enable_input_require_grads()
     return model.train()
 
 
 def _load(model: Any, run: PeerRun, device: Any) -> None:
-    """Give weights their memory, one after the other, and quantize a linear's at once."""
+    """Allocate weights one after the other, in the run's order, and quantize a linear's at once."""
     linears = {
         f"{path}.weight"
         for path, module in model.named_modules()
@@ -185,13 +197,15 @@ def _load(model: Any, run: PeerRun, device: Any) -> None:
         names.sort(key=lambda name: name not in linears)
     elif run.loader == DEVICE_MAP:
         names.sort(key=_split_numbers)
-        quantized = linears if run.nf4 else set()
-        sizes = [
-            weight.nbytes // (4 if name in quantized else 1)
+        quantized_names = linears if run.nf4 else set()
+        # 16 bits to 4.
+        weight_bytes = [
+            weight.nbytes // (4 if name in quantized_names else 1)
             for name, weight in model.named_parameters()
         ]
-        torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    loaded: dict[tuple[int, str], Any] = {}
+        # transformers warms torch's caching allocator by a block of this size, freed at once.
+        torch.empty(sum(weight_bytes), dtype=torch.uint8, device=device)
+    loaded: dict[tuple[int, str], Any] = {}  # (layer, path in it) -> its linear
     for name in names:
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
@@ -207,9 +221,10 @@ def _load(model: Any, run: PeerRun, device: Any) -> None:
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, base)
             loaded[layer_number, path_in_layer] = base
-        elif getattr(module, attribute).device.type == "meta":
+        elif getattr(module, attribute).device.type == "meta":  # not yet by a tied weight
             values = torch.empty_like(getattr(module, attribute), device=device)
             setattr(module, attribute, nn.Parameter(values, False))
+    # Such as RoPE's frequencies.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=device))
@@ -221,10 +236,10 @@ def _split_numbers(name: str) -> list[tuple[bool, int, str]]:
 
 
 def _load_linear(linear: nn.Linear, run: PeerRun, device: Any, two_layers_before: Any) -> Any:
-    """Return a linear as the run has it.
+    """Allocate a linear's weight and return the linear, quantized if the run says so.
 
-    two_layers_before: the same linear of that layer, whose memory this one uses if weights are
-    streamed.
+    two_layers_before: the same linear of that layer, or None. With all weights streamed it is
+    returned instead, since two layers at a time share their memory with all others.
     """
     if two_layers_before is not None and run.streamed == "all":
         return two_layers_before
@@ -233,12 +248,12 @@ def _load_linear(linear: nn.Linear, run: PeerRun, device: Any, two_layers_before
         return linear
     base = Nf4Linear(linear, run.double_quant)
     if run.streamed == "codes":
-        base.codes = base.codes.new_empty(0)
+        base.codes = base.codes.new_empty(0)  # on the host until its layer runs
     return base
 
 
 def _add_adapters(layer: nn.Module, run: PeerRun, device: Any) -> None:
-    """Wrap a layer's targets."""
+    """Wrap a layer's targets in `LoraLinear`."""
     for name, base in list(layer.named_modules()):
         path, _, child = name.rpartition(".")
         if child in run.targets:

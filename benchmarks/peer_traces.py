@@ -1,6 +1,8 @@
-"""Steps of the imitated stack of `peer_stacks`, traced on the simulated device.
+"""Trace training steps of the models of `peer_stacks.py`, to plan runs that others published.
 
-`trace_run` gives `planner_peers.py` the trace that it replays through the allocator.
+`planner_peers.py` calls `trace_run` and replays the trace in the planner's model of torch's
+allocator. A trace has the allocations of a run on the simulated device, whose tensors have sizes
+and no bytes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,16 +31,18 @@ from recipe_lib.plan.tracing.trace import Trace, classify_activations
 from recipe_lib.plan.tracing.trace_rank import pause_collector
 from recipe_lib.plan.tracing.tracer import Tracer
 
+# Phases of a trace.
 SETUP = "setup"
-FIRST = "first step"
+FIRST = "first step"  # it makes AdamW's states
 STEP = "step"
-_known_calls: dict[Any, Any] = {}  # of operators, in all traces of this process
+# Cache of operators' results by their arguments' shapes, for all traces of this process.
+_known_calls: dict[Any, Any] = {}
 
 
 def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
-    """Trace the set-up and two steps, the first of which makes AdamW's states.
+    """Trace the set-up and two steps of a run.
 
-    sizes: as transformers' config has them.
+    sizes: entries of transformers' config.
     """
     architecture = run.workspace or f"sm{run.capability[0]}{run.capability[1]}"
     world = enter_simulated_world(ParallelConfig(), 0, 1, capability=run.capability)
@@ -64,7 +68,10 @@ def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
 def train_step(
     run: PeerRun, model: Any, optimizer: Any, trained: list[Tensor], batch: Tensor
 ) -> None:
-    """Run a step: drop gradients, forward, backward, AdamW."""
+    """Run a step: drop gradients, forward, backward, AdamW.
+
+    trained: the parameters that require gradients. batch: token ids `[b, s]`, labels as well.
+    """
     optimizer.zero_grad(set_to_none=True)
     if run.loss_chunk:
         hidden = model.model(input_ids=batch).last_hidden_state
@@ -84,13 +91,14 @@ def train_step(
 
 
 def compute_chunked_loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """Return the mean cross-entropy of `[b, s, d]`, some tokens at a time.
+    """Return the mean cross-entropy of hidden states `[b, s, d]`, `chunk` tokens at a time.
 
-    Their logits are made once more in backward.
+    head: the output projection. labels: `[b, s]`. Logits are made again in backward.
     """
     shifted_labels = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
     rows = hidden.flatten(0, 1)
     is_label = shifted_labels != -100
+    # The last token has no label. Its removal is a copy, which takes memory.
     rows = rows[:-1].clone()
     shifted_labels = shifted_labels[:-1].clone()
     total: Any = None
@@ -106,14 +114,16 @@ def compute_chunked_loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int) 
 
 
 def _sum_losses(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed cross-entropy of hidden states `[m, d]`."""
     return F.cross_entropy(head(hidden).float(), labels, ignore_index=-100, reduction="sum")
 
 
 @contextmanager
 def _choose_attention(run: PeerRun) -> Iterator[None]:
-    """Hold attention to the run's kernel, and let transformers make no mask."""
+    """Make attention take the run's kernel, and transformers make no mask, inside the block."""
     with ExitStack() as stack:
-        # It makes none either after a look at positions, which have no values here.
+        # transformers looks at positions for packed sequences. They have no values here, and the
+        # runs have none packed.
         stack.enter_context(
             mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None)
         )
@@ -134,11 +144,16 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """Return attention's output by a kernel, `math` or `efficient`.
+
+    The other arguments are those of `F.scaled_dot_product_attention`, which it replaces.
+    """
     aten = torch.ops.aten
     if kernel == "math":
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
+    # This kernel has no grouped queries, so each query head gets a copy of keys and values.
     if key.shape[-3] != query.shape[-3]:
         groups = query.shape[-3] // key.shape[-3]
         key, value = (tensor.repeat_interleave(groups, dim=-3) for tensor in (key, value))

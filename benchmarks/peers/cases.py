@@ -1,6 +1,7 @@
-"""The compared runs, the sides that take part in them, and what each side's environment is made of.
+"""List the runs that are compared, the sides that make them, and each side's packages.
 
-`gpu_peers.py` runs `list_cases` with every one of `SIDES`; `report.py` judges them.
+`gpu_peers.py` runs each of `list_cases` by every one of `SIDES`; `report.py` judges the losses by
+`choose_tolerances`. A side is a tool with its settings: a column of the report. Rows are sequences.
 """
 
 from collections.abc import Sequence
@@ -10,16 +11,17 @@ from pathlib import Path
 from benchmarks.peers.planted.torchtune import Torchtune
 from benchmarks.peers.planted.trl import Trl
 
-# Small, and every matrix is whole groups of 256 blocks of 64 numbers, which torchao's NF4 is made
-# for.
+# A small model whose every matrix is whole groups of 256 blocks of 64 numbers: torchao's NF4 takes
+# no other.
 WIDE = "wide.json"
-# of the adapters, on all linears of the layers
+# Of the adapters, which are on all linears of the layers.
 RANK = 16
 ALPHA = 32
 OURS = "ours"
-# Folder of a tool's environment, and what it is made of, in order: those of the planted faults, and
-# what they lack.
+# Tool -> folder of its environment.
 ENVIRONMENTS = {"transformers": "trl", "trl": "trl", "torchtune": "torchtune", "unsloth": "unsloth"}
+# Folder of an environment -> groups of packages, installed in order. The first are those of the
+# planted faults, another benchmark that shares the environments.
 PACKAGES: dict[str, Sequence[Sequence[str]]] = {
     "trl": (*Trl.packages, ("bitsandbytes", "liger-kernel")),
     "torchtune": Torchtune.packages,
@@ -29,19 +31,19 @@ PACKAGES: dict[str, Sequence[Sequence[str]]] = {
 
 @dataclass(frozen=True)
 class PeerCase:
-    """A run in no tool's words.
+    """Hold a run in no tool's words.
 
-    Every side trains the same rows in the same order, all tokens, from the same start.
+    Every side trains all tokens of the same rows, in the same order, from the same weights.
     """
 
     method: str  # `full`, `lora` or `qlora`
-    sequence: int  # tokens
-    batch_size: int
+    sequence: int  # tokens of a row
+    batch_size: int  # rows of a step
     checkpointing: str  # `none`, or `full` (each layer's input is kept)
     lr: float  # constant
     steps: int = 20
-    warmup: int = 8  # steps whose time is not counted
-    # File in this folder: the shape of a model of the case's own with random weights.
+    warmup: int = 8  # first steps, whose time is not counted
+    # File in this folder: shape of a model of the case's own. Empty: the model of all cases.
     preset: str = ""
 
     @property
@@ -51,18 +53,18 @@ class PeerCase:
 
     @property
     def own_model(self) -> str | None:
-        """Return the preset's path."""
+        """Return the path of `preset`; None if it is empty."""
         return str(Path(__file__).parent / self.preset) if self.preset else None
 
 
 @dataclass(frozen=True)
 class Side:
-    """A tool as one column."""
+    """Hold a tool with its settings, one column of the report."""
 
-    name: str
-    tool: str
-    told: str  # its documented way, in a sentence
-    compiled: bool = False
+    name: str  # of the column
+    tool: str  # key of ENVIRONMENTS, or OURS
+    told: str  # the documented way that it is run in, in words for the report
+    compiled: bool = False  # by torch.compile
     liger: bool = False  # with the Liger kernels
     gpu: bool = False  # it needs one
 
@@ -78,7 +80,7 @@ class Side:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Return the packages whose versions are told."""
+        """Return the packages whose versions the report shows."""
         if self.tool == OURS:
             return ("torch", "torchao")
         if self.tool == "torchtune":
@@ -93,14 +95,12 @@ class Side:
         return tuple(packages)
 
     def list_modules(self, case: PeerCase) -> tuple[str, ...]:
-        """Return what its environment has to import for a case.
-
-        Unsloth comes first, which patches the others.
-        """
+        """Return the modules that its environment must be able to import for a case, in order."""
         if self.tool == OURS:
             return ("recipe_lib",)
         if self.tool == "torchtune":
             return ("torchtune",)
+        # First, since it patches the others as they are imported.
         modules = ["unsloth"] if self.tool == "unsloth" else []
         modules += ["transformers", "accelerate"]
         if self.tool != "transformers":
@@ -114,6 +114,7 @@ class Side:
         return tuple(modules)
 
 
+# Parts of the sides' descriptions.
 _TRAINER = "weights and states in the type of the run, without autocast, fused AdamW, SDPA"
 _TUNE = "its chunked loss, fused AdamW; rows, logger and the adapter's start are components of ours"
 SIDES = (
@@ -158,7 +159,7 @@ TOOLS = tuple(dict.fromkeys(side.tool for side in SIDES))
 
 
 def list_cases(gpu: bool) -> list[PeerCase]:
-    """Return the runs; without a GPU short ones, with and without checkpointing."""
+    """Return the runs; without a GPU short ones of a tiny model."""
     if not gpu:
         return [
             PeerCase(
@@ -184,8 +185,8 @@ def list_cases(gpu: bool) -> list[PeerCase]:
                 preset=WIDE,
             ),
         ]
-    # Full fine-tuning keeps layer inputs alone, as its states leave no room for more; beside frozen
-    # weights there is.
+    # Full fine-tuning keeps layer inputs alone, as its optimizer states leave no room for more.
+    # Beside frozen weights there is room.
     return [
         PeerCase("full", sequence=2048, batch_size=8, checkpointing="full", lr=1e-5),
         PeerCase("lora", sequence=4096, batch_size=2, checkpointing="none", lr=2e-4),
@@ -197,12 +198,12 @@ def list_cases(gpu: bool) -> list[PeerCase]:
 
 
 def choose_tolerances(case: PeerCase, dtype: str) -> tuple[float, float]:
-    """Return the largest relative differences of loss and norm that equal work may show.
+    """Return the largest relative differences of (loss, gradient norm) at a step of equal work.
 
-    They hold at every step. fp32: what another order of the same sums gives; beside NF4 more, since
-    torchao and bitsandbytes round its levels and the scales of its blocks differently, which are
-    other frozen weights. bf16: all has 8 bits.
+    dtype: `bf16` or `fp32`.
     """
-    if dtype == "bf16":
+    if dtype == "bf16":  # numbers of 8 bits
         return (1e-2, 5e-2)
+    # fp32 sums in another order. With NF4 the frozen weights differ too: torchao and bitsandbytes
+    # round its levels and the scales of its blocks differently.
     return (5e-3, 2e-2) if case.method == "qlora" else (1e-4, 1e-3)

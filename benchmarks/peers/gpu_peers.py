@@ -1,18 +1,9 @@
-"""`gpu_check.py peers`: this tool and others, head to head on one machine, on the same work.
+"""Run this tool and others head to head on one machine, on the same work.
 
-    python benchmarks/gpu_check.py peers --environments FOLDER
-    python benchmarks/gpu_check.py peers --environments FOLDER --install trl,torchtune
-    python benchmarks/gpu_check.py peers --environments FOLDER --tools ours,torchtune --cases full-2048,lora-4096
-
-Every side trains the same Hugging Face folder on the same rows of token ids, in the same order,
-from the same start, each by its own documented way, in a virtual environment of its own: FOLDER/trl
-(transformers too), FOLDER/torchtune, FOLDER/unsloth. That the work is equal is shown, not said: the
-loss and the norm of the gradient of every step stand beside ours. Sides take turns, each in a
-process of its own, so that what slows the machine slows all of them.
-
-With a GPU: Llama 3 8B's shape with random weights, made once in --work, or the --model that is
-given. Without one: a tiny model for a few steps in fp32, which checks that the sides do equal work,
-and no time is kept.
+`python benchmarks/gpu_check.py peers --environments FOLDER` calls `main`. A side is a tool with its
+settings, in a virtual environment below FOLDER; ours is in this one. A case is a run that all sides
+make; the ground is what it starts from: model, adapter, tokenizer. Rows are sequences of token ids.
+Sides take turns, so that what slows the machine slows all. Without a GPU, only losses are compared.
 """
 
 import argparse
@@ -64,25 +55,29 @@ from benchmarks.peers.report import (
 from recipe_lib.errors import ConfigError, SetupError, run_for_exit_code
 from recipe_lib.models import build_spec, read_preset_config
 
-SCRIPTS = Path(__file__).parent / "scripts"
-RUN_SECONDS = 900.0
+SCRIPTS = Path(__file__).parent / "scripts"  # run by the sides' own interpreters
+RUN_SECONDS = 900.0  # limit of one side's run
 
 
 def main(argv: list[str]) -> int:
     """Run all sides in turns and write the report after each.
 
-    Returns 1 if a side failed or did other work, 2 for a mistake of the user.
+    Returns 1 if a side failed or its losses differ from ours, 2 for a mistake of the user.
     """
     return run_for_exit_code(lambda: _run(_parse_arguments(argv), argv))
 
 
 def _run(options: argparse.Namespace, argv: list[str]) -> int:
+    """Run the cases and sides that the options name; return the exit code.
+
+    Raises ConfigError if `--cases` names none of them.
+    """
     started = time.monotonic()
     for name in options.install:
         install(options.environments / name, name)
     device = run_apart(describe_device, 60)
     gpu = device.get("type") == "cuda"
-    repeats = options.repeats or (3 if gpu else 1)
+    repeats = options.repeats or (3 if gpu else 1)  # without a GPU no time is compared
     cases = [case for case in list_cases(gpu) if not options.cases or case.name in options.cases]
     if not cases:
         known = ", ".join(case.name for case in list_cases(gpu))
@@ -123,6 +118,7 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
                 started=started,
             ):
                 entry["results"][side.name] = result
+                # Compares this side's losses with ours, and computes its speed.
                 judge(entry, ground["model"], report)
                 report["seconds"] = round(time.monotonic() - started)
                 paths = write_peers_report(report, options.output)
@@ -131,9 +127,10 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """Parse and check the command line; a mistake ends the process with argparse's exit code 2."""
     parser = argparse.ArgumentParser(
         prog="gpu_check.py peers",
-        description=__doc__,
+        description="Run this tool and others head to head on one machine, on the same work.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -188,14 +185,19 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def _parse_names(text: str) -> list[str]:
+    """Split names at commas."""
     return [name for name in text.split(",") if name]
 
 
 def install(folder: Path, name: str) -> None:
-    """Make an environment, or put into an existing one what it lacks."""
+    """Make an environment, or put into an existing one what it lacks.
+
+    Raises CalledProcessError if pip fails.
+    """
     if not (folder / "bin" / "python").exists():
         make_environment(folder, PACKAGES[name])
         return
+    # The benchmark of planted faults makes the same environments, without some later groups.
     for packages in PACKAGES[name][1:]:
         subprocess.run(
             [folder / "bin" / "python", "-m", "pip", "install", "-q", *packages], check=True
@@ -203,9 +205,10 @@ def install(folder: Path, name: str) -> None:
 
 
 def format_command(argv: list[str]) -> str:
-    """Return the command line, without where its files go."""
-    options = {at for at, word in enumerate(argv) if word in ("--output", "--work")}
-    words = [word for at, word in enumerate(argv) if not {at, at - 1} & options]
+    """Return the command line without `--output` and `--work`, which differ by machine."""
+    option_indices = {at for at, word in enumerate(argv) if word in ("--output", "--work")}
+    # Nor the word after each of them.
+    words = [word for at, word in enumerate(argv) if not {at, at - 1} & option_indices]
     return " ".join(["python benchmarks/gpu_check.py peers", *words])
 
 
@@ -216,8 +219,9 @@ def format_command(argv: list[str]) -> str:
 def make_ground(model: str, work: Path, dtype: str) -> dict[str, Any]:
     """Make model, adapter and tokenizer, once.
 
-    Returns what the model is (`told`), the `size` of the vocabulary, and folders by name. Raises
-    UserError.
+    model: a Hugging Face folder, or a preset that gets random weights. Returns `told` (the model in
+    words), `size` (of its vocabulary), and the folders `model`, `adapter` and `tokenizer`. Raises
+    ConfigError if it is no Llama, SetupError if its weights could not be made.
     """
     folder = Path(model).resolve()
     config = read_preset_config(model)
@@ -233,6 +237,7 @@ def make_ground(model: str, work: Path, dtype: str) -> dict[str, Any]:
         make = functools.partial(
             make_model, model, folder, torch.bfloat16 if dtype == "bf16" else torch.float32
         )
+        # In a process of its own, which gives back the GPU's memory.
         failed = run_apart(lambda: {"made": make()}, RUN_SECONDS).get("failed")
         if failed:
             raise SetupError(
@@ -263,26 +268,28 @@ def find_python(side: Side, environments: Path) -> str:
 
 
 def build_environment(gpu: bool) -> dict[str, str]:
-    """Return the environment variables of a side's run.
+    """Return the environment variables of a side's run, which has no network.
 
-    No network, no plan beside our run; without a GPU one thread, so that sums have one order; else
-    one GPU, since some tools take all that they see.
+    Without a GPU it has one thread, so that sums have one order.
     """
     variables = ENVIRONMENT | {
         "PYTHONPATH": str(REPOSITORY),
-        "TUNE_PLAN": "off",
+        "TUNE_PLAN": "off",  # ours makes no memory plan beside its run
         "ACCELERATE_USE_CPU": str(not gpu).lower(),
     }
     if gpu:
         del variables["OMP_NUM_THREADS"]
-        # One, since some tools take all that they see.
+        # One GPU, since some tools take all that they see.
         visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
         variables["CUDA_VISIBLE_DEVICES"] = visible_gpus.split(",")[0]
     return variables
 
 
 def read_versions(side: Side, environments: Path) -> dict[str, str]:
-    """Read the versions of the packages that count, as the side's interpreter finds them."""
+    """Read the versions of `side.shown`, as the side's interpreter finds them.
+
+    Empty if there is no such environment or the interpreter fails.
+    """
     python = find_python(side, environments)
     if not Path(python).exists():
         return {}
@@ -296,7 +303,7 @@ def read_versions(side: Side, environments: Path) -> dict[str, str]:
 
 
 def explain_absence(side: Side, case: PeerCase, environments: Path, gpu: bool) -> str | None:
-    """Explain why a side takes no part in a case; None: it does."""
+    """Return why a side takes no part in a case, for the report; None if it does."""
     if side.gpu and not gpu:
         return "not run: needs a GPU"
     python = find_python(side, environments)
@@ -307,17 +314,19 @@ def explain_absence(side: Side, case: PeerCase, environments: Path, gpu: bool) -
 
 @functools.cache
 def _find_import_faults(python: str, modules: tuple[str, ...], gpu: bool) -> str | None:
+    """Return why an interpreter cannot import these modules; None if it can."""
     result = run([python, "-c", f"import {', '.join(modules)}"], Path.cwd(), build_environment(gpu))
     return None if result.code == 0 else f"not run: {explain_end(result)}"
 
 
 def explain_end(result: Result) -> str:
-    """Explain why a command ended as it did, in a line for a table's cell."""
+    """Return why a command failed, in a line for a table's cell."""
     if result.timed_out:
         return f"not done after {result.seconds:.0f} s"
     if "OutOfMemoryError" in result.text or "out of memory" in result.text.lower():
         return "out of memory"
     lines = [line.strip() for _, line in result.lines if line.strip()]
+    # Last lines of tracebacks, such as `ValueError: ...`; else the last line of all.
     error_lines = [line for line in lines if "Error" in line.split(" ")[0]]
     reasons = error_lines or lines or [f"ended with {result.code}"]
     return reasons[-1][:200].replace("|", "/")
@@ -334,9 +343,11 @@ def run_in_turns(
     gpu: bool,
     started: float,
 ) -> Iterator[tuple[Side, dict[str, Any]]]:
-    """Yield each side's result so far after each of its runs.
+    """Yield (side, its result so far) after each run: all sides once, then all of them again.
 
-    All sides run once, then all of them again.
+    ground: as `make_ground` returns it. work: folder for runs. started: `time.monotonic()` of the
+    program's start, from which `options.minutes` count. A result has `runs`, as `run_side` returns
+    them, and if the side takes no part `absent`, the reason.
     """
     rows = make_rows(case, ground["size"], work / case.name)
     results: dict[str, dict[str, Any]] = {}
@@ -370,7 +381,10 @@ def run_in_turns(
 
 
 def build_settings(case: PeerCase, side: Side, gpu: bool, folder: Path) -> dict[str, Any]:
-    """Return the rest of a task: see peers/scripts."""
+    """Return the settings of a side's run, for the scripts that run it.
+
+    folder: of this run; the script writes its record to `output` in it.
+    """
     return {
         "method": case.method,
         "sequence": case.sequence,
@@ -393,7 +407,11 @@ def build_settings(case: PeerCase, side: Side, gpu: bool, folder: Path) -> dict[
 def run_side(
     side: Side, task: dict[str, Any], environments: Path, seconds_left: float
 ) -> dict[str, Any]:
-    """Run a side once, and return its record, or why there is none."""
+    """Run a side once; return the record that its script has written, or {"failed": why}.
+
+    A record has `losses` and `grad_norms` of each step, seconds and bytes. task: `build_settings`
+    and the paths of model and rows.
+    """
     folder = Path(task["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     output = Path(task["output"])
@@ -405,6 +423,7 @@ def run_side(
         str(folder / "task.json"),
     ]
     gpu = task["device"] == "cuda"
+    # A tool's own programs come first.
     paths = f"{Path(command[0]).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     result = run(
         command,
@@ -425,7 +444,7 @@ def run_side(
 
 
 def judge_report(report: dict[str, Any]) -> int:
-    """Return 0 if every side that took part came to its end and did the same work, else 1."""
+    """Return 0 if every side that took part ended well with losses equal to ours, else 1."""
     for entry in report["cases"]:
         for result in entry["results"].values():
             if "absent" not in result and len(list_good_runs(result)) != len(result["runs"]):

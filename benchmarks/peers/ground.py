@@ -1,6 +1,7 @@
-"""What every side is given: a model folder, an adapter that begins at zero, rows, a tokenizer.
+"""Make what all compared tools start from: a model, an adapter, rows of token ids, a tokenizer.
 
-`gpu_peers.py` makes them once, so that all sides train the same from the same start.
+`gpu_peers.py` makes them once, so that every tool trains the same from the same weights. A row is
+one sequence. The tokenizer is for tools that read texts: a text lists the ids of its row.
 """
 
 import json
@@ -20,15 +21,13 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import build_spec, read_config, read_preset_config
 from recipe_lib.models.weight_names import compute_parameter_shapes
 
-SHARD_BYTES = 4 * 2**30
+SHARD_BYTES = 4 * 2**30  # of a file of weights, at most
 INDEX = "model.safetensors.index.json"
 
 
 def make_model(preset: str, folder: Path, dtype: torch.dtype) -> None:
-    """Make a Hugging Face folder of a Llama preset with random weights, once.
-
-    The index is written last: where it is, the folder is whole.
-    """
+    """Make a Hugging Face folder of a Llama preset with random weights, unless it is there."""
+    # The index is written last: where it is, the folder is complete.
     if (folder / INDEX).exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,7 +39,7 @@ def make_model(preset: str, folder: Path, dtype: torch.dtype) -> None:
     shards = _split_into_shards(
         {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     )
-    weight_map: dict[str, str] = {}  # file by name
+    weight_map: dict[str, str] = {}  # tensor's name -> its file
     total_bytes = 0
     for number, names in enumerate(shards, start=1):
         shard: dict[str, torch.Tensor] = {}
@@ -59,7 +58,10 @@ def make_model(preset: str, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _split_into_shards(sizes: dict[str, int]) -> list[list[str]]:
-    """Split the names, in order, into files of at most SHARD_BYTES."""
+    """Split the names, in order, into files of at most SHARD_BYTES.
+
+    sizes: bytes by tensor's name. A tensor that is larger has a file of its own.
+    """
     shards: list[list[str]] = [[]]
     shard_bytes = 0
     for name, size in sizes.items():
@@ -72,15 +74,16 @@ def _split_into_shards(sizes: dict[str, int]) -> list[list[str]]:
 
 
 def make_adapter(model: Path, folder: Path) -> None:
-    """Make a PEFT adapter on all linears of the layers, as PEFT begins.
+    """Make a PEFT adapter on all linears of the layers, as PEFT initializes it.
 
-    A is uniform within 1 / sqrt(in), and B zero.
+    model: the base's folder. folder: of the adapter. `lora_A` is uniform within 1 / sqrt(inputs),
+    `lora_B` zero.
     """
     spec = build_spec(read_config(model), str(model))
     shapes = compute_parameter_shapes(spec)
     generator = torch.Generator().manual_seed(1)
     tensors: dict[str, torch.Tensor] = {}
-    modules: dict[str, int] = {}
+    modules: dict[str, int] = {}  # name -> rank
     for number in range(spec.num_layers):
         for owner, child in LINEARS.values():
             name = f"model.layers.{number}.{owner}.{child}"
@@ -104,7 +107,10 @@ def make_adapter(model: Path, folder: Path) -> None:
 
 
 def make_tokenizer(size: int, folder: Path) -> None:
-    """Make a tokenizer.json in which a token's text is its number: `17 93` is the ids 17 and 93."""
+    """Make a tokenizer.json in which a token's text is its number: `17 93` is the ids 17 and 93.
+
+    size: of the vocabulary.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {
         "version": "1.0",
@@ -125,15 +131,16 @@ def make_tokenizer(size: int, folder: Path) -> None:
 
 
 def make_rows(case: PeerCase, size: int, folder: Path) -> dict[str, str]:
-    """Make rows of random ids: one for each row of each step, none twice.
+    """Make a case's rows of random ids, one for each row of each step.
 
-    They are written as an array and as texts of numbers, whose paths are returned. Ids below 3 are
-    left out: they are a vocabulary's special ones in many models.
+    size: of the vocabulary. Returns the paths `rows` (an array, int32 `[rows, s]`) and `texts`
+    (JSON lines of numbers as text).
     """
     folder.mkdir(parents=True, exist_ok=True)
     shape = (case.steps * case.batch_size, case.sequence)
     # The raw stream is the same for any version of numpy.
     stream = np.random.Philox(key=2).random_raw(math.prod(shape))
+    # Ids below 3 are special tokens in many vocabularies.
     rows = (3 + stream % np.uint64(size - 3)).astype(np.int32).reshape(shape)
     np.save(folder / "rows.npy", rows)
     lines = [json.dumps({"text": " ".join(map(str, row.tolist()))}) + "\n" for row in rows]

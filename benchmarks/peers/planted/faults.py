@@ -1,7 +1,9 @@
-"""The faults of one run: what is planted.
+"""List the mistakes that are planted into a sound training run, to see if a tool tells of them.
 
-A fault is planted into a `Setup` before the one command that is judged (`states.py` has those that
-take two runs).
+`playing.py` calls `Fault.plant` with a `Setup` (a run in no tool's words: folder, model, rows,
+settings) before the one command that is judged. Rows are conversations; where one row is damaged,
+it is number 7 of 24. `Setup.twist` names a mistake in the config, which each tool spells its own
+way. `states.py` has faults that take two runs.
 """
 
 import json
@@ -15,18 +17,20 @@ from benchmarks.peers.planted.ground import Row, Setup, build_rows, edit_json, w
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one run."""
+    """Hold a fault of one run."""
 
     name: str  # for files and `--only`
-    title: str  # what was done
-    group: str  # of the page
-    plant: Callable[[Setup], None]
-    # Of a fault in masks: returns True if the texts that are trained (one list of pieces a row)
-    # are as they should be.
+    title: str  # what is wrong, as the page says it
+    group: str  # of the page's table
+    plant: Callable[[Setup], None]  # changes the setup and its files
+    # Returns True if the trained texts (a list of pieces for each row) are as they should be. None
+    # of a fault that does not show in them.
     trained: Callable[[list[list[str]]], bool] | None = None
 
 
 def _make_twist(name: str) -> Callable[[Setup], None]:
+    """Return a `plant` for a mistake in the config, or in how the run is made."""
+
     def plant(setup: Setup) -> None:
         setup.twist = name
 
@@ -34,11 +38,16 @@ def _make_twist(name: str) -> Callable[[Setup], None]:
 
 
 def _change_rows(change: Callable[[list[Row]], list[Row]]) -> Callable[[Setup], None]:
+    """Return a `plant` that changes the training rows."""
+
     def plant(setup: Setup) -> None:
         setup.rows = change(setup.rows)
         setup.write(setup.rows)
 
     return plant
+
+
+# What the faults of FAULTS do, whose titles say it in words.
 
 
 def _remove_answer(rows: list[Row]) -> list[Row]:
@@ -52,6 +61,7 @@ def _use_unknown_role(rows: list[Row]) -> list[Row]:
 
 
 def _lengthen_rows(rows: list[Row]) -> list[Row]:
+    # More tokens than `Setup.max_len`.
     rows[7]["messages"][1]["content"] += " Count them one after the other, please." * 60
     return rows
 
@@ -62,12 +72,13 @@ def _replace_text(rows: list[Row]) -> list[Row]:
 
 
 def _repeat_rows(rows: list[Row]) -> list[Row]:
+    """Return as many rows, each twice."""
     return rows[:12] + rows[:12]
 
 
 def _break_line(setup: Setup) -> None:
     lines = setup.train.read_text(encoding="utf-8").splitlines()
-    lines[7] = lines[7][:40]
+    lines[7] = lines[7][:40]  # inside the JSON object
     setup.train.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -77,16 +88,19 @@ def _empty(setup: Setup) -> None:
 
 
 def _overlap(setup: Setup) -> None:
+    """Validate on three training rows and three others."""
     setup.validate = True
     write_rows(setup.held_out, setup.rows[:3] + build_rows(24, 27))
 
 
 def _change_template(change: Callable[[str], str]) -> Callable[[Setup], None]:
+    """Return a `plant` that changes the chat template."""
+
     def plant(setup: Setup) -> None:
         def edit(settings: dict[str, Any]) -> None:
-            changed = change(settings["chat_template"])
-            assert changed != settings["chat_template"]
-            settings["chat_template"] = changed
+            template = change(settings["chat_template"])
+            assert template != settings["chat_template"]  # else nothing would be planted
+            settings["chat_template"] = template
 
         setup.tokenizer_settings(edit)
 
@@ -110,7 +124,10 @@ def _pad_is_eos(setup: Setup) -> None:
 
 
 def _add_untrained_tokens(setup: Setup) -> None:
-    """Add two special tokens whose embedding, which adapters leave as it is, is zero."""
+    """Add two special tokens with embeddings of zero, which adapters on other modules never train.
+
+    The chat template writes them around every message.
+    """
     setup.targets = ["q_proj", "v_proj"]
     new = ("<|think|>", "<|done|>")
     size = json.loads((setup.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
@@ -134,7 +151,7 @@ def _add_untrained_tokens(setup: Setup) -> None:
 
 
 def _exchange_tokenizer(setup: Setup) -> None:
-    """Give the embedding fewer rows than the tokenizer has tokens, which the rows use."""
+    """Give the embedding fewer rows than the tokenizer has tokens; the training rows use more."""
     edit_json(setup.model / "config.json", lambda config: config.update(vocab_size=300))
     tensors.resize_embedding(setup.model / "model.safetensors", 300)
 
@@ -144,16 +161,20 @@ def _misname_adapter_target(setup: Setup) -> None:
 
 
 def _leave_experts_without_adapters(setup: Setup) -> None:
-    """Put adapters, by the names of a dense model, on a model whose MLPs are experts."""
+    """Put adapters on modules by a dense model's names, where the MLPs are experts."""
     tensors.make_mixture(setup.model, 4)
     setup.targets = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def _leave_experts_unquantized(setup: Setup) -> None:
-    """Freeze weights in 4 bits of a model most of whose weights are experts in one tensor."""
+    """Quantize frozen weights to 4 bits where most of them are experts in one tensor.
+
+    Tools that quantize linears alone leave that tensor in 16 bits.
+    """
     tensors.make_mixture(setup.model, 4)
     setup.targets = ["q_proj", "v_proj"]
     setup.base_bits = 4
+    # Ours then trains transformers' model, whose experts are such a tensor.
     setup.twist = "transformers"
 
 
@@ -162,7 +183,7 @@ def _zero_rate(setup: Setup) -> None:
 
 
 def _exceed_positions(setup: Setup) -> None:
-    """Make rows longer than the model's positions, and a limit that lets them pass."""
+    """Make a row longer than the model has positions, and raise the limit that would cut it."""
     _change_rows(_lengthen_rows)(setup)
     setup.max_len = 2048
     edit_json(
@@ -193,26 +214,35 @@ def _remove_tensor(setup: Setup) -> None:
 
 
 def _leave_earlier_work(setup: Setup) -> None:
+    """Have the sound run made first, into the same output folder."""
     setup.twist = "twice"
 
 
 def _limit_disk(setup: Setup) -> None:
+    """Have a file system of 400 kB mounted as the output folder."""
     setup.twist = "small_disk"
 
 
 def are_ends_trained(rows: list[list[str]]) -> bool:
-    """Return True if every row trains an end-of-sequence token."""
+    """Return True if every row trains an end-of-sequence token.
+
+    rows: the trained texts, a list of pieces each.
+    """
     return bool(rows) and all(any("</s>" in piece for piece in pieces) for pieces in rows)
 
 
 def are_only_answers_trained(rows: list[list[str]]) -> bool:
-    """Return True if of every row the answer is trained, and nothing of question or system text."""
+    """Return True if every row trains its answer, and nothing of the question.
+
+    rows: the trained texts, a list of pieces each.
+    """
+    # Every answer has `times` in it and every question `How many`.
     return bool(rows) and all(
         "times" in "".join(row) and "How many" not in "".join(row) for row in rows
     )
 
 
-# Groups of the page.
+# Groups of the page's table.
 CONFIG = "config"
 DATA = "rows"
 TEMPLATES = "tokens and templates"

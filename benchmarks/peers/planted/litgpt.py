@@ -1,4 +1,9 @@
-"""LitGPT, through its command line."""
+"""Run LitGPT's command line for the benchmark of planted faults.
+
+The benchmark plants mistakes into a `Setup`, a run in no tool's words, and asks each `Tool` for its
+config, its command and what it trained. `Setup.twist` names a mistake in the config or the command;
+this file spells it in LitGPT's words.
+"""
 
 import json
 import re
@@ -8,6 +13,7 @@ from benchmarks.peers.planted.ground import Setup
 from benchmarks.peers.planted.running import Result
 from benchmarks.peers.planted.tool import Tool, run_json_script
 
+# Step and loss in a line of LitGPT's log.
 _STEP = re.compile(r"step (\d+) \| loss train: (\S+?),")
 _SCRIPTS = Path(__file__).parent / "scripts"
 _CONFIG = """\
@@ -43,6 +49,7 @@ optimizer:
 logger_name: csv
 seed: 0
 {lora}"""
+# Reasons why faults do not apply.
 _STYLE = "its prompts are styles in code, without a system's turn or a chat template"
 _SCHEDULE = (
     "its learning rate follows the number of steps asked for, so halves of a run are not those of a"
@@ -51,7 +58,7 @@ _SCHEDULE = (
 
 
 class LitGpt(Tool):
-    """`litgpt convert_to_litgpt FOLDER`, then `litgpt finetune_full --config FILE`."""
+    """Run `litgpt convert_to_litgpt FOLDER`, then `litgpt finetune_full --config FILE`."""
 
     name = "litgpt"
     title = "LitGPT"
@@ -71,7 +78,7 @@ class LitGpt(Tool):
     }
 
     def prepare(self, setup: Setup) -> list[str]:
-        """Write the rows as pairs, and finetune.yaml."""
+        """Write the rows as pairs of instruction and output, and finetune.yaml; return its text."""
         pairs = setup.folder / "pairs"
         pairs.mkdir(exist_ok=True)
         for source, name in ((setup.train, "train"), (setup.held_out, "val")):
@@ -81,11 +88,12 @@ class LitGpt(Tool):
             )
             (pairs / f"{name}.jsonl").write_text(text, encoding="utf-8")
         adapters = setup.targets is not None
+        # LitGPT has a switch for each matrix: lora_query, lora_value.
         lora = "".join(
             f"lora_{part}: {str(f'{part[:1]}_proj' in (setup.targets or ())).lower()}\n"
             for part in ("query", "value")
         )
-        if "q_prj" in (setup.targets or ()):
+        if "q_prj" in (setup.targets or ()):  # a misspelled module is a misspelled switch here
             lora = lora.replace("lora_query: false", "lora_qury: true")
         text = _CONFIG.format(
             model=setup.model,
@@ -110,9 +118,9 @@ class LitGpt(Tool):
         return [text]
 
     def command(self, setup: Setup) -> list[str]:
-        """Return the command of a script that calls both of LitGPT's.
+        """Return the command of scripts/litgpt_run.py, which calls both of LitGPT's.
 
-        The sizes have to be known to its list of models, which the script adds.
+        LitGPT trains models of its own list; the script adds the benchmark's model to it.
         """
         verb = "finetune_full" if setup.targets is None else "finetune_lora"
         verb = verb.replace("full", "fulll") if setup.twist == "unknown_recipe" else verb
@@ -128,28 +136,34 @@ class LitGpt(Tool):
 
     def losses(self, setup: Setup, result: Result) -> list[float]:
         """Read the losses from the lines it prints, one an optimizer step."""
-        found = (_STEP.search(line) for _, line in result.lines)
-        return [float(match[2]) for match in found if match]
+        matches = (_STEP.search(line) for _, line in result.lines)
+        return [float(match[2]) for match in matches if match]
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
-        """Read the trained texts from its dataset of the same rows."""
+        """Return the trained pieces of the first rows, from its dataset of the same rows.
+
+        None if the script fails.
+        """
         script, pairs = _SCRIPTS / "litgpt_labels.py", setup.folder / "pairs"
-        found = run_json_script(
+        texts = run_json_script(
             self, setup, script, str(setup.model), str(pairs), str(setup.max_len)
         )
-        return None if found is None else list(found)
+        return None if texts is None else list(texts)
 
     def states(self, setup: Setup) -> list[Path]:
-        """Return the folders step-N."""
+        """Return the folders step-N, its saved states."""
         return sorted(setup.output.glob("step-*"))
 
 
 def convert_to_pair(line: str) -> str:
-    """Convert a conversation to instruction and output; a line that is none stays what it is."""
+    """Convert a line with a conversation to one with `instruction` and `output`.
+
+    A line that is no conversation is returned as it is: it is a planted fault.
+    """
     try:
         messages = json.loads(line)["messages"]
     except (ValueError, KeyError):
         return line
-    by_role = {one["role"]: one["content"] for one in messages}
+    by_role = {message["role"]: message["content"] for message in messages}
     names = {"user": "instruction", "assistant": "output"}
     return json.dumps({names[role]: content for role, content in by_role.items() if role in names})

@@ -1,4 +1,9 @@
-"""LLaMA-Factory, through its command line."""
+"""Run LLaMA-Factory's command line for the benchmark of planted faults.
+
+The benchmark plants mistakes into a `Setup`, a run in no tool's words, and asks each `Tool` for its
+config, its command and what it trained. `Setup.twist` names a mistake in the config or the command;
+this file spells it in LLaMA-Factory's words.
+"""
 
 import json
 import os
@@ -11,7 +16,7 @@ from benchmarks.peers.planted.trl import read_trainer_losses
 
 
 class LlamaFactory(Tool):
-    """`llamafactory-cli train FILE`."""
+    """Run `llamafactory-cli train FILE`."""
 
     name = "llamafactory"
     title = "LLaMA-Factory"
@@ -25,10 +30,10 @@ class LlamaFactory(Tool):
         "`llamafactory-cli train FILE`, no `template`, so that it takes the tokenizer's own; rows"
         " as `sharegpt` with the tags of `messages` in dataset_info.json"
     )
-    unable: dict[str, str] = {}
+    unable: dict[str, str] = {}  # all faults apply
 
     def prepare(self, setup: Setup) -> list[str]:
-        """Write train.yaml and dataset_info.json."""
+        """Write train.yaml and dataset_info.json; return their texts."""
         tags = {
             "role_tag": "role",
             "content_tag": "content",
@@ -40,11 +45,11 @@ class LlamaFactory(Tool):
             {"misspelt_key": "x"} if setup.twist == "typo_nested" else {}
         )
         kind = "mesages" if setup.twist == "unknown_format" else "sharegpt"
-        described = {
+        dataset_info = {
             name: {"file_name": file.name, "formatting": kind, "columns": columns, "tags": tags}
             for name, file in (("rows", setup.train), ("held_out", setup.held_out))
         }
-        info = json.dumps(described, indent=1)
+        info = json.dumps(dataset_info, indent=1)
         (setup.train.parent / "dataset_info.json").write_text(info, encoding="utf-8")
         settings: dict[str, object] = {
             "model_name_or_path": setup.model,
@@ -95,11 +100,13 @@ class LlamaFactory(Tool):
         ]
 
     def variables(self, setup: Setup) -> dict[str, str]:
-        """Return the variables: torchrun asked for as documented, its own programs first."""
+        """Return the environment variables; for several ranks, those that ask for torchrun."""
+        # Its own programs come first.
         path = f"{self.environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
         ranks = (
             {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(setup.ranks)} if setup.ranks > 1 else {}
         )
+        # Without LLaMA-Factory's check of its packages' versions.
         return super().variables(setup) | {"PATH": path, "DISABLE_VERSION_CHECK": "1"} | ranks
 
     def losses(self, setup: Setup, result: Result) -> list[float]:
@@ -109,23 +116,27 @@ class LlamaFactory(Tool):
     def start(
         self, setup: Setup, command: "list[str] | tuple[str, ...]", **options: object
     ) -> Result:  # type: ignore[override]
-        """Run a command as every tool does, and keep its output for `trained_text`."""
+        """Run a command and keep its result for `trained_text`."""
         self._last = super().start(setup, command, **options)
         return self._last
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
-        """Read what stands behind `labels:` in the example that the run shows of its first row."""
+        """Return the trained text of the first row, as one piece; None if the run shows none.
+
+        The run prints an example: `labels:` and the text, which may go on over more lines.
+        """
         lines = [line for _, line in self._last.lines]
-        starts = [at for at, line in enumerate(lines) if line.startswith("labels:")]
-        if not starts:
+        label_lines = [at for at, line in enumerate(lines) if line.startswith("labels:")]
+        if not label_lines:
             return None
-        text = [lines[starts[0]].removeprefix("labels:")]
-        for line in lines[starts[0] + 1 :]:
+        text = [lines[label_lines[0]].removeprefix("labels:")]
+        for line in lines[label_lines[0] + 1 :]:
+            # Beginnings of its other lines of output.
             if line.startswith(("[", "{", "Running", "Generating")):
                 break
             text.append(line)
         return [["\n".join(text)]]
 
     def states(self, setup: Setup) -> list[Path]:
-        """Return the folders checkpoint-N."""
+        """Return the folders checkpoint-N, its saved states."""
         return sorted(setup.output.glob("checkpoint-*")) if setup.output.is_dir() else []

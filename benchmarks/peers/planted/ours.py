@@ -1,4 +1,9 @@
-"""This project's own column, through its command line."""
+"""Run this project's `tune` for the benchmark of planted faults.
+
+The benchmark plants mistakes into a `Setup`, a run in no tool's words, and asks each `Tool` for its
+config, its command and what it trained. `Setup.twist` names a mistake in the config or the command;
+this file spells it in our words.
+"""
 
 import itertools
 import json
@@ -37,7 +42,7 @@ output_dir: {output}
 
 
 class Ours(Tool):
-    """`tune run RECIPE --config FILE`; `tune data check FILE` where the run says nothing."""
+    """Run `tune run RECIPE --config FILE`, and `tune data check FILE` where it says nothing."""
 
     name = "ours"
     title = "tune-recipes"
@@ -51,8 +56,9 @@ class Ours(Tool):
         return sys.executable
 
     def prepare(self, setup: Setup) -> list[str]:
-        """Write config.yaml."""
+        """Write config.yaml; return its text, which the tool may echo."""
         adapters = setup.targets is not None
+        # Our names of modules are without `_proj`.
         targets = [name.removesuffix("_proj") for name in setup.targets or ()]
         bits = "  quantize_base: nf4\n" if setup.base_bits == 4 else ""
         text = _CONFIG.format(
@@ -78,6 +84,7 @@ class Ours(Tool):
         return [text]
 
     def _recipe(self, setup: Setup) -> str:
+        """Return the recipe's name: full fine-tuning, or LoRA."""
         return "full_finetune_distributed" if setup.targets is None else "lora_finetune_distributed"
 
     def command(self, setup: Setup) -> list[str]:
@@ -101,33 +108,37 @@ class Ours(Tool):
         return [*self._tune("data"), "check", str(setup.folder / "config.yaml")]
 
     def _tune(self, verb: str) -> list[str]:
+        """Return the beginning of a command, of this checkout's `tune`."""
         return [self.python, "-m", "recipe_lib.cli.main", verb]
 
     def variables(self, setup: Setup) -> dict[str, str]:
-        """Return the variables without a plan beside the run, because the machine is shared."""
+        """Return the environment variables, with which no memory plan is made beside the run.
+
+        The machine is shared, and a plan takes time of its own.
+        """
         return super().variables(setup) | {"PYTHONPATH": str(ROOT), "TUNE_PLAN": "off"}
 
     def remember(self, setup: Setup) -> None:
-        """Keep the lines of metrics.jsonl, which a run that goes on leaves there."""
+        """Keep the lines of metrics.jsonl, to which a resumed run only adds."""
         self._before = self._metrics(setup)
 
     def _metrics(self, setup: Setup) -> list[str]:
+        """Return the lines of metrics.jsonl; empty if there is no such file."""
         path = setup.output / "metrics.jsonl"
         return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
     def losses(self, setup: Setup, result: Result) -> list[float]:
-        """Read the losses from metrics.jsonl, behind the lines that were there before.
-
-        A loss that is no number is null there.
-        """
-        now = self._metrics(setup)
-        kept = sum(
+        """Return the loss of every step that the last command did, from metrics.jsonl."""
+        lines_now = self._metrics(setup)
+        # Not strict: a run that begins anew may have fewer lines than the one before.
+        num_earlier_lines = sum(
             1
             for _ in itertools.takewhile(
-                lambda pair: pair[0] == pair[1], zip(self._before, now, strict=False)
+                lambda pair: pair[0] == pair[1], zip(self._before, lines_now, strict=False)
             )
         )
-        lines = [json.loads(line) for line in now[kept:]]
+        lines = [json.loads(line) for line in lines_now[num_earlier_lines:]]
+        # NaN is null there.
         return [
             float("nan" if line["loss"] is None else line["loss"])
             for line in lines
@@ -135,7 +146,10 @@ class Ours(Tool):
         ]
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
-        """Read the trained texts from `tune data show --json`."""
+        """Return the trained pieces of each of the first rows, by `tune data show --json`.
+
+        None if that command fails.
+        """
         command = [
             *self._tune("data"),
             "show",
@@ -155,6 +169,6 @@ class Ours(Tool):
         ]
 
     def states(self, setup: Setup) -> list[Path]:
-        """List what is in output/state."""
+        """List the states in output/state, finished or not."""
         folder = setup.output / "state"
         return sorted(folder.iterdir()) if folder.is_dir() else []

@@ -1,4 +1,9 @@
-"""The page of results: a table of outcomes, and under it every cell's evidence."""
+"""Format docs/measurements/planted_faults.md: what tools make of mistakes that cost a run.
+
+`planted_faults.py` calls `page` with the results of each tool. A cell is one fault under one tool:
+its `outcome` (rejected, warned, silent ...), the `line` of output that is the evidence, `seconds`
+and a `note`. The page has a table of outcomes, and under it every cell's evidence.
+"""
 
 from collections import Counter
 from typing import Any
@@ -9,6 +14,7 @@ from benchmarks.peers.planted.verdict import FOUND, GOOD, NAMED_TRACEBACK, NOT_A
 
 COMMAND = "python -m benchmarks.peers.planted_faults --model FOLDER --environments FOLDER"
 _GROUP_OF_STATES = "saving, going on, packing"
+# Paragraphs that explain the outcomes.
 _WORDS = (
     (
         "**rejected**: ended before the first step, without a traceback, in a line that names the"
@@ -33,7 +39,8 @@ _WORDS = (
 def page(results: dict[str, Any], order: list[str]) -> str:
     """Return the page as Markdown.
 
-    results: of each tool by its name. order: of the columns.
+    results: tool's name -> `title`, `told`, `versions`, `date`, `cells` by fault's name, and more.
+    order: names of tools in the columns' order.
     """
     tools = [results[name] for name in order if name in results]
     lines = [
@@ -67,6 +74,7 @@ def page(results: dict[str, Any], order: list[str]) -> str:
 
 
 def _format_tool(tool: dict[str, Any]) -> str:
+    """Return a tool's line: versions, how it was run, when, and why it is out, if it is."""
     versions = ", ".join(f"{name} {version}" for name, version in tool["versions"].items())
     load = tool.get("load")
     busy = (
@@ -82,11 +90,13 @@ def _format_tool(tool: dict[str, Any]) -> str:
 
 
 def _summarize(tools: list[dict[str, Any]]) -> list[str]:
+    """Return a table of the number of faults by outcome and tool."""
     lines = [
         "| |" + "".join(f" {tool['title']} |" for tool in tools),
         "|---|" + "---:|" * len(tools),
     ]
     names = [name for name, *_ in _list_rows() if name not in (SOUND.name, SOUND_RESUME.name)]
+    # For each tool: number of faults by outcome.
     counts = [
         Counter(tool["cells"][name]["outcome"] for name in names if name in tool["cells"])
         for tool in tools
@@ -94,6 +104,7 @@ def _summarize(tools: list[dict[str, Any]]) -> list[str]:
     for outcome in OUTCOMES:
         if any(count[outcome] for count in counts):
             lines.append(f"| {outcome} |" + "".join(f" {count[outcome]} |" for count in counts))
+    # For each tool: (faults that are told or handled, faults that apply).
     good = [
         (sum(count[name] for name in GOOD), sum(count.values()) - count[NOT_APPLICABLE])
         for count in counts
@@ -121,14 +132,15 @@ def _list_rows() -> list[tuple[str, str, str]]:
 
 
 def _format_table(tools: list[dict[str, Any]]) -> list[str]:
+    """Return the table of outcomes, a line for each fault, under its group."""
     lines = [
         "| fault |" + "".join(f" {tool['title']} |" for tool in tools),
         "|---|" + "---|" * len(tools),
     ]
     group = ""
-    for name, title, of in _list_rows():
-        if of != group:
-            group = of
+    for name, title, fault_group in _list_rows():
+        if fault_group != group:
+            group = fault_group
             lines.append(f"| *{group}* |" + " |" * len(tools))
         lines.append(
             f"| {title} |"
@@ -138,6 +150,7 @@ def _format_table(tools: list[dict[str, Any]]) -> list[str]:
 
 
 def _format_cell(cell: dict[str, Any] | None) -> str:
+    """Return a cell's outcome and seconds; a silent one is bold."""
     if cell is None:
         return "not run"
     if cell["outcome"] == NOT_APPLICABLE:
@@ -147,6 +160,7 @@ def _format_cell(cell: dict[str, Any] | None) -> str:
 
 
 def _format_evidence(tools: list[dict[str, Any]]) -> list[str]:
+    """Return a section for each fault, with a line for each tool: what it said, and a note."""
     lines = []
     for name, title, _ in _list_rows():
         lines += [f"### {title}", ""]
@@ -162,6 +176,6 @@ def _format_evidence(tools: list[dict[str, Any]]) -> list[str]:
 
 
 def _quote_line(line: str) -> str:
-    """Return a line so that it fits between backticks, and is not too long."""
+    """Return a line of output that may stand between backticks, cut at 300 characters."""
     text = " ".join(line.replace("`", "'").replace("|", "/").split())
     return text if len(text) <= 300 else f"{text[:300]} ..."

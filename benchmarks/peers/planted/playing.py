@@ -1,4 +1,10 @@
-"""Plant one fault under one tool and tell what came of it."""
+"""Plant one fault under one tool, run the tool, and judge the outcome.
+
+`planted_faults.py` calls `run_one` for each cell of its table. A fault is a mistake that costs a
+run; a `Setup` is a run in no tool's words, a `Tool` writes its config from it. The sound runs of a
+tool have no fault: lines that they print are no message on one. An outcome is, for example,
+`rejected`, `warned` or `silent`.
+"""
 
 import json
 import subprocess
@@ -34,13 +40,14 @@ _SMALL_DISK = "size=400k"  # room for a config and a log, not for a model of 1 M
 
 
 def load_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[str, Outcome]]:
-    """Return the sound runs of a tool, which are made where they are not kept.
+    """Return (a tool's sound runs, their outcomes by name), from work/sound.json or made anew.
 
-    Kept are those of the last time in this folder with these versions. Raises Unfit.
+    The file is of an earlier call, and used if the tool's versions are the same. model: folder that
+    each run gets a copy of. Raises Unfit if the tool cannot make them.
     """
-    kept, versions = work / "sound.json", tool.versions()
-    if kept.exists():
-        content = json.loads(kept.read_text(encoding="utf-8"))
+    sound_file, versions = work / "sound.json", tool.versions()
+    if sound_file.exists():
+        content = json.loads(sound_file.read_text(encoding="utf-8"))
         if content["versions"] == versions:
             outcomes = {name: Outcome(**cell) for name, cell in content["outcomes"].items()}
             return Sound(content["lines"], content["losses"]), outcomes
@@ -52,14 +59,14 @@ def load_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[st
         "losses": sound.losses,
         "outcomes": cells,
     }
-    kept.write_text(json.dumps(content), encoding="utf-8")
+    sound_file.write_text(json.dumps(content), encoding="utf-8")
     return sound, outcomes
 
 
 def make_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[str, Outcome]]:
-    """Make the runs without a fault: whole, with validation, and stopped and gone on from.
+    """Make a tool's runs without a fault: whole, with validation, with adapters, and resumed.
 
-    Their lines are what a message on a fault is told from. Raises Unfit if the first fails.
+    Raises Unfit if the first does not log a loss for each step, or if a run fails.
     """
     setup = make_setup(work / "sound", model).again(steps=AFTER)
     _, result = run_sound(tool, setup)
@@ -68,13 +75,16 @@ def make_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[st
     if len(losses) != AFTER:
         raise Unfit(f"the sound run logged {len(losses)} losses, expected {AFTER}")
     outcomes = {SOUND.name: Outcome(HANDLED, result.seconds, code=result.code, steps=len(losses))}
-    others: list[dict[str, Any]] = [{"validate": True, "steps": 4}] * ("overlap" not in tool.unable)
-    others += [{"targets": ["q_proj", "v_proj"], "steps": 2}] * (
+    # Only for what they print. A tool that has no faults of a kind makes no such run.
+    changed_runs: list[dict[str, Any]] = [{"validate": True, "steps": 4}] * (
+        "overlap" not in tool.unable
+    )
+    changed_runs += [{"targets": ["q_proj", "v_proj"], "steps": 2}] * (
         "adapter_target" not in tool.unable
     )
-    for number, changes in enumerate(others):
-        other = make_setup(work / f"sound_{number}", model).again(**changes)
-        _, result = run_sound(tool, other)
+    for number, changes in enumerate(changed_runs):
+        changed_setup = make_setup(work / f"sound_{number}", model).again(**changes)
+        _, result = run_sound(tool, changed_setup)
         sound.lines += [line for _, line in result.lines]
     if "sound_resume" in tool.unable:
         outcomes[SOUND_RESUME.name] = Outcome(NOT_APPLICABLE, note=tool.unable["sound_resume"])
@@ -86,15 +96,16 @@ def make_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[st
 
 
 def run_fault(fault: Fault, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
-    """Plant a fault, run, and judge.
+    """Plant a fault into a setup, run the tool, and judge.
 
-    Where the run says nothing, what is trained is asked for, or the check command.
+    If the run says nothing, look at the trained texts, then ask the tool's own check command.
+    Raises Unfit if the tool cannot make the run before this one.
     """
     fault.plant(setup)
-    given = tool.prepare(setup)
+    given = tool.prepare(setup)  # texts of the config, of which an echo is no message
     if setup.twist == "small_disk":
         return _run_on_small_disk(fault, tool=tool, setup=setup, sound=sound, given=given)
-    if setup.twist == "twice":
+    if setup.twist == "twice":  # the output folder has an earlier run
         run_sound(tool, setup)
     result = tool.start(setup, tool.command(setup))
     outcome = _judge_fault(fault, tool=tool, setup=setup, sound=sound, result=result, given=given)
@@ -103,6 +114,7 @@ def run_fault(fault: Fault, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
         outcome.note = (
             "what is trained could not be asked for" if texts is None else f"trained: {texts[:1]}"
         )
+        # No harm is done where the right texts are trained all the same.
         outcome.outcome = HANDLED if texts is not None and fault.trained(texts) else SILENT
     if outcome.outcome == SILENT:
         _ask_check(fault, tool=tool, setup=setup, sound=sound, given=given, outcome=outcome)
@@ -112,6 +124,7 @@ def run_fault(fault: Fault, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
 def _judge_fault(
     fault: Fault, tool: Tool, setup: Setup, sound: Sound, result: Result, given: Iterable[str]
 ) -> Outcome:
+    """Judge a run by its output. given: texts of the config."""
     return judge(
         result,
         words=WORDS[fault.name],
@@ -125,25 +138,34 @@ def _judge_fault(
 def _ask_check(
     fault: Fault, tool: Tool, setup: Setup, sound: Sound, given: Iterable[str], outcome: Outcome
 ) -> None:
+    """Run the tool's check command, if it has one; set `outcome` to FOUND if it names the fault."""
     command = tool.check(setup)
     if command is None:
         return
-    checked = tool.start(setup, command)
-    found = judge(
-        checked,
+    result = tool.start(setup, command)
+    check_outcome = judge(
+        result,
         words=WORDS[fault.name],
         steps=0,
         sound_lines=sound.lines,
         metric=tool.metric,
         given=list(given),
     )
-    if found.line and found.outcome in ("rejected", WARNED, "traceback, named"):
-        outcome.outcome, outcome.line, outcome.seconds = FOUND, found.line, found.seconds
+    if check_outcome.line and check_outcome.outcome in ("rejected", WARNED, "traceback, named"):
+        outcome.outcome, outcome.line, outcome.seconds = (
+            FOUND,
+            check_outcome.line,
+            check_outcome.seconds,
+        )
 
 
 def _run_on_small_disk(
     fault: Fault, tool: Tool, setup: Setup, sound: Sound, given: Iterable[str]
 ) -> Outcome:
+    """Run with an output folder that is a file system of _SMALL_DISK, and judge.
+
+    Not applicable where this user may not mount one.
+    """
     setup.output.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", _SMALL_DISK, "tmpfs", str(setup.output)],
@@ -159,11 +181,16 @@ def _run_on_small_disk(
         result = tool.start(setup, tool.command(setup))
         return _judge_fault(fault, tool=tool, setup=setup, sound=sound, result=result, given=given)
     finally:
+        # Lazily, since a process of the run may still have a file open.
         subprocess.run(["umount", "-l", str(setup.output)], check=True)
 
 
 def run_one(fault: Fault | Change, tool: Tool, work: Path, model: Path, sound: Sound) -> Outcome:
-    """Run and judge one cell of the table."""
+    """Run and judge one cell of the table: one fault under one tool.
+
+    work: folder of the tool's runs. model: folder that each run gets a copy of. sound: of
+    `load_sound_runs`.
+    """
     if fault.name in tool.unable:
         return Outcome(NOT_APPLICABLE, note=tool.unable[fault.name])
     setup = make_setup(work / fault.name, model)

@@ -1,4 +1,7 @@
-"""A command run to its end, every line of its output with the second in which it came."""
+"""Run a command to its end, and keep every line of its output with the second in which it came.
+
+Benchmarks call `run` for each run of a tool.
+"""
 
 import os
 import selectors
@@ -14,17 +17,17 @@ LIMIT = 300.0  # seconds that a command may take
 
 @dataclass
 class Result:
-    """What a command did."""
+    """Hold what a command did."""
 
     command: list[str]
     code: int | None  # None if it was killed, for time or by us
     lines: list[tuple[float, str]] = field(default_factory=list)  # (seconds after the start, text)
-    seconds: float = 0.0
-    timed_out: bool = False
+    seconds: float = 0.0  # from start to end
+    timed_out: bool = False  # it was killed at its time limit
 
     @property
     def text(self) -> str:
-        """Return everything that was written, both streams as they came."""
+        """Return all output, standard output and errors in the order in which they came."""
         return "\n".join(line for _, line in self.lines)
 
 
@@ -35,9 +38,10 @@ def run(
     limit: float = LIMIT,
     stop_when: Callable[[], bool] | None = None,
 ) -> Result:
-    """Run the command in the folder, to its end.
+    """Run a command in a folder, to its end.
 
-    stop_when: asked all the time; once true, all its processes get SIGKILL.
+    environment: variables, over this process's. limit: seconds, after which it is killed.
+    stop_when: called again and again; once it returns True, the command is killed.
     """
     started = time.monotonic()
     process = subprocess.Popen(
@@ -47,13 +51,14 @@ def run(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,
+        start_new_session=True,  # a process group, to kill what it starts too
     )
     assert process.stdout
     result = Result(list(command), None)
     rest = b""  # of a line that has not ended yet
     selector = selectors.DefaultSelector()
     selector.register(process.stdout, selectors.EVENT_READ)
+    # Seconds between two looks. Short with `stop_when`, which is to hit a moment, such as a save.
     pause = 0.0005 if stop_when else 0.2
     killed = False
     while True:
@@ -63,12 +68,14 @@ def run(
         if now > limit and not killed and process.poll() is None:
             killed = result.timed_out = _kill(process)
         if not selector.select(pause):
+            # A process that outlived the group would hold the pipe open.
             if process.poll() is not None and killed:
                 break
             continue
         piece = os.read(process.stdout.fileno(), 65536)
         if not piece:
             break
+        # Progress bars return to the line's beginning: each state counts as a line.
         *ended_lines, rest = (rest + piece).replace(b"\r", b"\n").split(b"\n")
         now = time.monotonic() - started
         for line in ended_lines:
@@ -84,7 +91,7 @@ def run(
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> bool:
-    """End the process and what it has started, which are a group of their own."""
+    """Kill a process and all that it has started; return False if it had ended."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,4 +1,7 @@
-"""Run by LitGPT's own interpreter: the trained texts of the first rows of its dataset, as JSON."""
+"""Print the trained texts of the first rows of LitGPT's dataset, as JSON: a list of pieces each.
+
+`planted/litgpt.py` runs it by LitGPT's own interpreter.
+"""
 
 import json
 import sys
@@ -6,7 +9,10 @@ from pathlib import Path
 
 
 def main(model: Path, pairs: Path, max_len: int) -> None:
-    """Decode the labels, a token at a time."""
+    """Decode the labels of the first batch, a token at a time.
+
+    pairs: folder of train.jsonl and val.jsonl. max_len: tokens of a row.
+    """
     from litgpt.data import JSON
     from litgpt.tokenizer import Tokenizer
 
@@ -15,13 +21,14 @@ def main(model: Path, pairs: Path, max_len: int) -> None:
     data.connect(tokenizer, batch_size=4, max_seq_length=max_len)
     data.setup()
     batch = next(iter(data.train_dataloader()))
-    kept = [[token for token in row if token != -100] for row in batch["labels"].tolist()]
+    label_tokens = [[token for token in row if token != -100] for row in batch["labels"].tolist()]
+    # The end token by the name that the benchmark looks for.
     texts = [
         [
             "</s>" if token == tokenizer.eos_id else tokenizer.processor.id_to_token(token)
             for token in row
         ]
-        for row in kept
+        for row in label_tokens
     ]
     print(json.dumps(texts))
 

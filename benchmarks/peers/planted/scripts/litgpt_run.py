@@ -1,6 +1,7 @@
-"""Run by LitGPT's own interpreter: its two documented commands.
+"""Run LitGPT's two documented commands: convert a model, then finetune it.
 
-A model of these sizes is added to its list.
+`planted/litgpt.py` runs it by LitGPT's own interpreter, with the model's folder and the second
+command's words. LitGPT knows models by name; the benchmark's model is added to its list.
 """
 
 import json
@@ -9,10 +10,11 @@ from pathlib import Path
 
 
 def main(folder: Path, words: list[str]) -> None:
-    """Convert the Hugging Face folder where that is not done, then run the words' command."""
+    """Convert the Hugging Face folder unless that is done, then run LitGPT with the words."""
     from litgpt import config
     from litgpt.__main__ import main as litgpt
 
+    # A misspelled command is run as it is, without a conversion before it.
     if (
         not words
         or not words[0].startswith("finetune_")
