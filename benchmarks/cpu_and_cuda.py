@@ -592,7 +592,7 @@ def format_page(report: Mapping[str, Any]) -> str:
         )
     uncompared_rows = [row for row in report["rows"] if compute_difference(row) is None]
     if uncompared_rows:
-        lines += ["", "## Not compared_rows", "", "| run | | CPU | second |", "|---|---|---|---|"]
+        lines += ["", "## Not compared", "", "| run | | CPU | second |", "|---|---|---|---|"]
     for row in sorted(uncompared_rows, key=lambda row: row["name"]):
         sides = [_describe_side(row[side]) if side in row else "" for side in ("cpu", "second")]
         reason = row.get("skipped") or row.get("failed") or judge_row(row)
