@@ -564,7 +564,7 @@ def order_keys(names: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def are_related(name: str, key: str) -> bool:
-    """Return True if a name stands for a key, for a section that holds it, or a part of its value."""
+    """Return True if a name is a key's, a section's that holds it, or of a part of its value."""
     return name == key or key.startswith(f"{name}.") or name.startswith((f"{key}.", f"{key}["))
 
 

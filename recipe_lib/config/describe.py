@@ -133,7 +133,7 @@ def _describe_owners(section: str, views: list[Schema]) -> str:
 
 
 def describe_text(schema: type = FullFinetuneConfig) -> str:
-    """Return every key of a config class for a terminal: name, default, legal values, description."""
+    """Return a config class' keys for a terminal: name, default, legal values, description."""
     lines: list[str] = []
     view = read_schema(schema)
     for section, title, keys in _list_sections(view):

@@ -418,7 +418,7 @@ _READERS = {
 
 
 def describe_missing_reader(path: Path) -> str:
-    """Return the error's line for a file whose package is missing. path: with a suffix of _READERS."""
+    """Return the error's line for a file with a suffix of _READERS whose package is missing."""
     kind, package, extra = _READERS[path.suffix]
     return f"{path}: {kind} needs the package {package}; run `{format_install_line(extra)}`"
 
