@@ -191,8 +191,8 @@ def check_section_value(
     elif value.kind == "broken":
         checked.mark_doubtful(name)
     elif not value.is_empty:
-        words = [child.removeprefix(f"{name}.") for child in checked.schema.list_children(name)]
-        expected = f"a section of keys ({', '.join(words)})" if name else "lines of `key: value`"
+        children = [child.removeprefix(f"{name}.") for child in checked.schema.list_children(name)]
+        expected = f"a section of keys ({', '.join(children)})" if name else "lines of `key: value`"
         checked.add_fault(
             source.format_fault_place(line),
             name,
@@ -367,17 +367,19 @@ def check_items(
         inner = CollectedSettings(build_item_schema(key, index), faults=checked.faults)
         name = next(iter(inner.schema.sections))  # the only one, `data.sources[1]`
         num_faults = len(checked.faults)
-        place = source.format_fault_place(node.line)
+        fault_place = source.format_fault_place(node.line)
         if node.kind == "broken":
             inner.mark_doubtful(name)
         elif node.kind != "mapping":
-            words = ", ".join(word.rpartition(".")[2] for word in inner.schema.keys)
+            children = ", ".join(key_name.rpartition(".")[2] for key_name in inner.schema.keys)
             inner.add_fault(
-                place, name, f"found {describe_node(node)}, expected a section of keys ({words})"
+                fault_place,
+                name,
+                f"found {describe_node(node)}, expected a section of keys ({children})",
             )
         else:
             check_section(inner, section=name, node=node, source=source)
-            check_required(inner, place)
+            check_required(inner, fault_place)
         checked.full |= inner.full
         if len(checked.faults) > num_faults or inner.doubtful:
             checked.mark_doubtful(key.name)
@@ -463,8 +465,8 @@ def find_hint(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str,
     if meant_keys:
         return f"; did you mean {' or '.join(meant_keys)}?", meant_keys
     if ours := _find_section(section, schema):
-        words = [child.removeprefix(f"{ours}.") for child in schema.list_children(ours)]
-        return f"; the keys of {ours} are {', '.join(words)}", []
+        children = [child.removeprefix(f"{ours}.") for child in schema.list_children(ours)]
+        return f"; the keys of {ours} are {', '.join(children)}", []
     return "; `tune cat CONFIG --describe` lists all keys", []
 
 
@@ -487,9 +489,9 @@ def find_meant_keys(name: str, schema: Schema) -> list[str]:
     if section.endswith("]"):
         # The items of a list, such as data.sources[0], have mostly the keys of the outer section.
         alias = read_aliases().keys.get(f"{section.partition('.')[0]}.{word}", "")
-        inside = f"{section}.{alias.rpartition('.')[2]}"
-        if inside in valid:
-            return [inside]
+        item_key = f"{section}.{alias.rpartition('.')[2]}"
+        if item_key in valid:
+            return [item_key]
     # First among the keys of its own section, then among all of them.
     # (the name that aliases may have, keys to search).
     scopes = [(f"{ours}.{word}", schema.list_children(ours))] if ours else []
@@ -509,10 +511,10 @@ def find_meant_keys(name: str, schema: Schema) -> list[str]:
 def _find_similar_keys(word: str, keys: list[str], *, in_section: bool) -> list[str]:
     # Of `keys`, those whose last word is `word`, or its nearest spelling. in_section: the unknown
     # key stands in a section of ours.
-    words = [key.rpartition(".")[2] for key in keys]
+    last_words = [key.rpartition(".")[2] for key in keys]
     # Of a generic word no misspelling is sought.
-    is_exact = word in words or word in GENERIC
-    similar_word = word if is_exact else find_misspelled_name(word, words)
+    is_exact = word in last_words or word in GENERIC
+    similar_word = word if is_exact else find_misspelled_name(word, last_words)
     if similar_word in ("name", "type") and not in_section:
         return []  # many sections have such a key
     return [key for key in keys if key.rpartition(".")[2] == similar_word]
@@ -555,11 +557,11 @@ def _describe_owner(name: str, schema: Schema) -> str:
     if _normalize(name) in read_aliases().ambiguous or "[" in name:
         return ""
     for recipe, config_class in read_recipe_configs().items():
-        view = read_schema(config_class)
-        meant_keys = find_meant_keys(name, view)
+        owner = read_schema(config_class)
+        meant_keys = find_meant_keys(name, owner)
         if len(meant_keys) != 1:
             continue
         key = meant_keys[0]
         if key not in schema.keys and key not in schema.sections:
-            return f"{key} is a {'key' if key in view.keys else 'section'} of the recipe {recipe}"
+            return f"{key} is a {'key' if key in owner.keys else 'section'} of the recipe {recipe}"
     return ""

@@ -267,6 +267,7 @@ def read_untyped(node: YamlNode) -> Any:
         return node.text.lower() in _TRUE
     if _INTEGER.fullmatch(node.text) and len(node.text) < 100:
         return int(node.text)
+    # A longer integer is a float here.
     return float(node.text) if _NUMBER.fullmatch(node.text) else node.text
 
 
@@ -299,7 +300,7 @@ def _check_choice(value: Any, choices: Iterable[Any], key: Key) -> None:
     choices = list(choices)
     if value in choices:
         return
-    words = [str(choice) for choice in choices]
+    choice_texts = [str(choice) for choice in choices]
     written = str(value)
     # What other tools call a choice, such as `adamw` or `adamw with optimizer.state_bits=8`.
     alias = CHOICE_ALIASES.get(written.lower(), "")
@@ -307,11 +308,13 @@ def _check_choice(value: Any, choices: Iterable[Any], key: Key) -> None:
     is_pattern = len(key.kinds) > 1 and ("." in written or "*" in written)
     if is_pattern or value in key.limits.get("items", ()):
         hint = f"; write [{show(written)}]"  # it is an item of a list that the key takes as well
-    elif alias.split(" with ")[0] in words:
+    elif alias.split(" with ")[0] in choice_texts:
         hint = f"; did you mean {alias}?"
     else:
         outline = _outline_word(written)
-        hint = did_you_mean(written, [word for word in words if _outline_word(word) == outline])
+        hint = did_you_mean(
+            written, [text for text in choice_texts if _outline_word(text) == outline]
+        )
     raise MismatchError(f"found {quote(written)}, expected {describe_expected(key)}{hint}")
 
 
@@ -339,10 +342,10 @@ def _is_within_bounds(value: Any, key: Key) -> bool:
 
 def describe_expected(key: Key) -> str:
     """Return a text on the values that a key takes: `an integer >= 1, or null`."""
-    words = [_describe_kind(kind, key) for kind in key.kinds]
+    texts = [_describe_kind(kind, key) for kind in key.kinds]
     if key.optional and Any not in key.kinds:
-        words.append("null")
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}, or {words[-1]}"
+        texts.append("null")
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])}, or {texts[-1]}"
 
 
 def _describe_kind(kind: Any, key: Key) -> str:

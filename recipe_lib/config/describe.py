@@ -66,13 +66,13 @@ def format_markdown(*schemas: type) -> str:
     """
     views = [read_schema(schema) for schema in schemas or read_recipe_configs().values()]
     parts = [_INTRODUCTION]
-    done = set()
+    written_sections = set()
     for view in views:
         for section, title, keys in _list_sections(view):
             # Sections of the same name have the same keys in all recipes.
-            if section in done:
+            if section in written_sections:
                 continue
-            done.add(section)
+            written_sections.add(section)
             heading = (
                 f"## `{section}`\n\n{title}{_describe_owners(section, views)}\n"
                 if section

@@ -167,13 +167,13 @@ def build_item_schema(key: Key, number: int) -> Schema:
     """
     if key.section_class is None:
         raise TypeError(f"{key.name} is no list of sections")
-    view = read_schema(key.section_class)
+    class_schema = read_schema(key.section_class)
     name = f"{key.name}[{number}]"
     keys = {
         f"{name}.{word}": dataclasses.replace(inner, name=f"{name}.{word}")
-        for word, inner in view.keys.items()
+        for word, inner in class_schema.keys.items()
     }
-    return Schema(view.config_class, keys, {name: view.config_class})
+    return Schema(class_schema.config_class, keys, {name: class_schema.config_class})
 
 
 def _collect_keys(

@@ -416,13 +416,13 @@ def apply_overrides(checked: CollectedSettings, overrides: Sequence[str]) -> Non
     for override in overrides:
         if checked.full:
             return
-        place = f"{COMMAND_LINE}: {show(override)}"  # beginning of its faults
-        source = Source(COMMAND_LINE, place)
+        fault_place = f"{COMMAND_LINE}: {show(override)}"  # beginning of its faults
+        source = Source(COMMAND_LINE, fault_place)
         if override.startswith("~"):
             _reset_key(checked, override[1:], source)
         elif "=" not in override:
             checked.add_fault(
-                place,
+                fault_place,
                 "",
                 "expected key=value, or ~key for the default; a further config is --config FILE",
             )
@@ -434,17 +434,17 @@ def apply_overrides(checked: CollectedSettings, overrides: Sequence[str]) -> Non
 def _set_key(checked: CollectedSettings, name: str, text: str, *, source: Source) -> None:
     # For `name=text`: a key, a section, one key of a list's item, or one entry of a mapping.
     schema = checked.schema
-    place = source.override
+    fault_place = source.override
     try:
-        value = _read_value(checked, text, place)
+        value = _read_value(checked, text, fault_place)
     except YamlError as error:
-        checked.add_fault(place, "", str(error))
+        checked.add_fault(fault_place, "", str(error))
         return
     outer = schema.find_outer_mapping(name)  # `data.columns` of `data.columns.instruction`
     # References are filled in after all overrides, when the parts have been put together.
     if value.is_interpolated and (outer or _ITEM.fullmatch(name)):
         checked.add_fault(
-            place,
+            fault_place,
             "",
             "a part of a value cannot name other keys here; write it in a file, or the value"
             " itself",
@@ -460,7 +460,7 @@ def _set_key(checked: CollectedSettings, name: str, text: str, *, source: Source
     elif name.startswith(("-", "+")) and name.lstrip("-+"):
         # Hydra's `+key=value`, argparse's `--key=value`.
         checked.add_fault(
-            place,
+            fault_place,
             "",
             f"overrides have no {name[0]} in front; write {show(name.lstrip('-+'))}={show(text)}",
         )

@@ -282,10 +282,12 @@ def find_tokenizer(path: Path, *, by_key: bool = True) -> Path:
         )
     paths = path.iterdir() if os.path.isdir(path) else ()
     files = sorted(file.name for file in paths if file.is_file())
-    listed = (", ".join(files[:8]) or "no files") + (" ..." if len(files) > 8 else "")
+    file_names = (", ".join(files[:8]) or "no files") + (" ..." if len(files) > 8 else "")
     by_hand = "put the tokenizer's files into the folder"
     remedy = "set tokenizer.path to a folder with one" if by_key else by_hand
-    raise DataError(f"{path}: found {listed}, expected tokenizer.json or tokenizer.model; {remedy}")
+    raise DataError(
+        f"{path}: found {file_names}, expected tokenizer.json or tokenizer.model; {remedy}"
+    )
 
 
 def check_template(path: Path) -> None:

@@ -191,8 +191,8 @@ def read_recipe_configs() -> dict[str, type]:
     names = sorted(path.parent.name for path in Path(methods).glob("*/config.py"))
     classes = [_find_config_class(import_module(f"{_METHODS}.{name}.config")) for name in names]
     classes.sort(key=lambda config_class: len(config_class.__mro__))
-    every: list[type] = [FullFinetuneConfig, LoraFinetuneConfig, *classes]
-    return {vars(config_class)["recipe"]: config_class for config_class in every}
+    config_classes: list[type] = [FullFinetuneConfig, LoraFinetuneConfig, *classes]
+    return {vars(config_class)["recipe"]: config_class for config_class in config_classes}
 
 
 def _find_config_class(module: ModuleType) -> type[FullFinetuneConfig]:

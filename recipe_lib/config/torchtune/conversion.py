@@ -556,6 +556,7 @@ def _convert_columns(
             columns[dataset.renamed[word]] = str(conversion.get_value(key))
             conversion.carry(key, {})
     style = conversion.get_value(f"{section}.conversation_style")
+    # Other key that names a column -> the column of our format.
     column_keys = {"column": "text", "conversation_column": STYLES.get(style, ("", ""))[1]}
     for word, name in column_keys.items():
         key = f"{section}.{word}"

@@ -163,23 +163,23 @@ def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -
         return load_with_origins((), [*words, *overrides], read_recipe_configs()[conversion.recipe])
     except ConfigError as error:
         # Beginnings of faults of the user's overrides, which stay; others are about converted keys.
-        typed = tuple(f"{COMMAND_LINE}: {show(word)}" for word in overrides)
+        user_faults = tuple(f"{COMMAND_LINE}: {show(word)}" for word in overrides)
         faults = (
-            line if typed and line.startswith(typed) else _place_fault(conversion, line)
+            line if user_faults and line.startswith(user_faults) else _place_fault(conversion, line)
             for line in error.faults
         )
         raise ConfigError(*faults) from error
 
 
 def _place_fault(conversion: ConfigImport, line: str) -> str:
-    """Return the line of a fault, with the place in their file in place of our override."""
+    """Return the line of a fault, with the place in their file instead of our override."""
     fault = line.removeprefix(f"{COMMAND_LINE}: ")
     our_name = fault.partition("=")[0]
-    place = conversion.theirs.shown
+    location = conversion.theirs.shown
     for key, fate in conversion.fates.items():
         if our_name in fate.ours:
-            place = f"{conversion.theirs.format_place(key)}: {show(key)}"
-    return f"{place}: as ours: {fault}"
+            location = f"{conversion.theirs.format_place(key)}: {show(key)}"
+    return f"{location}: as ours: {fault}"
 
 
 def _join_sources(ours: dict[str, Any]) -> dict[str, Any]:

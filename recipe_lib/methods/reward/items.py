@@ -32,10 +32,10 @@ def prepare_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) 
         for dataset in (data.dataset, data.validation_dataset):
             # The values of pairs are margins; 0 for a pair without one.
             if dataset is not None and not np.isfinite(dataset.values).all():
-                place = dataset.place(int(np.flatnonzero(~np.isfinite(dataset.values))[0]))
+                sample_place = dataset.place(int(np.flatnonzero(~np.isfinite(dataset.values))[0]))
                 raise DataError(
-                    f"{place}: .margin: found no finite number, expected one, or no margin; correct"
-                    " the sample"
+                    f"{sample_place}: .margin: found no finite number, expected one, or no margin;"
+                    " correct the sample"
                 )
         names = ["LABEL_0"]  # as transformers names a single label
     else:
@@ -84,9 +84,9 @@ def _name_classes(dataset: Dataset, source: ResolvedModel) -> list[str]:
         return [name for name, _ in sorted(label_ids.items(), key=lambda item: item[1])]
     numbered = [name for name in classes if name.isdecimal()]  # classes whose names are numbers
     if numbered and len(numbered) < len(classes):
-        named = next(name for name in classes if not name.isdecimal())
+        first_name = next(name for name in classes if not name.isdecimal())
         raise DataError(
-            f"{source_name}: found classes by number ({numbered[0]}) and by name ({named}),"
+            f"{source_name}: found classes by number ({numbered[0]}) and by name ({first_name}),"
             " expected one kind; name all of them, or number them from 0 on"
         )
     # Numbers stay as they are, also where the samples lack some below the largest.
