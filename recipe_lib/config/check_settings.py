@@ -492,8 +492,7 @@ def find_meant_keys(name: str, schema: Schema) -> list[str]:
         item_key = f"{section}.{alias.rpartition('.')[2]}"
         if item_key in valid:
             return [item_key]
-    # First among the keys of its own section, then among all of them.
-    # (the name that aliases may have, keys to search).
+    # Its own section first, then all keys: (the name by which aliases may have it, keys to search).
     scopes = [(f"{ours}.{word}", schema.list_children(ours))] if ours else []
     # GENERIC: words such as `name` that say little without their section.
     if not section or word not in GENERIC:

@@ -55,8 +55,9 @@ class LoadedConfig:
 
     # An object of the schema's class, without references or idle values.
     cfg: Any
-    # (dotted key, value in cfg, where it was set), in the schema's order. Where:
-    # `configs/demo/full.yaml:7`, `command line` or `default`.
+    # (dotted key, value, where it was set), in the schema's order. A key that is not set, or idle,
+    # has its default. Where: `configs/demo/full.yaml:7`, `command line` or `default`; of an idle
+    # key also why.
     rows: list[tuple[str, Any, str]]
     # A line for each idle key that was set: `KEY has no effect: WHY`.
     idle: list[str]
@@ -351,7 +352,7 @@ class StoreOnce(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        """Store the value."""
+        """Store the value; a second one of an option ends the parser with an error."""
         # Earlier values are kept in the namespace: an action object is used for several parses.
         earlier_values = namespace.__dict__.setdefault("_given", {})
         # Positional arguments come without an option string, and are counted by argparse.

@@ -57,8 +57,8 @@ def add_context_dim(parallel: ParallelConfig, shape: Mapping[str, int]) -> dict[
     `compute_mesh_shape`.
     """
     dim = _find_context_dim(parallel)
-    num_sequences = shape[dim] // parallel.context
-    return _insert_context(parallel, {**shape, dim: num_sequences}, parallel.context)
+    num_batches = shape[dim] // parallel.context
+    return _insert_context(parallel, {**shape, dim: num_batches}, parallel.context)
 
 
 def split_context_coordinate(
@@ -69,8 +69,8 @@ def split_context_coordinate(
     coordinate: its index along each dimension of the mesh.
     """
     dim = _find_context_dim(parallel)
-    sequence_rank, context_rank = divmod(coordinate[dim], parallel.context)
-    return _insert_context(parallel, {**coordinate, dim: sequence_rank}, context_rank)
+    batch_index, context_rank = divmod(coordinate[dim], parallel.context)
+    return _insert_context(parallel, {**coordinate, dim: batch_index}, context_rank)
 
 
 def _insert_context(

@@ -14,11 +14,11 @@ from recipe_lib.config.optimizer_facts import BYTES, find_optimizer_facts
 
 # A mean is told of if it may stay this many times too large, or as many times too small.
 FARTHEST = 2.0
-# Share of a mean in bf16 that rounding may take from its change in a step.
+# A mean in bf16 may stay as it is in a step that changes it by less than this share of itself.
 _LOST_IN_BF16 = 1 / 256
 
-# Name of a state that is a mean -> (what it is called, the key of its decay d, the share of it that
-# rounding to 8 bits may take from its change). momentum_buffer is a mean but for a factor.
+# Name of a state that is a mean -> (what it is called, the key of its decay d, the same share in 8
+# bits). momentum_buffer is a mean but for a factor.
 # The shares: 8-bit states have dynamic levels (arXiv:2110.02861, optim/low_bit_adamw.py). From a
 # tenth of a block's largest number to that number they are (1 - 0.1) / 128 of it apart, or 0.9 / 64
 # for states with a sign. A number that is half of the largest loses at most half that distance:
@@ -55,6 +55,7 @@ def describe_stalled_means(cfg: Any) -> list[str]:
     # SGD's momentum is in the parameters' dtype.
     if "state_bits" not in facts.keys:
         dtype_key = "dtype" if cfg.trained_adapters is None else "lora.dtype"
+        # Below 1 - 1 / 128, from which on a mean in bf16 is told of.
         remedy = f"set it to 0.98 or less, or {dtype_key}=fp32"
     decays = {
         "betas[0]": optimizer.betas[0],

@@ -201,7 +201,7 @@ def _find_open_bracket(text: str) -> Any:
 
 
 class _Builder:
-    """Builds the tree from parser events, one at a time.
+    """Build the tree from parser events, one at a time.
 
     So the depth is bounded before memory is taken, which PyYAML's own composer does not do.
     """
@@ -258,6 +258,7 @@ class _Builder:
         self.faults.append((line, f"{show(name)}: {fault}" if name else fault))
 
     def build_content(self, event: Any, line: int, depth: int, name: str) -> YamlNode:
+        # Takes the events up to the node's end. The arguments are those of `build_node`.
         if isinstance(event, yaml.ScalarEvent):
             # The first of `implicit` is True for a plain scalar alone.
             return YamlNode("scalar", line, event.value, quoted=not event.implicit[0])
@@ -290,6 +291,7 @@ class _Builder:
             self.refuse(
                 key.line, full_name, f"set twice, first on line {first_line}; remove one of the two"
             )
+            # Which of the two is meant is not known.
             mapping.entries[key.text] = (first_line, YamlNode("broken", key.line))
         else:
             mapping.entries[key.text] = (key.line, value)

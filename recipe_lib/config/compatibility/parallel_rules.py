@@ -22,6 +22,7 @@ from recipe_lib.config.mesh import (
     find_schedule_fault,
 )
 
+# Keys that rules about a pipeline's micro-batches look at (`Rule.reads`).
 _BATCH_KEYS = ("batch_size", "gradient_accumulation_steps")
 _SCHEDULE_KEYS = (
     "parallel.pipeline",

@@ -22,8 +22,8 @@ DEFAULTS: dict[str, Any] = {
     "model.lora_rank": 8,
 }
 
-# A key that only such configs have -> what they are for, and what does that here.
 _NO_REINFORCEMENT = "there is none; dpo_distributed trains on pairs"
+# Key that only configs of another purpose have -> this purpose, and what serves it here.
 OTHER_PURPOSES = {
     "tasks": (
         "it measures a model (eleuther_eval) and trains none; `tune eval MODEL --lm-eval TASKS`"

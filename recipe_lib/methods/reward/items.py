@@ -24,7 +24,7 @@ def prepare_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) 
     """Check the samples and number their classes, in place; return `source` with another config.
 
     This is the config.json of exports, with the classes' names and the padding id. source: the
-    model that is trained. Raises ConfigError if `reward.num_labels` is not the number of classes,
+    model that is trained. Raises ConfigError if `reward.num_labels` does not fit the classes,
     DataError for samples that the loss cannot take.
     """
     if cfg.loss == "pairwise":
