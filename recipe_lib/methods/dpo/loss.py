@@ -236,7 +236,6 @@ def validate_preference(
         kl = average_log_ratios(log_ratios, num_items, world)
 
     def compute_sums(micro_batches: Sequence[Batch]) -> Iterator[Tensor | None]:
-        # Reference and policy run in turn, a micro-batch at a time, as these are asked for.
         reference_logps = compute_reference_logps(micro_batches)
         policy_logps = compute_policy_logps(micro_batches)
         for batch, policy in zip(micro_batches, policy_logps, strict=True):
