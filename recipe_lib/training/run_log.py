@@ -371,12 +371,9 @@ def open_trackers(cfg: FullFinetuneConfig) -> list[Tracker]:
     folder = Path(cfg.output_dir)
     run_name = cfg.log.run_name if cfg.log.run_name is not None else folder.name
     settings = redact_values(dataclasses.asdict(cfg))
-    return [
-        get_registered("log.trackers", name)(
-            cfg.log.project, run_name, folder / "trackers", settings
-        )
-        for name in cfg.log.trackers
-    ]
+    # All are looked up before the first starts a run at its tracker.
+    builders = [get_registered("log.trackers", name) for name in cfg.log.trackers]
+    return [build(cfg.log.project, run_name, folder / "trackers", settings) for build in builders]
 
 
 @register("log.trackers", "tensorboard")

@@ -430,8 +430,8 @@ def list_groups(
 ) -> Iterator[list[Changes]]:
     """Yield groups of settings to begin with; a group is tried only if none of those before fits.
 
-    Groups follow how much they cost: as the config is, then other trained models, quantization,
-    states and host memory.
+    Groups follow how much they cost: as the config is, then a frozen model beside the
+    trained one, quantization, states and host memory.
     """
     base: Changes = {} if HOST_KEY in fixed else {HOST_KEY: False}
     fixed = {*fixed, OFFLOAD_KEY, STREAM_KEY} if HOST_KEY in fixed else set(fixed)

@@ -230,14 +230,18 @@ def hide_propagation(tracer: "Tracer") -> list[Patch]:
 def unwrap_shards(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any] | None:
-    """Return a fused optimizer's (args, kwargs) with local tensors in place of its DTensors.
+    """Return the (args, kwargs) of an operator on lists, with local tensors in place of DTensors.
 
-    Return None for any other operator, and where the DTensors are not sharded alike.
+    Such operators step a fused or foreach optimizer, in place. Return None for an operator that
+    returns something or whose first argument is no list, and where the lists hold no DTensors or
+    such that are not sharded alike.
     """
     if func._schema.returns or not args or not isinstance(args[0], (list, tuple)):
         return None
     # DTensor's own dispatch compares the sharding of thousands of tensors, which takes seconds.
-    shards = [tensor for tensor in list_tensors(args) if isinstance(tensor, DTensor)]
+    # A DTensor beside plain lists is left to that dispatch, which refuses the mixture as in a run.
+    lists = [value for value in args if isinstance(value, (list, tuple))]
+    shards = [tensor for tensor in list_tensors(lists) if isinstance(tensor, DTensor)]
     if len({(shard.device_mesh, shard.placements) for shard in shards}) != 1:
         return None
     local: tuple[Any, Any] = tree_map_only(
