@@ -343,7 +343,7 @@ def _fill_node(node: YamlNode, key: str, named: NamedValues) -> YamlNode:
 
 
 def _write_node(value: Any, line: int) -> YamlNode:
-    # The node of a value that a reference stands for, as if it had been written at that line.
+    """Return the node of a value that a reference stands for, as if written at that line."""
     if isinstance(value, list):
         return YamlNode("list", line, items=[_write_node(item, line) for item in value])
     if isinstance(value, dict):
@@ -436,7 +436,7 @@ def report_unknown_key(
 
 
 def _is_broken(node: YamlNode) -> bool:
-    # A part of it was refused when the YAML was read, and reported there.
+    """Return True if a part of a node was refused, and reported, when the YAML was read."""
     return node.kind == "broken" or any(_is_broken(part) for part in node.list_inner())
 
 
@@ -508,8 +508,10 @@ def find_meant_keys(name: str, schema: Schema) -> list[str]:
 
 
 def _find_similar_keys(word: str, keys: list[str], *, in_section: bool) -> list[str]:
-    # Of `keys`, those whose last word is `word`, or its nearest spelling. in_section: the unknown
-    # key stands in a section of ours.
+    """Return those of `keys` whose last word is `word`, or its nearest spelling.
+
+    in_section: the unknown key stands in a section of ours.
+    """
     last_words = [key.rpartition(".")[2] for key in keys]
     # Of a generic word no misspelling is sought.
     is_exact = word in last_words or word in GENERIC

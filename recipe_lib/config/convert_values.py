@@ -106,8 +106,11 @@ def _convert_path(value: str, key: Key) -> str:
 
 
 def _convert_to_kind(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
-    # kind: one of the key's types. typed: as for `convert`, also in the functions below. Each
-    # raises MismatchError if the node does not fit.
+    """Return the value of a node as one of the key's types, `kind`.
+
+    typed: as for `convert`, also in the functions below. Each raises MismatchError if the node does
+    not fit.
+    """
     origin = get_origin(kind)
     if origin is list:
         return _convert_list(node, item_kind=get_args(kind)[0], key=key, typed=typed)
@@ -272,7 +275,10 @@ def read_untyped(node: YamlNode) -> Any:
 
 
 def _check_limits(value: Any, key: Key, written: str) -> None:
-    # Raises MismatchError. written: the value's text, as errors quote it.
+    """Raise MismatchError for a value that is no choice of its key, or outside its bounds.
+
+    written: the value's text, as errors quote it.
+    """
     limits = key.limits
     choices = _list_choices(key.kinds[0], key)
     if choices is not None:
@@ -296,7 +302,7 @@ def _list_choices(kind: Any, key: Key) -> list[Any] | None:
 
 
 def _check_choice(value: Any, choices: Iterable[Any], key: Key) -> None:
-    # Raises MismatchError, with the choice that was probably meant, if a value is none of them.
+    """Raise MismatchError, with the choice that was probably meant, if a value is none of them."""
     choices = list(choices)
     if value in choices:
         return
@@ -349,7 +355,7 @@ def describe_expected(key: Key) -> str:
 
 
 def _describe_kind(kind: Any, key: Key) -> str:
-    # One of the alternatives in `describe_expected`: those of one of the key's types.
+    """Return the part of `describe_expected` that is about one of the key's types."""
     origin = get_origin(kind)
     if origin is list:
         return _describe_list(get_args(kind)[0], key, only=len(key.kinds) == 1)
@@ -366,7 +372,10 @@ def _describe_kind(kind: Any, key: Key) -> str:
 
 
 def _describe_list(item: Any, key: Key, *, only: bool) -> str:
-    # item: the type of the list's items. only: the key takes nothing but a list.
+    """Return a text on the lists that a key takes.
+
+    item: the type of the list's items. only: the key takes nothing but a list.
+    """
     limits = key.limits
     if dataclasses.is_dataclass(item):
         return f"a list of sections ({', '.join(field.name for field in dataclasses.fields(item))})"
@@ -413,7 +422,10 @@ def describe_node(node: YamlNode) -> str:
 
 
 def _build_mismatch(node: YamlNode, key: Key, *, only_the_quotes: bool = False) -> MismatchError:
-    # only_the_quotes: the node would fit without its quotes, if it has any.
+    """Return the error of a node that does not fit its key.
+
+    only_the_quotes: the node would fit without its quotes, if it has any.
+    """
     if node.quoted and only_the_quotes:
         return MismatchError(
             f"found {quote(node.text)} in quotes, expected {describe_expected(key)}; remove the"

@@ -92,7 +92,10 @@ def _find_unmet(cfg: Any, condition: str) -> str | None:
 
 
 def _is_met(value: Any, operator: str, operands: list[str]) -> bool:
-    # operator: empty, `=`, `!=`, `>` or `in`.
+    """Return True if a value meets a condition.
+
+    operator: empty (the value is set), `=`, `!=`, `>` or `in`.
+    """
     if not operator:
         # Not by its truth value: 0 counts as set.
         return value is not None and value is not False and value != []
@@ -147,7 +150,7 @@ def _refuse_formats(cfg: Any, formats_without: set[str]) -> str | None:
 
 
 def _why_labels_are_fixed(cfg: Any) -> str | None:
-    # Of `data.train_on`: the samples of these formats say themselves what is trained.
+    """Return why `data.train_on` has no effect: samples of some formats say what is trained."""
     reason = _refuse_formats(cfg, {"preference", "kto", "classification"})
     if reason or cfg.data.train_on == "all":
         return reason
@@ -156,7 +159,7 @@ def _why_labels_are_fixed(cfg: Any) -> str | None:
 
 
 def _why_parses_like_format(cfg: Any) -> str | None:
-    # Of `data.parse_special_tokens`: the value is what the format does without it.
+    """Return why `data.parse_special_tokens` has no effect: the format does the same without it."""
     if cfg.data.parse_special_tokens:
         return _refuse_formats(cfg, {"text", "prompt_completion"})
     return _refuse_formats(cfg, {"alpaca", "sharegpt", "messages"})
@@ -232,7 +235,7 @@ def _why_not_bf16(cfg: Any) -> str | None:
 
 
 def _why_not_by_torch(cfg: Any) -> str | None:
-    # Of `optimizer.implementation`, which chooses among torch's kernels.
+    """Return why `optimizer.implementation`, which chooses among torch's kernels, has no effect."""
     facts = find_optimizer_facts(cfg.optimizer.name)
     if facts is None:
         return None

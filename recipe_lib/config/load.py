@@ -232,7 +232,7 @@ def _drop_replaced(checked: CollectedSettings, layers: list[str]) -> dict[str, t
 
 
 def _list_rows(checked: CollectedSettings, idle: list[str]) -> list[tuple[str, Any, str]]:
-    # The `rows` of a LoadedConfig, from its lines `idle`.
+    """Return the `rows` of a LoadedConfig, made with its lines `idle`."""
     reasons = dict(line.split(" has no effect: ", 1) for line in idle)
     rows = []
     for name, key in checked.schema.keys.items():
@@ -295,7 +295,10 @@ def _build_config(checked: CollectedSettings, file: str) -> Any:
 
 
 def _build_section(schema: Schema, section: str, values: dict[str, Any]) -> Any:
-    # An object of the section's dataclass; `""` is the whole config. values: dotted key -> value.
+    """Return an object of the section's dataclass; the section "" is the whole config.
+
+    values: dotted key -> value.
+    """
     arguments: dict[str, Any] = {}
     for name in schema.list_children(section):
         word = name.rpartition(".")[2]
@@ -433,7 +436,10 @@ def apply_overrides(checked: CollectedSettings, overrides: Sequence[str]) -> Non
 
 
 def _set_key(checked: CollectedSettings, name: str, text: str, *, source: Source) -> None:
-    # For `name=text`: a key, a section, one key of a list's item, or one entry of a mapping.
+    """Set what an override `name=text` names.
+
+    It is a key, a section, one key of a list's item, or one entry of a mapping.
+    """
     schema = checked.schema
     fault_place = source.override
     try:

@@ -254,11 +254,14 @@ class _Builder:
         return YamlNode("broken", line) if event.anchor or event.tag else node
 
     def refuse(self, line: int, name: str, fault: str) -> None:
-        # name: of the key, dotted; empty: the line needs none.
+        """Note a fault. name: of the key, dotted; empty: the line needs none."""
         self.faults.append((line, f"{show(name)}: {fault}" if name else fault))
 
     def build_content(self, event: Any, line: int, depth: int, name: str) -> YamlNode:
-        # Takes the events up to the node's end. The arguments are those of `build_node`.
+        """Return a node without its tag and anchor, and take its events up to its end.
+
+        The arguments are those of `build_node`.
+        """
         if isinstance(event, yaml.ScalarEvent):
             # The first of `implicit` is True for a plain scalar alone.
             return YamlNode("scalar", line, event.value, quoted=not event.implicit[0])

@@ -360,7 +360,7 @@ def list_sources_by_section(data: DataConfig) -> dict[str, SourceConfig]:
 
 
 def _fill_source(source: SourceConfig, cfg: DataConfig) -> SourceConfig:
-    # A copy, with the section's values where the source's are null.
+    """Return a copy of a source, with the section's values where the source's are null."""
     columns = cfg.columns if source.columns is None else source.columns
     return SourceConfig(
         source=source.source,

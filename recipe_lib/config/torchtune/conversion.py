@@ -625,7 +625,7 @@ def _convert_split(
 def _convert_labels(
     conversion: ConfigImport, key: str, dataset: TorchtuneDataset, *, trains_on_all: bool
 ) -> None:
-    # trains_on_all: the value of train_on_input, by which prompts are label tokens too.
+    """Note train_on_input. trains_on_all: its value, by which prompts are label tokens too."""
     if dataset.format == "text":
         conversion.drop(key, "every token of a text is trained on")
     elif dataset.format == "preference" and trains_on_all:

@@ -50,8 +50,11 @@ _OF_ADAMW = {"optimizer.weight_decay": 0.01, "optimizer.betas": [0.9, 0.999]}
 
 
 def _describe_adamw(state_bits: int | None, why: str = "", *, differs: bool = True) -> Meaning:
-    # state_bits: bits of each number of the states; None: those of the parameters' dtype. differs:
-    # the effect here is another one, for the reason `why`.
+    """Return the meaning of an AdamW.
+
+    state_bits: bits of each number of the states; None: those of the parameters' dtype. differs:
+    the effect here is another one, for the reason `why`.
+    """
     bits = {} if state_bits is None else {"optimizer.state_bits": state_bits}
     return Meaning(
         {"optimizer.name": "adamw", **bits}, why=why, differs=differs, defaults=_OF_ADAMW

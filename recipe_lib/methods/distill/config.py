@@ -84,7 +84,7 @@ class DistillConfig:
 
 
 def _find_teacher_fault(cfg: Any) -> str | None:
-    # Of a config with no teacher or two; None: it has one.
+    """Return the error's text for a config with no teacher or two; None: it has one."""
     sources = cfg.distill.sources
     if len(sources) == 1:
         return None
