@@ -264,7 +264,8 @@ def find_tokenizer(path: Path, *, by_key: bool = True) -> Path:
         return path
     if not os.path.exists(path):
         raise DataError(
-            f"{path}: no such folder or file; set tokenizer.path to a folder with a tokenizer"
+            f"{path}: no such folder or file;"
+            f" {'set tokenizer.path to' if by_key else 'put there'} a folder with a tokenizer"
         )
     for name in ("tokenizer.model", "tokenizer.json"):
         if (path / name).is_file():

@@ -6,7 +6,7 @@ does so for `dataset` and `dataset_val`; `key_tables.py` gives each value of oth
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError
 from pathlib import Path
@@ -23,7 +23,7 @@ from recipe_lib.config.convert_values import (
 from recipe_lib.config.local_files import is_data
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand_home
 from recipe_lib.config.read_yaml import MAX_BYTES, YamlNode, read_file
-from recipe_lib.config.schema_data import HUB
+from recipe_lib.config.schema_data import HUB, DataConfig
 from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError, raise_faults
 from recipe_lib.reading import read_text
@@ -314,22 +314,6 @@ def is_off(value: Any) -> bool:
     return value is None or value is False or value in (0, "", [], {}, "none", "None")
 
 
-def omit_keys(keys: Iterable[str], theirs: TorchtuneFile) -> dict[str, KeyFate]:
-    """Remove keys and sections from `theirs`, as the user has asked; return their fates by key.
-
-    Raises ConfigError for a key that the file does not have.
-    """
-    fates = {}
-    for key in keys:
-        names = theirs.list_keys(key)
-        if not names:
-            raise ConfigError(f"--without: {theirs.shown} has no key {quote(key)}")
-        for name in names:
-            del theirs.values[name]
-            fates[name] = KeyFate(DROPPED, {}, "left out by --without")
-    return fates
-
-
 @dataclass(frozen=True)
 class TorchtuneDataset:
     """The samples that a function of torchtune.datasets reads, as settings of ours."""
@@ -477,18 +461,16 @@ def _convert_dataset(conversion: ConfigImport, section: str, our_section: str) -
     source = _convert_source(conversion, section, our_section, dataset=dataset)
     if source is not None and f"{section}.source" not in conversion.theirs.values:
         our_keys[f"{our_section}.source"] = source
-    _convert_columns(conversion, section, our_section, dataset=dataset)
     conversion.carry(component, our_keys, dataset.why, differs=bool(dataset.why))
-    for key in conversion.theirs.list_keys(section):
+    _convert_columns(conversion, section, our_section, dataset=dataset)
+    defaults = {f"{section}.packed": False, f"{section}.train_on_input": not dataset.masks} | (
+        {f"{section}.add_eos": True} if dataset.format == "text" else {}
+    )
+    conversion.defaults |= defaults
+    # After the keys of the file: a default counts only where the file says nothing.
+    for key in [*conversion.theirs.list_keys(section), *defaults]:
         if not conversion.is_noted(key):
             _convert_key(conversion, key, our_section, dataset=dataset, source=source)
-    # After the keys of the file: a default counts only where the file says nothing. Validation has
-    # the labels of the section `data`.
-    train_on_input = f"{section}.train_on_input"
-    is_default = train_on_input not in conversion.theirs.values
-    if is_default and not dataset.masks and our_section != "validation":
-        conversion.defaults[train_on_input] = True
-        _convert_key(conversion, train_on_input, our_section, dataset=dataset, source=source)
 
 
 def _convert_source(
@@ -564,16 +546,17 @@ def _convert_columns(
             columns[name] = str(conversion.get_value(key))
             conversion.carry(key, {})
     columns = {name: their_name for name, their_name in columns.items() if name != their_name}
-    # Validation takes the columns of the section `data`. A list of datasets leaves these empty.
-    if our_section == "validation":
+    # Validation takes `data.columns`, which are free beside a list of datasets.
+    if our_section == "validation" and "data.format" in conversion.ours:
         if columns != conversion.ours.get("data.columns", {}):
             conversion.refuse(
                 f"{section}._component_",
                 "validation has the columns of the training data; rename those in its file",
+                may_be_left_out=False,
             )
     elif columns:
         # Set here, not by `carry`: it comes of several keys of theirs.
-        conversion.ours[f"{our_section}.columns"] = columns
+        conversion.ours[f"{our_section.replace('validation', 'data')}.columns"] = columns
 
 
 def _convert_key(
@@ -590,10 +573,9 @@ def _convert_key(
     if word == "split":
         _convert_split(conversion, key, our_section, source=source)
     elif word in SWITCHES:
-        # Validation is packed, and ends its texts, as the training data.
-        conversion.carry(key, {SWITCHES[word]: bool(value)} if our_section != "validation" else {})
+        _convert_shared(conversion, key, our_section, name=SWITCHES[word], value=bool(value))
     elif word == "train_on_input":
-        _convert_labels(conversion, key, dataset, trains_on_all=bool(value))
+        _convert_labels(conversion, key, our_section, dataset=dataset)
     elif word == "conversation_style":
         if value is None or value in STYLES:
             conversion.carry(key, {})
@@ -623,13 +605,35 @@ def _convert_split(
 
 
 def _convert_labels(
-    conversion: ConfigImport, key: str, dataset: TorchtuneDataset, *, trains_on_all: bool
+    conversion: ConfigImport, key: str, our_section: str, dataset: TorchtuneDataset
 ) -> None:
-    """Note train_on_input. trains_on_all: its value, by which prompts are label tokens too."""
+    """Note train_on_input, by which prompts are label tokens too."""
+    train_on = "all" if conversion.get_value(key) else "assistant"
     if dataset.format == "text":
         conversion.drop(key, "every token of a text is trained on")
-    elif dataset.format == "preference" and trains_on_all:
+    elif dataset.format != "preference":
+        _convert_shared(conversion, key, our_section, name="data.train_on", value=train_on)
+    elif train_on == "all":
         conversion.refuse(key, "of pairs the answers alone are compared")
     else:
-        labels = {"data.train_on": "all" if trains_on_all else "assistant"}
-        conversion.carry(key, labels if dataset.format != "preference" else {})
+        conversion.carry(key, {})
+
+
+def _convert_shared(
+    conversion: ConfigImport, key: str, our_section: str, *, name: str, value: Any
+) -> None:
+    """Note a key of a dataset whose counterpart, `name`, is one for all data, also of validation.
+
+    value: what this dataset asks for. Validation sets nothing, and training data is of one value.
+    """
+    if our_section == "validation":
+        # Where no training data has the key, ours is at its default.
+        differs = value != conversion.ours.get(name, getattr(DataConfig, name.rpartition(".")[2]))
+        why = f"validation has the {name} of the training data" if differs else ""
+        conversion.carry(key, {}, why, differs=differs)
+    elif value != conversion.ours.get(name, value):
+        conversion.refuse(
+            key, f"{name} holds for all datasets; give each the same value", may_be_left_out=False
+        )
+    else:
+        conversion.carry(key, {name: value})

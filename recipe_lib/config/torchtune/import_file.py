@@ -7,7 +7,7 @@ configs name no recipe: the model's builder and the loss say which is meant.
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from recipe_lib.config.load import ALTERNATIVES, LoadedConfig, load_with_origins
 from recipe_lib.config.local_files import is_hub_id
 from recipe_lib.config.paths import expand_home, read_recipe_configs
 from recipe_lib.config.precision import describe_stalled_means
-from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.config.torchtune.conversion import (
     CARRIED,
     CHANGED,
@@ -31,7 +31,6 @@ from recipe_lib.config.torchtune.conversion import (
     TorchtuneFile,
     convert_datasets,
     is_off,
-    omit_keys,
     read_torchtune_file,
 )
 from recipe_lib.config.torchtune.key_tables import (
@@ -107,8 +106,12 @@ class ImportedConfig:
     def _is_shown(self, fate: KeyFate) -> bool:
         if fate.kind != DEFAULT:
             return True
-        # A default of theirs is shown if it is not ours too, or has a note.
-        return any(name in self.settings for name in fate.ours) if fate.ours else bool(fate.why)
+        # A default of theirs is shown if the config has it and it is not ours too, or has a note.
+        return (
+            any(setting in self.settings.items() for setting in fate.ours.items())
+            if fate.ours
+            else bool(fate.why)
+        )
 
 
 def import_file(
@@ -128,7 +131,7 @@ def import_file(
             f" imported; `tune validate {theirs.shown}` checks a config of ours, and has our key"
             " for each of another tool's"
         )
-    omitted_fates = omit_keys(omitted, theirs)
+    omitted_fates = _omit_keys(omitted, theirs)
     conversion = ConfigImport(theirs, DEFAULTS)
     convert(conversion)
     given = {word.removeprefix("~").partition("=")[0] for word in overrides}  # our keys
@@ -143,6 +146,22 @@ def import_file(
         settings=settings,
         notes=[f"note: {line}" for line in describe_stalled_means(loaded.cfg)],
     )
+
+
+def _omit_keys(keys: Iterable[str], theirs: TorchtuneFile) -> dict[str, KeyFate]:
+    """Remove keys and sections from `theirs`, as the user has asked; return their fates by key.
+
+    Raises ConfigError for a key that the file does not have.
+    """
+    fates = {}
+    for key in keys:
+        names = theirs.list_keys(key)
+        if not names:
+            raise ConfigError(f"--without: {theirs.shown} has no key {quote(key)}")
+        for name in names:
+            del theirs.values[name]
+            fates[name] = KeyFate(DROPPED, {}, "left out by --without")
+    return fates
 
 
 def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -> LoadedConfig:
@@ -186,9 +205,11 @@ def _join_sources(ours: dict[str, Any]) -> dict[str, Any]:
     """Return settings with all `data.sources[0].source` and the like joined to one list."""
     joined = {}
     sources: dict[int, dict[str, Any]] = {}  # index -> key -> value
+    # `data.columns` beside a list are those of validation: a dataset without its own has none.
+    columns: dict[str, Any] = {"columns": {}} if "data.columns" in ours else {}
     for name, value in ours.items():
         if match := _SOURCE.fullmatch(name):
-            sources.setdefault(int(match[1]), {})[match[2]] = value
+            sources.setdefault(int(match[1]), dict(columns))[match[2]] = value
         else:
             joined[name] = value
     if sources:
