@@ -104,7 +104,7 @@ def find_lines_in(error: BaseException, file: str | os.PathLike[str]) -> list[in
 
 
 class UserError(Exception):
-    """A mistake that the user can correct; `str(error)` is a line for each fault, without secrets."""
+    """A mistake that the user can correct; `str(error)` has a line for each fault, no secrets."""
 
     exit_code = USER_ERROR  # of the process that it ends
 

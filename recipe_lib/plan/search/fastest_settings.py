@@ -227,6 +227,8 @@ def _plan_candidate(
     plan, _ = make_plan(recipe_class, changed_cfg, replace(settings, timed=False))
     rank = plan.heaviest
     changes = find_differing(cfg, candidate.changes)
+    # `auto` chooses fused kernels wherever they can be used: to a config of `fused` it is no change
+    # worth showing.
     if (
         changes.get("optimizer.implementation") == "auto"
         and cfg.optimizer.implementation == "fused"

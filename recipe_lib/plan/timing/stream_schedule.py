@@ -1,11 +1,10 @@
 """Schedule the operators of a traced phase on streams, links and the host.
 
-`build_plan.py` calls `schedule` for the times of a steady step; `sum_time_by_kind` divides them.
-The host issues operators one after the other; an operator starts when it has been issued, when its
-stream is free and, for a collective, when its link is. Kernels on different streams do not slow
-each other, and the other ranks are taken to be as fast as this one: a stage of a pipeline never
-waits for its neighbor here, and what they exchange is left out (`summary/step_time.py`
-puts the ranks together). Imports no torch.
+`build_plan.py` calls `schedule` for the times of a steady step (any after the first);
+`sum_time_by_kind` divides them. The host issues operators one after the other; each starts when it
+has been issued, and its stream and link are free. Kernels on different streams do not slow each
+other, and other ranks are taken to be as fast as this one. A pipeline's sends and receives are left
+out: `summary/step_time.py` puts its ranks together. Imports no torch.
 """
 
 from collections import defaultdict, deque
@@ -40,10 +39,11 @@ class StepTime:
     step: float
     # Index in `Trace.ops` -> seconds of a collective alone.
     collectives: dict[int, float]
-    # (index in `Trace.ops`, start, end) of each operator, in the order issued.
+    # (index in `Trace.ops`, start, end) of each operator on the device, in the order issued.
     timeline: list[tuple[int, float, float]]
-    # In a pipeline: (index in `Trace.actions`, time at which the compute stream had finished all
-    # before it). Operators of an action count as often as they were traced, transfers not at all.
+    # In a pipeline: (index in `Trace.actions`, time at which the compute stream has finished all
+    # that was issued before it). An action counts once, however many it stands for; sends and
+    # receives do not count.
     actions: list[tuple[int, float]] = field(default_factory=list)
     # Sum of copies between host and device, each while nothing else runs.
     copies: float = 0.0
@@ -62,24 +62,25 @@ def schedule(
 ) -> StepTime:
     """Return the times of one phase of a trace. Raises ValueError if it was not traced.
 
-    experts: number of experts that all rows of each grouped matmul go to; 0: all, evenly.
+    Collectives on a link (inside the machine, or the network) run one after the other, and so do
+    copies in one direction between host and device. A collective that `waits`, or receives, holds
+    up the stream that issued it. Another one is waited for by the next `wait_tensor` of that
+    stream, the oldest first, or through the next event recorded there, or else by the end of the
+    phase.
 
-    A collective runs on a link (inside the machine, or the network), one after the other, as do
-    copies between host and device, each way for itself. One that `waits`, or receives, holds up the
-    stream that issued it. One that does not is waited for by the next `wait_tensor` of that stream,
-    the oldest first, or through the next event recorded there; else only the end of the phase waits
-    for it.
+    experts: number of experts that all rows of each grouped matmul go to; 0: all, evenly.
     """
+    # Time at which the host is free, and two sums of StepTime.
     host = launch = on_host = 0.0
-    # When each stream and link is free, and when each event has come.
+    # Times at which each stream and link is free, and at which each event is reached.
     streams: dict[int, float] = defaultdict(float)
     links: dict[str, float] = defaultdict(float)
     recorded: dict[int, float] = defaultdict(float)
-    # By stream, ends of collectives that it has not waited for.
+    # Stream -> ends of collectives that it has not waited for, oldest first.
     pending: dict[int, deque[float]] = defaultdict(deque)
     timeline: list[tuple[int, float, float]] = []
     actions: list[tuple[int, float]] = []
-    action = ActionMark()
+    action = ActionMark()  # that the operators belong to; of kind "" outside of a pipeline's
     in_turn = hardware.architecture == "cpu"  # the CPU both issues and computes each operator
     for kind, number in trace.iterate_events(phase):
         if kind == OP:
@@ -89,7 +90,7 @@ def schedule(
             repeats = op.repeats // action.repeats
             issuing = compute_launch_seconds(op, calibration, hardware.architecture) * repeats
             matmuls = count_issued_matmuls(op, hardware.architecture)
-            if matmuls:  # the host waits to read the numbers of rows of each matmul
+            if matmuls:  # first the host waits, to read the numbers of rows of each matmul
                 host = max(host, streams[op.stream])
             host += issuing
             launch += issuing
@@ -119,6 +120,7 @@ def schedule(
                 host = max(host, end) if in_turn else host
         elif kind == RECORD:
             sync = trace.syncs[number]
+            # Who waits for the event waits for the stream's collectives, too.
             recorded[sync.event] = max([streams[sync.stream], *pending[sync.stream]])
             pending[sync.stream].clear()
         elif kind == WAIT:
@@ -136,17 +138,17 @@ def schedule(
 
 
 def is_transfer(op: Op) -> bool:
-    """Return True if it sends to or receives from another rank."""
+    """Return True if an operator sends to or receives from one other rank, as in a pipeline."""
     return op.collective is not None and op.collective.operation in ("send", "recv")
 
 
 def is_kernel(op: Op) -> bool:
-    """Return True if it is neither a collective nor a copy between host and device."""
+    """Return True if an operator is neither a collective nor a copy between host and device."""
     return op.collective is None and not op.transfer
 
 
 def _list_links(op: Op, hardware: Hardware) -> tuple[str, ...]:
-    """Return the links that an operator occupies: of the machine, the network, or the host."""
+    """Return the links that an operator occupies: `machine`, `network`, `to_host`, `to_device`."""
     if op.transfer:
         return (op.transfer,)
     if op.collective is None:
@@ -163,7 +165,10 @@ def _sum_up(
     host: float,
     actions: list[tuple[int, float]],
 ) -> StepTime:
-    """Return the sums of a time line; `launch` and `on_host` are left to the caller."""
+    """Return the sums of a time line; `launch` and `on_host` are left to the caller.
+
+    host: time at which the host is done. actions: as in StepTime.
+    """
     collectives = {
         number: end - start for number, start, end in timeline if trace.ops[number].collective
     }
@@ -196,9 +201,9 @@ def _count_covered(spans: list[tuple[float, float]]) -> float:
     return total + run_end - run_start
 
 
-# What a planned step's kernels spend their time on: matmuls, attention, and what moves bytes.
-# Seconds are those of each operator alone on the device, all micro-batches counted; what runs at
-# the same time counts twice, so the sums of kinds are no times of a step.
+# The time of a step by kind of operator. Seconds are those of each operator alone on the device,
+# all micro-batches counted. What runs at the same time counts twice, so that the kinds add up to
+# more than a step.
 
 MATMULS = "matmuls"
 ATTENTION = "attention"
@@ -224,7 +229,7 @@ def classify_op(op: Op) -> str:
 def sum_time_by_kind(
     trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None = None
 ) -> dict[str, float]:
-    """Return the seconds of each of KINDS. Raises ValueError if the phase was not traced."""
+    """Return kind -> seconds, for all KINDS. Raises ValueError if the phase was not traced."""
     seconds = dict.fromkeys(KINDS, 0.0)
     for op in trace.iterate_ops(phase):
         if kind := classify_op(op):

@@ -60,7 +60,10 @@ def format_verdict_line(plan: Plan) -> str:
 
 
 def _format_sum(plan: Plan) -> tuple[str, str, str, str]:
-    """Return texts (reserved, outside torch `= sum`, the device's memory, what is left or short)."""
+    """Return texts (reserved, outside torch `= sum`, the device's memory, what is left or lacks).
+
+    The figures add up as they are printed.
+    """
     parts = (compute_planned_reserved(plan), plan.outside.total)
     unit = choose_unit(sum(parts))
     reserved, outside = (count_hundredths(size, unit) for size in parts)
