@@ -1,10 +1,9 @@
 """Measure the rates of this machine's device, and the links between devices, for the planner.
 
-`calibrate` measures one device (`tune plan --calibrate`). `list_collective_steps` yields what `tune
-doctor` runs on every rank to measure links. Their results are written as JSON, which
-`rates_file.py` reads. On a CPU the shapes are tiny: a dry run that shows the file's form, not rates
-to plan with. A rate is a number of bytes or operations (a multiplication and an addition are two)
-per second; `device` is the name of a torch device.
+`calibrate` measures one device (`tune plan --calibrate`), `list_collective_steps` yields what `tune
+doctor` runs on every rank to measure links. `rates_file.py` reads the JSON of both. On a CPU the
+shapes are tiny: a dry run that shows the file's form. A rate is a number of bytes or operations (a
+multiplication and an addition are two) per second; `device` is the name of a torch device.
 """
 
 import math

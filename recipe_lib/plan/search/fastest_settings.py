@@ -4,7 +4,7 @@
 plans, and `render_search`, which formats them. For each way to share the model between ranks and
 each kind of activation checkpointing, the largest micro-batch that fits is looked for. The global
 batch stays as it is. `trial_order` chooses what is tried next, `trials` estimates it. A variant is
-changes that decide how large the model's states are, such as quantization; a group is variants.
+changes that decide how large the model's states are; a group is variants that cost alike.
 """
 
 import time

@@ -115,7 +115,7 @@ class SearchState:
     progress: Phase
     # By `make_key` the candidate of each trial; None: the recipe or the simulation refuses it.
     tried: dict[str, Candidate | None] = field(default_factory=dict)
-    # By `make_variant_key` the candidate of `make_leanest`; None: it was refused.
+    # By `make_variant_key` the candidate of `make_leanest`; no entry: not tried, or refused.
     leanest_by_variant: dict[str, Candidate | None] = field(default_factory=dict)
     # Settings that no trial was made of, as typed on a command line -> the reason.
     skipped: dict[str, str] = field(default_factory=dict)

@@ -2,9 +2,9 @@
 
 `check_recipe.check_streams` passes the calls of simulated ranks to `list_order_faults`. By NCCL's
 rules the k-th call of a rank on a communicator is matched with the k-th of every other rank. Calls
-on a communicator run one after the other; each begins when all ranks have come to it. Two ranks
-that exchange have a communicator of their own. The first call on a communicator makes it: the host
-of each rank waits until all ranks are there (`ncclCommInitRank`). Imports no torch.
+on it run one after the other; each begins when all ranks have come to it. Two ranks that exchange
+have a communicator of their own. The first call makes it: the host of each rank waits until all
+are there (`ncclCommInitRank`). Imports no torch.
 """
 
 from collections import Counter, defaultdict

@@ -171,13 +171,11 @@ class StreamChecker:
 
     def __init__(self, device: str) -> None:
         self.device = device  # type of the accelerator, as in `tensor.device.type`
-        # Key from `_compare` (both operators and their lines) -> the first race of this key, in
-        # words.
+        # Key of `_compare` (both operators and their lines) -> a sentence on the first such race.
         self.races: dict[Any, str] = {}
         # Waits of the host in the last `train_step`: (how it waits, such as `.item()`; the line).
         self.waits: list[tuple[str, Line]] = []
-        # Lines that wait for an event that nothing has recorded, which CUDA lets pass. The keys
-        # are an ordered set.
+        # Lines that wait for an event that nothing has recorded, which CUDA lets pass; ordered.
         self.unrecorded: dict[Line, None] = {}
         self.counts_waits = False  # True inside of `follow_step`
         self.calls: list[CollectiveCall] = []  # all collectives on the device, as issued
@@ -217,8 +215,7 @@ class StreamChecker:
         self.counts_waits = False
         for index, memory in list(self._memory.items()):
             if memory.storage.kind in ("parameters", "optimizer") and not memory.freed:
-                # Memory of the device is copied on stream 0, which computes; the host reads its
-                # own.
+                # Device memory is copied on stream 0, which computes; the host reads its own.
                 stream = 0 if memory.storage.device else HOST
                 self._use(
                     index,
@@ -314,10 +311,7 @@ class StreamChecker:
         self._clocks.wait(stream, self._find_clock(event))
 
     def _find_clock(self, event: int) -> Clock:
-        """Return the works that are done when an event is reached.
-
-        Return {}, and note the line in `unrecorded`, for an event that was never recorded.
-        """
+        """Return the works that are done at an event; {} for one that was not recorded."""
         if event not in self._events:
             self.unrecorded[find_code_line()] = None
         return self._events.get(event, {})
@@ -405,12 +399,12 @@ class StreamChecker:
                 at_issue = memory and on_device and not op.transfer and not memory.storage.device
                 self._use(index, replace(access, stream=HOST) if at_issue else access)
         if is_sent:
-            sent = [index for index in {**read, **written} if index in self._memory]
-            for index in sent:
+            held_storages = [index for index in {**read, **written} if index in self._memory]
+            for index in held_storages:
                 self._memory[index].num_sent += 1
             self._last_work = _Work(
                 clock=self._clocks.take_snapshot(stream),
-                storages=sent,
+                storages=held_storages,
                 operator=op.name,
                 line=line,
                 on_host=not on_device,
@@ -445,10 +439,10 @@ class StreamChecker:
         returns; one from such memory waits for its stream first (CUDA's documentation, "API
         synchronization behavior").
         """
-        known = [self._memory[index].storage for index in indices if index in self._memory]
-        host = [storage for storage in known if not storage.device]
+        storages = [self._memory[index].storage for index in indices if index in self._memory]
+        host_storages = [storage for storage in storages if not storage.device]
         direction = "to the host" if op.transfer == "to_host" else "to the device"
-        if not host or not all(storage.pinned for storage in host):
+        if not host_storages or not all(storage.pinned for storage in host_storages):
             preposition = "into" if op.transfer == "to_host" else "from"
             return f"a copy {direction} {preposition} memory that is not pinned"
         return f"a blocking copy {direction}" if is_blocking(op.name, args, kwargs) else ""
@@ -482,6 +476,7 @@ class StreamChecker:
             return
         first = self._describe(earlier)
         second = self._describe(access)
+        # Races of the same operators at the same lines are one, whichever storages they are on.
         key: tuple[Any, ...] = (
             earlier.op.name,
             earlier.line,

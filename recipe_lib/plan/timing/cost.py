@@ -2,9 +2,8 @@
 
 `stream_schedule.py` calls `compute_op_seconds` (a roofline) and `compute_launch_seconds` (the
 host's time), and puts them on a time line. A calibration is the rates that `tune doctor` measured.
-Without one, a rate is the data sheet's times the share that kernels of such a shape reach
-(`kernel_rates.py`). Operations are FLOPs: a multiplication and an addition are two. Imports no
-torch.
+Without one, a rate is the data sheet's times the share that kernels of such a shape reach.
+Operations are FLOPs: a multiplication and an addition are two. Imports no torch.
 """
 
 import math

@@ -1,10 +1,10 @@
 """Schedule the operators of a traced phase on streams, links and the host.
 
-`build_plan.py` calls `schedule` for the times of a steady step (any after the first);
-`sum_time_by_kind` divides them. The host issues operators one after the other; each starts when it
-has been issued, and its stream and link are free. Kernels on different streams do not slow each
-other, and other ranks are taken to be as fast as this one. A pipeline's sends and receives are left
-out: `summary/step_time.py` puts its ranks together. Imports no torch.
+`build_plan.py` calls `schedule` for the times of a steady step (any after the first). The host
+issues operators one after the other; each starts when it has been issued, and its stream and link
+are free. Kernels on different streams do not slow each other, and other ranks are taken to be as
+fast as this one. A pipeline's sends and receives are left out: `summary/step_time.py` puts its
+ranks together. Imports no torch.
 """
 
 from collections import defaultdict, deque
