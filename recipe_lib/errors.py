@@ -33,10 +33,10 @@ SAID_FILE = "said_why_all_end"
 # Exit codes. 1 is Python's own, of a traceback.
 DONE = 0
 USER_ERROR = 2
-STOPPED_AND_SAVED = 3
+STOPPED_AND_SAVED = 3  # by a signal; the run can be resumed
 DIVERGED = 4
 OUT_OF_MEMORY = 5
-STORAGE = 6
+STORAGE = 6  # the disk is full or refuses a write
 PEER_FAILED = 7  # of a rank that ends because another one has failed or hangs
 
 # Printable to str.isprintable(), though they show nothing: Hangul fillers, and the supplementary

@@ -428,7 +428,7 @@ def list_micro_batch_sizes(cfg: Any, changes: Changes) -> list[int]:
     sizes = [size for size in range(1, num_sequences + 1) if num_sequences % size == 0]
     if changes.get(PIPELINE_KEY, cfg.parallel.pipeline) == 1:
         reduces_at_end = changes.get(REDUCE_KEY, cfg.parallel.reduce_gradients) == "step"
-        # With one micro-batch both settings reduce once: one of them need not be tried.
+        # With one micro-batch, both values of `reduce_gradients` reduce once: only one is tried.
         return sizes[:-1] if reduces_at_end and changes.get(STRATEGY_KEY) != "ddp" else sizes
     changed_cfg = apply_changes(cfg, changes | set_micro_batch(cfg, changes, 1))
     if changed_cfg is None:
@@ -522,8 +522,8 @@ def _list_sharings_of_config(cfg: Any, ranks: int, fixed: Collection[str]) -> It
         keeps_weights = not sharing.get(RESHARD_KEY, True)
         # Where each rank has a copy of its own there is nothing to gather, and so to keep.
         has_own_copy = sharing.get(COPIES_KEY) == data_ranks != 1
-        # Whole gradients alone save as much as weights kept from forward to backward do, and take
-        # as much.
+        # Whole gradients with sharded weights save as much communication as the reverse does, and
+        # take as much memory: only the reverse is tried.
         keeps_gradients_alone = (
             sharing.get(REDUCE_KEY) == "step" and not keeps_weights and RESHARD_KEY not in fixed
         )
@@ -599,7 +599,7 @@ def list_pipelines(
 
 
 def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
-    """Return True if ranks, layers and the batch of a step can be divided so."""
+    """Return True if ranks, layers and the batch of a step can be divided as the changes say."""
     is_uneven = count_sequences(cfg) * changes[PIPELINE_KEY] % cfg.parallel.pipeline != 0
     if is_uneven or not list_micro_batch_sizes(cfg, changes):
         return False

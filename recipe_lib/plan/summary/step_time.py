@@ -115,6 +115,7 @@ def build_simulated_step(
         _build_stage_plan(cfg, place, rank=rank, simulated=simulated[rank], count=num_micro_batches)
         for place, rank in first_ranks.items()
     ]
+    # With equal stages and no communication time; seconds are counted in forwards.
     ideal = simulate(
         get_orders(cfg.parallel, num_micro_batches), cfg.parallel, lambda action: UNITS[action.kind]
     )

@@ -24,8 +24,8 @@ MULTIPROCESSORS = {
 }  # fmt: skip
 
 # Card -> share of the data sheet's rate that large matmuls in bf16 reach in a run of minutes.
-# Single matmuls by torch.mm (github.com/zzc0721/torch-performance-test-data, best of five sizes)
-# and the best found by MAMF (stas00's ml-engineering, compute/accelerator): A100 SXM 264.5 and
+# TFLOP/s of single matmuls by torch.mm (github.com/zzc0721/torch-performance-test-data, best of 5
+# sizes) and the best by MAMF (stas00's ml-engineering, compute/accelerator): A100 SXM 264.5 and
 # 271.2 of 312, A100 PCIe 241.5 and 252.9, H100 SXM 797.5 and 794.5 of 989, H100 PCIe 503.8 of 756,
 # RTX 4090 165 to 173 of 165.2, RTX 3090 76.6 of 71 (the boost clock is exceeded), RTX 5090 240 of
 # 209.5, RTX PRO 6000 418 of 503.8, A6000 123.3 of 154.8, A40 122.3 of 149.7, A10G 69.5 of 70, L40S
@@ -73,14 +73,13 @@ class AttentionRates:
     start: int
 
 
-# Architecture -> rates of flash attention. The kernels are those of FlashAttention 2, as torch's
-# are, unless said. sm80: causal, width 128, 143 TFLOP/s at
-# 1k and 158 at 4k (liangan1/GPU_travel), backward by SimuMax's A100 file. sm86: RTX A5000 and a
-# 3090, width 64 (gpu-mode/ring-attention issue 10, flash-attention issue 416). sm89: RTX 4090 at
-# 2k, 151 forward and 99 backward (apache/tvm tl_doc). sm90: FlashAttention 3's paper, 191 to 335 by
-# length; backward by flash-attention PR 2688. cuDNN's: the same paper, 315 to 539. sm100:
-# flash-attention issue 1589. sm120: nobody's; as sm89. sm75 has none; torch's memory-efficient
-# kernel.
+# Architecture -> rates of flash attention, by FlashAttention 2, which torch's kernels are. TFLOP/s
+# of causal attention: sm80, width 128, 143 at 1k and 158 at 4k tokens (liangan1/GPU_travel),
+# backward by SimuMax's A100 file. sm86: RTX A5000 and a 3090, width 64 (gpu-mode/ring-attention
+# issue 10, flash-attention issue 416). sm89: RTX 4090 at 2k, 151 forward and 99 backward
+# (apache/tvm tl_doc). sm90: FlashAttention 3's paper, 191 to 335 by length; backward by
+# flash-attention PR 2688. sm100: flash-attention issue 1589. sm120: not measured, as sm89. sm75 has
+# no flash attention: the rates are of torch's memory-efficient kernel.
 _ATTENTION = {
     "sm75": AttentionRates(0.30, 0.25, 150),
     "sm80": AttentionRates(0.53, 0.50, 150),
@@ -91,6 +90,7 @@ _ATTENTION = {
     "sm120": AttentionRates(0.96, 0.63, 100),
     "cpu": AttentionRates(1.0, 1.0, 0),
 }
+# The same for cuDNN's kernels: FlashAttention 3's paper, 315 to 539 TFLOP/s.
 _CUDNN = {"sm90": AttentionRates(0.56, 0.45, 400)}
 # Head width that takes as long as what a kernel does besides matmuls: RTX 4090 127, 142 and 151
 # TFLOP/s at widths 32, 64 and 128.
@@ -99,10 +99,9 @@ _WIDTH = 12
 _EFFICIENT = 0.6
 
 # Architecture -> share of the memory's rate that kernels reach which only move bytes, 64 MB or
-# more. sm80: 1,380 of 1,555 and
-# 1,616 of 2,039; sm86: A6000 656 of 768, 3090 Ti 860 of 1,008; sm89: RTX 4090 905 to 922 of 1,008;
-# sm90: nobody's, as sm80; sm120: 1,376 to 1,490 of 1,792; sm75: T4 240 of 320
-# (mli/transformers-benchmarks, xytpai/nvbench, voipmonitor/rtx6kpro).
+# more. GB/s: sm80 1,380 of 1,555 and 1,616 of 2,039; sm86: A6000 656 of 768, 3090 Ti 860 of 1,008;
+# sm89: RTX 4090 905 to 922 of 1,008; sm90: not measured, as sm80; sm120: 1,376 to 1,490 of 1,792;
+# sm75: T4 240 of 320 (mli/transformers-benchmarks, xytpai/nvbench, voipmonitor/rtx6kpro).
 _BANDWIDTH = {
     "sm75": 0.75,
     "sm80": 0.85,
