@@ -79,11 +79,11 @@ def find_most_by_kind(trace: Trace, phase: str) -> dict[str, int]:
     """
     live_bytes: dict[str, int] = defaultdict(int)
     most: dict[str, int] = {}
-    for _, kind, number, current, *_ in trace.walk():
+    for _, kind, index, current, *_ in trace.walk():
         if kind == PHASE and current == phase:  # with what is live as it begins
             most |= live_bytes
-        elif kind in (ALLOC, FREE) and trace.storages[number].device:
-            storage = trace.storages[number]
+        elif kind in (ALLOC, FREE) and trace.storages[index].device:
+            storage = trace.storages[index]
             live_bytes[storage.kind] += storage.bytes if kind == ALLOC else -storage.bytes
             if current == phase:
                 most[storage.kind] = max(most.get(storage.kind, 0), live_bytes[storage.kind])
@@ -94,8 +94,8 @@ def _list_alive(trace: Trace, phase: str) -> list[Alive]:
     """Return what is live at the peak of a phase, by kind, module and parameter, largest first."""
     # (kind, module, parameter) -> bytes of each storage.
     groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for number in trace.list_alive_at_peak(phase):
-        storage = trace.storages[number]
+    for index in trace.list_alive_at_peak(phase):
+        storage = trace.storages[index]
         if storage.bytes:
             # A parameter is its module's, whichever module was running when it was made.
             module = storage.label.rpartition(".")[0] if storage.label else storage.module
@@ -121,10 +121,10 @@ def _sum_kept_activations(trace: Trace) -> dict[str, int]:
     """
     part_before = ""  # of the model's last operator: `forward` or `backward`
     most: dict[str, int] = {}  # those of the backward with the most so far
-    for _, kind, number, phase, _, alive in trace.walk():
+    for _, kind, index, phase, _, alive in trace.walk():
         if kind != OP or phase != STEADY:
             continue
-        part = trace.ops[number].part
+        part = trace.ops[index].part
         if part == "backward" and part_before == "forward":
             kept: dict[str, int] = defaultdict(int)
             for storage in alive.values():

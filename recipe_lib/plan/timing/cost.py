@@ -131,8 +131,8 @@ def compute_collective_seconds(
 ) -> float:
     """Return the seconds of one collective alone on its link.
 
-    They are the latency of its steps plus the bytes that a rank sends by the bus bandwidth. Inside
-    a machine they are interpolated from measured collectives if the calibration has some.
+    They are the latency of its steps, plus the bytes that a rank sends divided by the bandwidth.
+    Inside a machine they are interpolated from measured collectives if the calibration has some.
     """
     ranks = len(collective.ranks)
     sent = count_wire_bytes(collective.operation, collective.bytes, ranks)
@@ -151,9 +151,9 @@ def compute_collective_seconds(
     crossings = min(rounds * (len(by_node) - 1), steps)
     if calibration and calibration.links and len(by_node) == 1:
         # A group larger than the measured one takes more steps.
-        more_steps = max(0, steps - _count_steps(collective.operation, calibration.links.ranks))
+        added_steps = max(0, steps - _count_steps(collective.operation, calibration.links.ranks))
         seconds = calibration.links.interpolate_seconds(collective.operation, sent)
-        return seconds + more_steps * hardware.link.latency
+        return seconds + added_steps * hardware.link.latency
     latency = crossings * hardware.inter_node_latency + (steps - crossings) * hardware.link.latency
     return COLLECTIVE_SECONDS + latency + sent / bandwidth
 

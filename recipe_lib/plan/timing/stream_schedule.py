@@ -82,12 +82,12 @@ def schedule(
     actions: list[tuple[int, float]] = []
     action = ActionMark()  # that the operators belong to; of kind "" outside of a pipeline's
     in_turn = hardware.architecture == "cpu"  # the CPU both issues and computes each operator
-    for kind, number in trace.iterate_events(phase):
+    for kind, index in trace.iterate_events(phase):
         if kind == OP:
-            op = trace.ops[number]
+            op = trace.ops[index]
             if action.kind and is_transfer(op):  # between ranks of a pipeline
                 continue
-            repeats = op.repeats // action.repeats
+            repeats = op.repeats // action.repeats  # each action once, however many it stands for
             issuing = compute_launch_seconds(op, calibration, hardware.architecture) * repeats
             matmuls = count_issued_matmuls(op, hardware.architecture)
             if matmuls:  # first the host waits, to read the numbers of rows of each matmul
@@ -101,17 +101,18 @@ def schedule(
                 if op.on_host:
                     on_host += seconds
                 else:
-                    timeline.append((number, host - seconds, host))
+                    timeline.append((index, host - seconds, host))
                     streams[op.stream] = host
                 continue
-            # Matmuls that are issued one by one: the first starts while the others are issued.
+            # Time at which the operator, or the first of its matmuls, is issued: it starts while
+            # the host issues the others.
             issued = host - issuing * matmuls / (1 + matmuls) if matmuls else host
             occupied = _list_links(op, hardware)
             start = max([issued, streams[op.stream], *(links[link] for link in occupied)])
             if is_wait(op) and pending[op.stream]:
                 start = max(start, pending[op.stream].popleft())
             end = start + seconds
-            timeline.append((number, start, end))
+            timeline.append((index, start, end))
             links.update(dict.fromkeys(occupied, end))
             if op.collective and not op.collective.waits and op.collective.operation != "recv":
                 pending[op.stream].append(end)
@@ -119,19 +120,19 @@ def schedule(
                 streams[op.stream] = max(end, host) if matmuls else end
                 host = max(host, end) if in_turn else host
         elif kind == RECORD:
-            sync = trace.syncs[number]
+            sync = trace.syncs[index]
             # Who waits for the event waits for the stream's collectives, too.
             recorded[sync.event] = max([streams[sync.stream], *pending[sync.stream]])
             pending[sync.stream].clear()
         elif kind == WAIT:
-            sync = trace.syncs[number]
+            sync = trace.syncs[index]
             if sync.stream == HOST:
                 host = max(host, recorded[sync.event])
             else:
                 streams[sync.stream] = max(streams[sync.stream], recorded[sync.event])
         elif kind == ACTION:
-            action = trace.actions[number]
-            actions.append((number, streams[0]))
+            action = trace.actions[index]
+            actions.append((index, streams[0]))  # stream 0 computes
     return replace(
         _sum_up(trace, timeline, host=host, actions=actions), launch=launch, on_host=on_host
     )
@@ -170,11 +171,11 @@ def _sum_up(
     host: time at which the host is done. actions: as in StepTime.
     """
     collectives = {
-        number: end - start for number, start, end in timeline if trace.ops[number].collective
+        index: end - start for index, start, end in timeline if trace.ops[index].collective
     }
-    kernels = [(start, end) for number, start, end in timeline if is_kernel(trace.ops[number])]
-    copies = [(start, end) for number, start, end in timeline if trace.ops[number].transfer]
-    moving = [(start, end) for number, start, end in timeline if number in collectives]
+    kernels = [(start, end) for index, start, end in timeline if is_kernel(trace.ops[index])]
+    copies = [(start, end) for index, start, end in timeline if trace.ops[index].transfer]
+    moving = [(start, end) for index, start, end in timeline if index in collectives]
     compute = _count_covered(kernels)
     return StepTime(
         compute=compute,
