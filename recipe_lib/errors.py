@@ -181,8 +181,8 @@ def run_for_exit_code(main: Callable[[], int | None]) -> int:
         if not is_name_fault or not isinstance(error.filename, str):
             raise
         name = error.filename
-        shown = f"{name[:60]}...{name[-17:]}" if len(name) > 80 else name
-        _say_once(f"error: {escape_invisible(shown)}: {error.strerror}; choose another name\n")
+        shown_name = f"{name[:60]}...{name[-17:]}" if len(name) > 80 else name
+        _say_once(f"error: {escape_invisible(shown_name)}: {error.strerror}; choose another name\n")
         return USER_ERROR
     except SystemExit as error:
         if error.code != STOPPED_AND_SAVED:

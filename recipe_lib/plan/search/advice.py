@@ -337,11 +337,11 @@ def find_fewest(ranks: int, least: int, good: bool, fits: Callable[[int], bool])
     """
     # More ranks never take more memory per rank: a bisection of the smaller numbers finds the
     # fewest, and if `ranks` are too few, only larger numbers are tried.
-    numbers = [least << power for power in range(32)]  # up to more ranks than any cluster has
+    rank_counts = [least << power for power in range(32)]  # up to more ranks than any cluster has
     if good:
-        smaller = [number for number in numbers if number < ranks]
+        smaller = [number for number in rank_counts if number < ranks]
         return [*smaller, ranks][bisect.bisect_left(smaller, True, key=fits)]
-    larger = [number for number in numbers if number > ranks][:_MOST_LARGER]
+    larger = [number for number in rank_counts if number > ranks][:_MOST_LARGER]
     return next((number for number in larger if fits(number)), None)
 
 

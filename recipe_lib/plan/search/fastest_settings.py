@@ -253,16 +253,18 @@ def render_search(result: SearchResult) -> str:
     """Return the settings as a table: the overrides, planned peak, tokens per second, verdict."""
     where = f"{result.ranks} x {result.device}"
     batch = f"{result.global_batch_size} sequences a step"
-    shown = result.fitting
+    candidates = result.fitting
     if result.fitting:
         title = f"FOUND  settings that fit {where}, {batch}, fastest first"
     else:
-        shown = [result.closest] if result.closest else []
-        lacking = f"; closest, short of {format_bytes(shown[0].shortfall)}:" if shown else ""
+        candidates = [result.closest] if result.closest else []
+        lacking = (
+            f"; closest, short of {format_bytes(candidates[0].shortfall)}:" if candidates else ""
+        )
         title = f"DOES NOT FIT  {where}, {batch}, with none of the settings tried{lacking}"
     console = open_console(get_terminal_width(WIDEST))
     put(console, title)
-    for number, candidate in enumerate(shown, 1):
+    for number, candidate in enumerate(candidates, 1):
         estimate = candidate.estimate
         overrides = format_overrides(candidate.changes) or "as the config has it"
         console.print()
@@ -286,7 +288,7 @@ def render_search(result: SearchResult) -> str:
                 optional=("expandable", "step"),
             ),
         )
-    others = (
+    note = (
         "; after the first: the fastest of those that were estimated"
         if len(result.fitting) > 1
         else ""
@@ -294,7 +296,7 @@ def render_search(result: SearchResult) -> str:
     console.print()
     put(
         console,
-        f"tokens/s are for ranking{others}; {result.tried} settings estimated, {result.planned}"
+        f"tokens/s are for ranking{note}; {result.tried} settings estimated, {result.planned}"
         f" planned in full, {result.seconds:.0f} s",
         indent=2,
     )

@@ -85,7 +85,7 @@ def check_streams(
         simulate_rank(
             recipe_class, cfg=cfg, settings=settings, rank=rank, traced=traced, checker=checker
         )
-        waits = Counter(f"{what} at {format_line(line)}" for what, line in checker.waits)
+        waits = Counter(f"{how} at {format_line(line)}" for how, line in checker.waits)
         return RankCheck(rank, checker.list_faults(), dict(waits.most_common()))
 
     ranks = settings.traced_ranks or list_first_ranks(cfg.parallel, settings.ranks)

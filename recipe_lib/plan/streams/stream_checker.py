@@ -113,9 +113,9 @@ class VectorClocks:
 
     def wait(self, waiter: int, clock: Clock) -> None:
         """Let what a stream (or the host) does next come after the works of a snapshot."""
-        known = self._known[waiter]
+        waited_works = self._known[waiter]
         for stream, work in clock.items():
-            known[stream] = max(work, known.get(stream, 0))
+            waited_works[stream] = max(work, waited_works.get(stream, 0))
 
 
 _COMMUNICATORS = 10_000  # communicators' streams have numbers from here on, others smaller ones

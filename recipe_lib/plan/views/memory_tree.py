@@ -110,7 +110,7 @@ def fold_small(children: list[Node], *, smallest: float, most: int) -> list[Node
     """
     large = [child for child in children if abs(child.bytes) >= smallest][:most]
     # By identity: nodes of the same name and sizes are equal.
-    small = [child for child in children if not any(child is shown for shown in large)]
+    small = [child for child in children if not any(child is large_child for large_child in large)]
     if len(small) < 2:  # a single one keeps its line
         return children
     return [

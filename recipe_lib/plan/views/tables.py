@@ -205,11 +205,17 @@ def build_layer_table(plan: Plan) -> Table | None:
         key = (before, number is None, after, row.type, sizes, _format_shapes(row))
         groups.setdefault(key, []).append(row)
     names = _indent_names(
-        [join_numbered(row.module for row in alike) or "(model)" for alike in groups.values()]
+        [join_numbered(row.module for row in group) or "(model)" for group in groups.values()]
     )
     rows = [
-        [name, _format_shapes(alike[0]), alike[0].type, str(len(alike)), *_sum_layers(alike)]
-        for name, alike in zip(names, groups.values(), strict=True)
+        [
+            name,
+            _format_shapes(group[0]),
+            group[0].type,
+            str(len(group)),
+            *_sum_layers(group),
+        ]
+        for name, group in zip(names, groups.values(), strict=True)
     ]
     rows.append(["total", "", "", "", *_sum_layers(list_outermost(plan.layers))])
     columns = "module, weights, type, modules, parameters, trained, full model, this rank, kept"
