@@ -122,7 +122,7 @@ def run(words: list[str]) -> int:
     """Evaluate, in this process or on several ranks; print the numbers."""
     flags, eval_words = take_flags(words, "eval")
     arguments = PARSER.parse(eval_words)
-    check(arguments)
+    check_options(arguments)
     check_launch(flags, "eval")
     if flags:
         if arguments.lm_eval:
@@ -139,7 +139,7 @@ def main(argv: list[str]) -> None:
     from recipe_lib.cli.eval_ranks import evaluate
 
     arguments = PARSER.parse(argv)
-    check(arguments)
+    check_options(arguments)
     try:
         evaluate(arguments)
     except BrokenPipeError:
@@ -147,7 +147,7 @@ def main(argv: list[str]) -> None:
         send_nowhere(sys.stdout)
 
 
-def check(arguments: argparse.Namespace) -> None:
+def check_options(arguments: argparse.Namespace) -> None:
     """Import plugins, and raise ConfigError for options that make no sense.
 
     Also for an unknown metric; raises CheckpointError for a model that is not on this machine.

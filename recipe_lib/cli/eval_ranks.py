@@ -368,15 +368,15 @@ def build_eval_config(
 
 
 def _list_model_overrides(
-    source: GenerationSource, trained: FullFinetuneConfig | None
+    source: GenerationSource, run_config: FullFinetuneConfig | None
 ) -> list[str]:
     """Return overrides for model, dtype and length: the run's, or what the model's files say.
 
-    trained: config of the run; None: not known.
+    run_config: config of the run; None: not known.
     """
-    if trained is not None:
-        words = [f"{name}={json.dumps(getattr(trained, name))}" for name in _OF_RUNS]
-        model = dataclasses.asdict(trained.model)
+    if run_config is not None:
+        words = [f"{name}={json.dumps(getattr(run_config, name))}" for name in _OF_RUNS]
+        model = dataclasses.asdict(run_config.model)
         return words + [
             f"model.{name}={json.dumps(value)}"
             for name, value in model.items()
@@ -391,24 +391,24 @@ def _list_model_overrides(
 
 
 def _list_sample_overrides(
-    arguments: argparse.Namespace, trained: FullFinetuneConfig | None
+    arguments: argparse.Namespace, run_config: FullFinetuneConfig | None
 ) -> list[str]:
     """Return overrides that name the samples, and say how they become tokens.
 
-    trained: config of the run; None: not known. Raises ConfigError if nothing names samples.
+    run_config: config of the run; None: not known. Raises ConfigError if nothing names samples.
     """
     words = [f"validation.batch_size={_BATCH}"]
     validation = None
-    if trained is not None:
+    if run_config is not None:
         defaults = DataConfig()
         for field in dataclasses.fields(DataConfig):
-            value = getattr(trained.data, field.name)
+            value = getattr(run_config.data, field.name)
             # The samples have to become tokens as those of training did.
             if field.name not in _NOT_CARRIED and value != getattr(defaults, field.name):
                 words.append(f"data.{field.name}={json.dumps(value)}")
-        if trained.validation.batch_size is not None:
-            words.append(f"validation.batch_size={trained.validation.batch_size}")
-        validation = resolve_validation_source(trained.data, trained.validation)
+        if run_config.validation.batch_size is not None:
+            words.append(f"validation.batch_size={run_config.validation.batch_size}")
+        validation = resolve_validation_source(run_config.data, run_config.validation)
     sources = [word for word in arguments.overrides if word.startswith("validation.source=")]
     if arguments.data:
         values = {"source": arguments.data, "format": arguments.format or "auto"}
@@ -427,7 +427,7 @@ def _list_sample_overrides(
     else:
         reason = (
             "its config has no validation.source"
-            if trained is not None
+            if run_config is not None
             else "is no run, which would name them"
         )
         raise ConfigError(

@@ -473,11 +473,16 @@ def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
                 out=out,
                 dtype=dtype,
                 device=device,
-                trained=logits,
+                expected_logits=logits,
             )
         else:
             _check_adapter(
-                base=base, spec=spec, adapter=adapter, dtype=dtype, device=device, trained=logits
+                base=base,
+                spec=spec,
+                adapter=adapter,
+                dtype=dtype,
+                device=device,
+                expected_logits=logits,
             )
             _print_next_commands(source, arguments, spec=spec, adapter=adapter)
 
@@ -539,12 +544,12 @@ def _check_adapter(
     adapter: Path,
     dtype: torch.dtype,
     device: torch.device,
-    trained: tuple[torch.Tensor, torch.Tensor],
+    expected_logits: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """Load an adapter again, by this library and by PEFT, and compare logits with the trained ones.
 
-    adapter: its folder. dtype: of the base in training. trained: logits of the trained model, and
-    those of its base alone. Raises CheckpointError if logits differ by more than rounding.
+    adapter: its folder. dtype: of the base in training. expected_logits: of the trained model, and
+    of its base alone. Raises CheckpointError if logits differ by more than rounding.
     """
     model, filled = load_model_with_adapter(
         adapter, spec=spec, base=base, dtype=dtype, device=device
@@ -561,9 +566,11 @@ def _check_adapter(
         )
     logits = compute_prompt_logits(model)
     del model  # before PEFT loads the base again
-    comparison = compare_logits(trained[0], logits, trained[1])
+    comparison = compare_logits(expected_logits[0], logits, expected_logits[1])
     report_comparison(f"adapter: {adapter}", comparison, dtype=dtype, out=adapter)
-    print_wrapped(check_with_peft(adapter, base, spec, dtype=dtype, device=device, trained=trained))
+    print_wrapped(
+        check_with_peft(adapter, base, spec, dtype=dtype, device=device, trained=expected_logits)
+    )
 
 
 def _print_next_commands(
@@ -602,7 +609,7 @@ def _merge_and_check(
     out: Path,
     dtype: torch.dtype,
     device: torch.device,
-    trained: tuple[torch.Tensor, torch.Tensor],
+    expected_logits: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """Merge the adapter into its base, load the model again, compare as `_check_adapter` does."""
     num_adapted = len(read_adapter(adapter).tensors)
@@ -613,11 +620,11 @@ def _merge_and_check(
         f"check: {num_adapted} adapted modules are merged, every tensor of the model is there"
     )
     merged = compute_prompt_logits(load_model(spec, folder=out, dtype=out_dtype, device=device))
-    comparison = compare_logits(trained[0], merged, trained[1])
+    comparison = compare_logits(expected_logits[0], merged, expected_logits[1])
     # The tolerance is that of the coarser dtype (fewer bytes) of the two models.
     coarser = min(dtype, out_dtype, key=lambda kind: kind.itemsize)
     report_comparison(f"model: {out}", comparison, dtype=coarser, out=out)
-    print_wrapped(check_with_transformers(out, spec, coarser, device, *trained))
+    print_wrapped(check_with_transformers(out, spec, coarser, device, *expected_logits))
     # `change`: the most by which the adapter changes a logit of the base.
     if comparison.change and comparison.difference > comparison.change / 2:
         print_wrapped(

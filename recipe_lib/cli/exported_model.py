@@ -49,7 +49,8 @@ class ExportedModel:
     folder: Path  # the model's, or the adapter's
     base: Path  # the folder of the adapter's base; of a model its own
     adapter: Path | None  # the adapter's folder; None for a model
-    alone: bool  # CHECKPOINT is the adapter's own folder, not its run's: export it without a base
+    # CHECKPOINT is the adapter's own folder, not its run's: export it without a base.
+    is_adapter_folder: bool
     name: str  # of the model, in the exported file
 
 
@@ -77,7 +78,8 @@ def find_exported(arguments: argparse.Namespace) -> ExportedModel:
         folder=folder,
         base=source.folder,
         adapter=source.adapter,
-        alone=source.adapter is not None and (checkpoint_path / ADAPTER_CONFIG).is_file(),
+        is_adapter_folder=source.adapter is not None
+        and (checkpoint_path / ADAPTER_CONFIG).is_file(),
         name=name,
     )
 
@@ -94,7 +96,7 @@ def choose_export_path(exported: ExportedModel, arguments: argparse.Namespace, e
         out = Path(exported.name + ending)
     else:
         # A run of adapters is merged first: what is written is a model.
-        is_merged = exported.adapter and not exported.alone
+        is_merged = exported.adapter and not exported.is_adapter_folder
         stem = MODEL_FOLDER if is_merged else exported.folder.absolute().name
         out = exported.folder.parent / (stem + ending)
     if os.path.lexists(out):
@@ -154,7 +156,7 @@ def export_gguf(arguments: argparse.Namespace) -> None:
     exported = find_exported(arguments)
     kind = arguments.gguf
     out = choose_export_path(exported, arguments, f"-{kind}.gguf")
-    if exported.adapter is not None and exported.alone:
+    if exported.adapter is not None and exported.is_adapter_folder:
         if kind not in ADAPTER_KINDS:
             raise CheckpointError(
                 f"--gguf: found {kind}, expected one of {', '.join(ADAPTER_KINDS)} for an adapter"
@@ -170,13 +172,13 @@ def export_gguf(arguments: argparse.Namespace) -> None:
         with provide_merged_folder(exported, arguments, out) as folder:
             report = write_gguf_model(folder, out, kind, name=exported.name, pre=arguments.pre)
     print_wrapped(
-        f"{'adapter' if exported.alone else 'model'}: {out} ({kind},"
+        f"{'adapter' if exported.is_adapter_folder else 'model'}: {out} ({kind},"
         f" {format_bytes(out.stat().st_size)})"
     )
     for note in report.notes:
         print_wrapped(f"note: {note}")
     print_wrapped(f"check: {report.check}")
-    print_next_commands(list_gguf_commands(out, is_adapter=exported.alone))
+    print_next_commands(list_gguf_commands(out, is_adapter=exported.is_adapter_folder))
 
 
 def export_quantized(arguments: argparse.Namespace) -> None:
@@ -187,7 +189,7 @@ def export_quantized(arguments: argparse.Namespace) -> None:
     transformers.
     """
     exported = find_exported(arguments)
-    if exported.alone:
+    if exported.is_adapter_folder:
         raise CheckpointError(
             f"{exported.adapter}: is an adapter; merge it first (tune export {exported.adapter}"
             " --merge), and quantize the merged model"

@@ -100,7 +100,7 @@ PARSER = Parser(
 def run(words: list[str]) -> int:
     """Load the model, and print one answer, those of a file, or those of a conversation."""
     arguments = PARSER.parse(words)
-    check(arguments)
+    check_options(arguments)
     # Before torch is imported, which takes seconds.
     for name in filter(None, (arguments.checkpoint, arguments.base)):
         check_model_present(name)
@@ -113,7 +113,7 @@ def run(words: list[str]) -> int:
     return DONE
 
 
-def check(arguments: argparse.Namespace) -> None:
+def check_options(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for options that make no sense, all of them at once.
 
     Sets `arguments.batch_size` to 8 if it is not given.

@@ -45,7 +45,7 @@ from recipe_lib.logs import get_logger, wrap_lines
 from recipe_lib.plan.measured import receipts
 from recipe_lib.reading import read_object
 from recipe_lib.report.phases import ERASE
-from recipe_lib.report.planned import FIGURES
+from recipe_lib.report.planned import FIGURES_VARIABLE, MEMORY_KINDS
 from recipe_lib.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ CPU_SECONDS = 10  # of the planning process: the ranks need the cores
 COMPILED_CPU_SECONDS = 40  # for a run with compile=true, whose own compiling takes longer
 WAIT_SECONDS = 300  # for the run to have tokenized its data
 STEP_PHASES = ("first step", "step")  # phases that a run measures; the first makes optimizer states
-MEMORY_KINDS = ("active", "allocated", "reserved")  # bytes of torch's allocator that are compared
 # Layers x micro-batches of a step that are simulated. Above it one step is planned in place of two,
 # which would take too much CPU time.
 MAX_LAYERS = 36
@@ -101,8 +100,8 @@ def plan_beside(
             start_new_session=True,  # Ctrl-C is for the run
         )
         try:
-            # FIGURES names the environment variable by which the run's report finds the file.
-            with set_environment(**{FIGURES: str(figures)}):
+            # By this variable the run's report finds the file.
+            with set_environment(**{FIGURES_VARIABLE: str(figures)}):
                 yield lambda code: _compare(figures, began, code)
         finally:
             process.kill()
@@ -218,14 +217,14 @@ def _find_peaks(rank: "RankPlan") -> dict[str, int]:
     }
 
 
-def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> str:
-    """Return the plan as a line. own: the device is one of this machine's.
+def describe(figures: dict[str, Any], settings: "PlanSettings", is_own_device: bool) -> str:
+    """Return the plan as a line. is_own_device: the device is one of this machine's.
 
     figures: of `collect_figures`; with `is_short` one step was planned in place of two, so that
     reserved memory is less certain.
     """
     memory = settings.hardware.memory
-    reason = "" if own else ", as there is no GPU here"
+    reason = "" if is_own_device else ", as there is no GPU here"
     device = f"{settings.ranks} x {settings.hardware.name}{reason}"
     text = (
         f"plan: {figures['verdict']} ({device}): active {format_bytes(figures['active'])},"
@@ -233,7 +232,7 @@ def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> st
         f" reserved + {format_bytes(memory - figures['usable'])} outside torch, of"
         f" {format_bytes(memory)}; sequences of {settings.sequence.tokens:,} tokens"
     )
-    if figures["seconds"] is not None and own:
+    if figures["seconds"] is not None and is_own_device:
         text += f"; a step {format_seconds(figures['seconds'])} (uncalibrated)"
     text += f"; an estimate: {figures['estimate']}" if figures["estimate"] else ""
     return f"{text}; `tune plan` with the same arguments says more"

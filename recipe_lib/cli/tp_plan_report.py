@@ -208,10 +208,14 @@ def _print_line(console: Console, text: str, style: str = "") -> None:
 
 
 def _build_table(
-    title: str, header: list[str], rows: list[list[Any]], numbers: int = 0, note: str = ""
+    title: str,
+    header: list[str],
+    rows: list[list[Any]],
+    num_numeric: int = 0,
+    note: str = "",
 ) -> Table:
-    """Return a table whose last `numbers` columns hold numbers; long texts are folded."""
-    text_columns = tuple(header[: len(header) - numbers])
+    """Return a table whose last `num_numeric` columns hold numbers; long texts are folded."""
+    text_columns = tuple(header[: len(header) - num_numeric])
     return Table(
         title, header=header, rows=rows, left=text_columns, notes=(note,) if note else (), fold=True
     )
@@ -283,7 +287,7 @@ def _build_collective_table(plan: ShardingPlan, sizes: list[int], tokens: int) -
         f"sent by each rank, {tokens} tokens",
         header=header,
         rows=rows,
-        numbers=len(sizes),
+        num_numeric=len(sizes),
         note=FORMULA,
     )
 
@@ -301,7 +305,7 @@ def _build_size_table(plan: ShardingPlan, sizes: list[int]) -> Table:
     elements = {size: count_held_elements(plan, size) for size in (1, *sizes)}
     rows = [[size, Count(count), Bytes(BYTES * count)] for size, count in elements.items()]
     title = f"parameters of a rank; {compute_cut_share(plan):.2%} of the elements are cut"
-    return _build_table(title, header=["t", "parameters", "bf16"], rows=rows, numbers=3)
+    return _build_table(title, header=["t", "parameters", "bf16"], rows=rows, num_numeric=3)
 
 
 def _print_proof(console: Console, proof: dict[str, Any]) -> None:

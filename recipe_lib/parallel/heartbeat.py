@@ -587,7 +587,7 @@ class Heartbeat:
         """Return True on one rank of a machine, which writes the lines, as far as can be known."""
         if self._folder:
             try:
-                open(Path(self._folder, errors.SAID_FILE), "x").close()
+                open(Path(self._folder, errors.REPORTED_FILE), "x").close()
             except OSError as error:  # a full disk must not swallow the lines
                 return not isinstance(error, FileExistsError)
         elif (
