@@ -54,6 +54,9 @@ DRAW_OPTIONS: Options = {
 }
 
 
+STORAGES = ("auto", "none", "nf4", "int8")  # of --quantize-base
+
+
 class Parser(argparse.ArgumentParser):
     """The parser of one verb. Options and positional arguments may come in any order."""
 
@@ -105,6 +108,10 @@ class Parser(argparse.ArgumentParser):
         """Write the help."""
         # argparse's own ignores OSError: on a full disk the exit code would be 0.
         (file or sys.stdout).write(self.format_help())
+
+    def list_arguments(self) -> list[argparse.Action]:
+        """Return the options and the positional arguments, of which argparse has no public list."""
+        return self._actions
 
     def _list_long_options(self) -> list[str]:
         return [
@@ -304,8 +311,6 @@ def _is_own_output(kind: str, path: str) -> bool:
 
 def find_draw_faults(arguments: argparse.Namespace) -> list[str]:
     """Return what is wrong with the values of `DRAW_OPTIONS`, a line each."""
-    temperature = arguments.temperature
-    top_p = arguments.top_p
     idle = [  # options that temperature 0 makes useless
         f"--{name.replace('_', '-')}"
         for name in ("top_k", "top_p")
@@ -313,15 +318,15 @@ def find_draw_faults(arguments: argparse.Namespace) -> list[str]:
     ]
     return find_low_numbers(arguments, max_new_tokens=1, top_k=1) + choose_lines(
         (
-            not 0 <= temperature < float("inf"),
-            f"--temperature: found {temperature}, expected a number >= 0",
+            not 0 <= arguments.temperature < float("inf"),
+            f"--temperature: found {arguments.temperature}, expected a number >= 0",
         ),
         (
-            top_p is not None and not 0 < top_p <= 1,
-            f"--top-p: found {top_p}, expected a number above 0 and up to 1",
+            arguments.top_p is not None and not 0 < arguments.top_p <= 1,
+            f"--top-p: found {arguments.top_p}, expected a number above 0 and up to 1",
         ),
         (
-            temperature == 0 and idle,
+            arguments.temperature == 0 and idle,
             f"{' and '.join(idle)}: without effect at temperature 0, which takes the likeliest"
             " token; add --temperature 1",
         ),

@@ -198,7 +198,7 @@ def write_rates(path: str, facts: dict[str, Any]) -> str:
 
     facts: as of `gather_facts`. Raises StorageError if the file cannot be written.
     """
-    from recipe_lib.plan.measured.rates_file import add_links
+    from recipe_lib.plan.measured.rates_file import LOW_PRECISION, add_links
 
     steps = facts["steps"]
     links = facts["links"]
@@ -209,7 +209,7 @@ def write_rates(path: str, facts: dict[str, Any]) -> str:
     if links and links["failed"]:
         links = None
     low_precision = {
-        name: steps[f"{name} matmuls"] for name in ("int8", "fp8") if f"{name} matmuls" in steps
+        name: steps[f"{name} matmuls"] for name in LOW_PRECISION if f"{name} matmuls" in steps
     }
     replace_text(
         Path(path), json.dumps(add_links(calibration, links, low_precision), indent=2) + "\n"
@@ -315,10 +315,9 @@ def list_device_steps(rank: int, folder: Path) -> Iterator[Step]:
     """
     yield "torch", describe_torch
     yield "host memory", measure_host_memory
-    from recipe_lib.cli.doctor_report import LOW_PRECISION
-
     # Imported after the first step, which reports a torch that cannot be imported.
     from recipe_lib.plan.measured.measure_rates import calibrate, measure_matmul_rate
+    from recipe_lib.plan.measured.rates_file import LOW_PRECISION
 
     gpus = describe_torch()["gpus"]
     for index in range(len(gpus)):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from recipe_lib.cli.arguments import (
     DRAW_OPTIONS,
+    STORAGES,
     SWITCH,
     Parser,
     find_draw_faults,
@@ -43,7 +44,6 @@ model, among ranks.
 
 --lm-eval TASKS runs tasks of lm-evaluation-harness (extra `eval`) on the model in place of all \
 this."""
-STORAGES = ("auto", "none", "nf4", "int8")  # of --quantize-base
 PARSER = Parser(
     "eval",
     DESCRIPTION,

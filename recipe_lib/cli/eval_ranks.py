@@ -51,10 +51,10 @@ from recipe_lib.generation.sample import (
     compute_metric,
     generate_answers,
 )
-from recipe_lib.generation.source import GenerationSource, choose_dtype, find_source
+from recipe_lib.generation.source import DTYPE_NAMES, GenerationSource, choose_dtype, find_source
 from recipe_lib.logs import get_logger, is_quiet
 from recipe_lib.models.spec import ExternalSpec
-from recipe_lib.parallel import World, make_world, meet_ranks, start_world
+from recipe_lib.parallel import DTYPES, World, make_world, meet_ranks, start_world
 from recipe_lib.report.terminal import Table, format_table_lines, get_terminal_width
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 
@@ -117,14 +117,13 @@ def evaluate(arguments: argparse.Namespace) -> None:
         names = {TUNED: str(source.adapter or source.folder)}
         if BASE in models:
             names[BASE] = str(evaluated.base)
-        settings = describe_settings(cfg, arguments, world.size)
         evaluation = Evaluation(
             models=models,
             names=names,
             dataset=dataset,
             questions=questions,
             tokenizer=tokenizer,
-            settings=settings,
+            settings=describe_settings(cfg, arguments, world.size),
         )
         _print_results(evaluation, arguments, out)
 
@@ -328,7 +327,7 @@ def _print_results(evaluation: Evaluation, arguments: argparse.Namespace, out: P
         for which, name in evaluation.names.items():
             print(f"{which}: {name}")
         if out is not None:
-            print(f"each example: {out / 'examples.jsonl'}\npage: {out / 'report.html'}")
+            print(f"each example: {out / EXAMPLES_FILE}\npage: {out / PAGE_FILE}")
 
 
 # The config that a model is evaluated with has a run's samples and settings, or the defaults.
@@ -347,7 +346,7 @@ _NOT_CARRIED = (
 # Keys of a run's config that an evaluation takes over, besides those of model and data.
 _OF_RUNS = ("dtype", "seed", "max_seq_len", "device", "qat", "qat_group_size")
 # torch's name of a dtype -> that of the config key `dtype`; without fp16, which no run trains in.
-_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+_RUN_DTYPES = {name: key for name, key in DTYPE_NAMES.items() if key in DTYPES}
 
 
 def build_eval_config(
@@ -387,7 +386,7 @@ def _list_model_overrides(
         words.append(f"model.implementation={source.spec.implementation}")
     dtype = source.dtype or str(choose_dtype("auto", source.config)).removeprefix("torch.")
     max_seq_len = min(FullFinetuneConfig().max_seq_len, source.spec.max_positions)
-    return [*words, f"dtype={_NAMES.get(dtype, 'fp32')}", f"max_seq_len={max_seq_len}"]
+    return [*words, f"dtype={_RUN_DTYPES.get(dtype, 'fp32')}", f"max_seq_len={max_seq_len}"]
 
 
 def _list_sample_overrides(

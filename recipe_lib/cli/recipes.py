@@ -76,8 +76,11 @@ class RecipeFile:
         if name_or_path in _TORCHTUNE_HINTS:
             raise ConfigError(f"{name_or_path}: no such recipe; {_TORCHTUNE_HINTS[name_or_path]}")
         path = find_recipe(name_or_path)
-        shipped = _is_shipped(path) and path.stem in read_recipe_configs()
-        return cls(path.stem, path, shipped)
+        return cls(
+            name=path.stem,
+            path=path,
+            shipped=_is_shipped(path) and path.stem in read_recipe_configs(),
+        )
 
     def has_known_arguments(self) -> bool:
         """Return True if the recipe reads its arguments as the shipped ones do.

@@ -34,7 +34,6 @@ from recipe_lib.report.view import Table, show_table
 from recipe_lib.units import Bytes, Count, pluralize
 
 _MOST_SIZES = 12  # the legal sizes that a line names
-WIDTH = 160  # columns where there is no terminal to ask
 FORMULA = (
     "an all-reduce of N tokens x w numbers in bf16: each rank sends 2 (t - 1) / t x 2 N w bytes"
     " (ring); an all-gather or a reduce-scatter: half of that; activation checkpointing repeats the"
@@ -161,7 +160,7 @@ def print_report(
     model: as typed. tokens: of a micro-batch, b x s.
     """
     console = terminal.open_console(
-        terminal.get_terminal_width(WIDTH), terminal.wants_color(sys.stdout)
+        terminal.get_terminal_width(terminal.WIDE_REPORT), terminal.wants_color(sys.stdout)
     )
     # Sizes with the same plan share its tables.
     distinct_plans = {plan.hash(): plan for plan in plans.values()}

@@ -196,7 +196,6 @@ def upload_files(folder: Path, names: list[str], arguments: argparse.Namespace) 
     from huggingface_hub import HfApi, get_token
 
     repo = arguments.repo
-    revision = arguments.revision
     # Before anything is asked of the hub, whose answer would be a 401.
     if get_token() is None:
         raise SetupError(
@@ -211,14 +210,14 @@ def upload_files(folder: Path, names: list[str], arguments: argparse.Namespace) 
                 f"{repo}: is there already and is public; make it private on its page, or choose"
                 " another"
             )
-        if revision:
-            api.create_branch(repo, branch=revision, exist_ok=True)
+        if arguments.revision:
+            api.create_branch(repo, branch=arguments.revision, exist_ok=True)
         commit = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
             # A name with [ or * in it must match itself alone.
             allow_patterns=[glob.escape(name) for name in names],
-            revision=revision,
+            revision=arguments.revision,
             commit_message=(
                 f"{'Adapter' if ADAPTER_CONFIG in names else 'Model'} trained with tune-recipes"
             ),
