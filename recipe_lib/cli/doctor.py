@@ -86,8 +86,8 @@ def run(words: list[str]) -> int:
     # A finding in ADVICE is worth knowing, though all works as it should.
     is_healthy = all(finding["name"] in ADVICE for finding in findings)
     if arguments.json:
-        head = {"version": VERSION, "healthy": is_healthy, "findings": findings}
-        print(json.dumps(head | facts, indent=2))
+        report = {"version": VERSION, "healthy": is_healthy, "findings": findings, **facts}
+        print(json.dumps(report, indent=2))
     else:
         print(format_report(facts, findings), end="")
     if arguments.write:
@@ -289,8 +289,11 @@ def measure_host_memory() -> dict[str, Any]:
     from recipe_lib.memory.peaks import find_free_host_memory
 
     free, limit = find_free_host_memory()
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"total": total, "free": free, "what": limit}
+    return {
+        "total": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "free": free,
+        "what": limit,
+    }
 
 
 def probe_folder(path: Path) -> dict[str, Any]:
@@ -375,8 +378,14 @@ def describe_torch() -> dict[str, Any]:
         return described
     for index in range(module.device_count()):
         free, total = module.mem_get_info(index)
-        gpu = {"name": module.get_device_name(index), "memory": total, "free": free}
-        described["gpus"].append(gpu | {"capability": list(module.get_device_capability(index))})
+        described["gpus"].append(
+            {
+                "name": module.get_device_name(index),
+                "memory": total,
+                "free": free,
+                "capability": list(module.get_device_capability(index)),
+            }
+        )
     return described
 
 

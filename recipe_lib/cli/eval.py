@@ -136,12 +136,8 @@ def run(words: list[str]) -> int:
 
 def main(argv: list[str]) -> None:
     """Evaluate as one of several ranks; torchrun starts this file by its path."""
-    from recipe_lib.cli.eval_ranks import evaluate
-
-    arguments = PARSER.parse(argv)
-    check_options(arguments)
     try:
-        evaluate(arguments)
+        run(argv)
     except BrokenPipeError:
         # The reader of the numbers is gone (`| head`); the rank has not failed.
         send_nowhere(sys.stdout)

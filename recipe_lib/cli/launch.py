@@ -517,14 +517,13 @@ def launch(flags: Sequence[str], recipe: Path, arguments: Sequence[str]) -> int:
     arguments: the recipe's. Raises SetupError if torchrun refuses its flags, or the nodes do not
     meet.
     """
-    worker = Path(__file__).with_name("worker.py")
     with (
         tempfile.TemporaryDirectory(prefix="tune-run-") as folder,
         set_environment(**{FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getpid())}),
     ):
         return Launcher(
             flags,
-            script=worker,
+            script=Path(__file__).with_name("worker.py"),
             arguments=[str(recipe.absolute()), *arguments],
             folder=Path(folder),
         ).run()

@@ -265,9 +265,13 @@ def list_receipts(arguments: argparse.Namespace) -> str:
             " away"
         ) from error
     if arguments.json:
-        listed = [asdict(receipt) for receipt in receipts]
         write_json(
-            arguments.json, {"file": str(path), "unreadable": unreadable, "receipts": listed}
+            arguments.json,
+            {
+                "file": str(path),
+                "unreadable": unreadable,
+                "receipts": [asdict(receipt) for receipt in receipts],
+            },
         )
     return "" if arguments.json == "-" else render_receipts(receipts, unreadable, path)
 

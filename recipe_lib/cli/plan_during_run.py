@@ -242,8 +242,25 @@ def describe(figures: dict[str, Any], settings: "PlanSettings", is_own_device: b
 class _TooSlow(BaseException):
     """The CPU time is used up."""
 
-    came = False  # it was raised in this process
-    allowed = 0  # CPU seconds; kept here, as the kernel raises its soft limit with each signal
+
+class _CpuLimit:
+    """The limit of this process's CPU time, at which its main thread raises `_TooSlow`."""
+
+    def __init__(self, seconds: int) -> None:
+        self.is_reached = False  # `_TooSlow` was raised
+        signal.signal(signal.SIGXCPU, self._raise_too_slow)
+        self.set(seconds)
+
+    def set(self, seconds: int) -> None:
+        """Set the CPU seconds after which `_TooSlow` is raised."""
+        self.seconds = seconds  # kept here, as the kernel raises its soft limit with each signal
+        # The hard limit kills the process if the exception does not end it. It is the larger one
+        # from the start, as an ordinary process cannot raise it again.
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, COMPILED_CPU_SECONDS + 2))
+
+    def _raise_too_slow(self, number: int, frame: FrameType | None) -> NoReturn:
+        self.is_reached = True
+        raise _TooSlow
 
 
 def main(argv: list[str]) -> int:
@@ -252,17 +269,13 @@ def main(argv: list[str]) -> int:
     FIGURES: the file to write the figures to. Returns 0 whatever goes wrong, which is a line.
     """
     say = _silence_output()
-    _limit_process()
+    limit = _CpuLimit(CPU_SECONDS)
+    _yield_to_run()
     has_gpus = hide_gpus()
     try:
         arguments = read_arguments(argv[1:])
         arguments.wait = float(WAIT_SECONDS)
-        figures, settings = _plan(arguments)
-        figures |= {
-            "device": settings.hardware.name,
-            "ranks": settings.ranks,
-            "own_device": has_gpus,
-        }
+        figures, settings = _plan(arguments, has_gpus=has_gpus, limit=limit)
         replace_text(Path(argv[0]), json.dumps(figures))
         say(describe(figures, settings, has_gpus))
     except UserError:
@@ -270,9 +283,9 @@ def main(argv: list[str]) -> int:
     except (Exception, _TooSlow) as error:  # noqa: BLE001  (nothing of it is to disturb the run)
         # Not by the type of the error: torch makes it a RuntimeError where it is raised inside of
         # torch's own code.
-        if _TooSlow.came:
+        if limit.is_reached:
             say(
-                f"plan: takes more than {_TooSlow.allowed} s of CPU; `tune plan` with the same"
+                f"plan: takes more than {limit.seconds} s of CPU; `tune plan` with the same"
                 " arguments makes it"
             )
         else:
@@ -282,14 +295,17 @@ def main(argv: list[str]) -> int:
     return DONE
 
 
-def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
+def _plan(
+    arguments: Any, *, has_gpus: bool, limit: _CpuLimit
+) -> tuple[dict[str, Any], "PlanSettings"]:
     """Return (figures, settings of the plan). A model of many layers is planned for one step.
 
-    arguments: of `read_arguments`.
+    arguments: of `read_arguments`. has_gpus: the device is this machine's. limit: raised for a
+    compiled model.
     """
     recipe, cfg = read_config(arguments)
     if cfg.compile:
-        _set_cpu_limit(COMPILED_CPU_SECONDS)
+        limit.set(COMPILED_CPU_SECONDS)
     with explain_errors(recipe, cfg):
         planned, shaped, settings = prepare(recipe, cfg, arguments)
     settings = replace(settings, phases=())
@@ -308,6 +324,9 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
         "is_short": is_short,
         "run": asdict(receipts.describe_run(cfg, shaped, settings)),
         "output_dir": os.path.abspath(cfg.output_dir),
+        "device": settings.hardware.name,
+        "ranks": settings.ranks,
+        "own_device": has_gpus,
     }
     return figures, settings
 
@@ -329,25 +348,10 @@ def _silence_output() -> Callable[[str], None]:
     return say
 
 
-def _limit_process() -> None:
-    """Limit this process's CPU time, give way to other processes, and end with the run."""
-
-    def raise_too_slow(number: int, frame: FrameType | None) -> NoReturn:
-        _TooSlow.came = True
-        raise _TooSlow
-
-    signal.signal(signal.SIGXCPU, raise_too_slow)
-    _set_cpu_limit(CPU_SECONDS)
+def _yield_to_run() -> None:
+    """Give way to other processes, and end with the run."""
     os.nice(10)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
-
-
-def _set_cpu_limit(seconds: int) -> None:
-    """Set the CPU seconds after which `_TooSlow` is raised."""
-    _TooSlow.allowed = seconds
-    # The hard limit kills the process if the exception does not end it. It is the larger one from
-    # the start, as an ordinary process cannot raise it again.
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, COMPILED_CPU_SECONDS + 2))
 
 
 def _end_with_the_run() -> None:

@@ -1,6 +1,6 @@
 """Make, prove and print the tensor-parallel plans of `tune tp-plan`.
 
-tp_plan.py calls `build_plans`, `certify_plans` and `print_report`. A plan says for each parameter
+tp_plan.py calls `build_plans`, `build_json` and `print_report`. A plan says for each parameter
 whether ranks share it; `size` is their number. An axis is what is cut through the whole model, such
 as heads; a size is legal if it can share all axes of a plan. A boundary is where ranks exchange.
 """
@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -41,10 +42,24 @@ FORMULA = (
 )
 
 
+@dataclass(frozen=True)
+class PlannedSizes:
+    """The plans of a model for the sizes that were asked for."""
+
+    full_plan: ShardingPlan  # cuts every axis
+    plans: dict[int, ShardingPlan]  # size -> its plan; not empty
+    illegal: dict[int, str]  # size without a plan -> why
+    proofs: list[dict[str, Any]]  # of `certify_plans`; empty without --certify
+
+    def has_failures(self) -> bool:
+        """Return True if a plan could not be proved."""
+        return any(proof["failures"] for proof in self.proofs)
+
+
 def build_plans(
-    config: Any, sizes: Sequence[int], tokens: bool = True
-) -> tuple[ShardingPlan, dict[int, ShardingPlan], dict[int, str]]:
-    """Return the plan that cuts every axis, size -> plan, and size -> why it has none.
+    config: Any, sizes: Sequence[int], *, tokens: bool = True, certifies: bool = False
+) -> PlannedSizes:
+    """Make the plan of each size, and prove it if `certifies`.
 
     config: a transformers config. tokens: tokens are shared out too (sequence parallel). Raises
     ConfigError if no size has a plan.
@@ -68,7 +83,12 @@ def build_plans(
                 for reason in dict.fromkeys(illegal.values())
             )
         )
-    return full_plan, plans, illegal
+    return PlannedSizes(
+        full_plan=full_plan,
+        plans=plans,
+        illegal=illegal,
+        proofs=certify_plans(config, plans) if certifies else [],
+    )
 
 
 def certify_plans(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str, Any]]:
@@ -114,23 +134,12 @@ def certify_plans(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str,
     return proofs
 
 
-def build_json(
-    arguments: argparse.Namespace,
-    *,
-    full_plan: ShardingPlan,
-    plans: dict[int, ShardingPlan],
-    illegal: dict[int, str],
-    proofs: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """Return what --json writes: figures by size, refusals, plans by hash, and proofs.
-
-    full_plan: the plan that cuts every axis. plans: by size. illegal: size -> why it has no plan.
-    proofs: of `certify_plans`, empty without --certify.
-    """
+def build_json(arguments: argparse.Namespace, planned: PlannedSizes) -> dict[str, Any]:
+    """Return what --json writes: figures by size, refusals, plans by hash, and proofs."""
     return {
         "model": arguments.model,
         "tokens": arguments.tokens,
-        "legal_sizes": list(full_plan.legal_sizes),
+        "legal_sizes": list(planned.full_plan.legal_sizes),
         "sizes": {
             str(size): {
                 "plan": plan.hash(),
@@ -138,24 +147,16 @@ def build_json(
                 "cut_share": compute_cut_share(plan),
                 "sent_bytes": count_step_bytes(plan, size, arguments.tokens),
             }
-            for size, plan in plans.items()
+            for size, plan in planned.plans.items()
         },
-        "not_legal": {str(size): reason for size, reason in illegal.items()},
-        "plans": {plan.hash(): plan.to_dict() for plan in plans.values()},
-        "certificates": proofs,
+        "not_legal": {str(size): reason for size, reason in planned.illegal.items()},
+        "plans": {plan.hash(): plan.to_dict() for plan in planned.plans.values()},
+        "certificates": planned.proofs,
     }
 
 
-def print_report(
-    model: str,
-    tokens: int,
-    *,
-    full_plan: ShardingPlan,
-    plans: dict[int, ShardingPlan],
-    illegal: dict[int, str],
-    proofs: list[dict[str, Any]],
-) -> None:
-    """Print plans, numbers, refusals and proofs. The arguments are those of `build_json`.
+def print_report(model: str, tokens: int, planned: PlannedSizes) -> None:
+    """Print plans, numbers, refusals and proofs.
 
     model: as typed. tokens: of a micro-batch, b x s.
     """
@@ -163,9 +164,9 @@ def print_report(
         terminal.get_terminal_width(terminal.WIDE_REPORT), terminal.wants_color(sys.stdout)
     )
     # Sizes with the same plan share its tables.
-    distinct_plans = {plan.hash(): plan for plan in plans.values()}
+    distinct_plans = {plan.hash(): plan for plan in planned.plans.values()}
     for name, plan in distinct_plans.items():
-        sizes = [size for size, size_plan in plans.items() if size_plan.hash() == name]
+        sizes = [size for size, size_plan in planned.plans.items() if size_plan.hash() == name]
         sizes_text = (
             ", ".join(map(str, sizes[:-1])) + (" and " if len(sizes) > 1 else "") + str(sizes[-1])
         )
@@ -182,7 +183,7 @@ def print_report(
         # `refused`: sentences on what could be cut and is not; layers differ in numbers only.
         for reason in dict.fromkeys(map(make_pattern, plan.refused)):
             _print_line(console, f"note: {reason}")
-        if set(sizes) <= set(full_plan.legal_sizes):
+        if set(sizes) <= set(planned.full_plan.legal_sizes):
             legal = ", ".join(map(str, plan.legal_sizes[:_MOST_SIZES]))
             _print_line(
                 console,
@@ -191,13 +192,13 @@ def print_report(
         else:  # a plan of its own, around the axes that its ranks cannot share
             _print_line(
                 console,
-                f"replicated for {sizes_text} ranks: {why_not(full_plan, sizes[0])}",
+                f"replicated for {sizes_text} ranks: {why_not(planned.full_plan, sizes[0])}",
                 terminal.WARNING,
             )
             _print_line(console, "")
-    for size, reason in illegal.items():
+    for size, reason in planned.illegal.items():
         _print_line(console, f"not legal: {size}: {reason}", terminal.WARNING)
-    for proof in proofs:
+    for proof in planned.proofs:
         _print_proof(console, proof)
     print(terminal.read_console(console), end="")
 
