@@ -555,12 +555,13 @@ def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
     if isinstance(tools, list) and all(
         isinstance(tool, str) and tool.lstrip().startswith("{") for tool in tools
     ):
-        tools = [
+        # A text that begins so is an object if it is JSON at all.
+        described = [
             parse_column(tool, "tools", path=f"{path}[{number}]", expected="an object")
             for number, tool in enumerate(tools)
         ]
-        sample = {"tools": tools}
-    described, path = read_object_list(sample, "tools")
+    else:
+        described, path = read_object_list(sample, "tools")
     return [_read_tool(tool) for tool in described] or None, path
 
 

@@ -232,6 +232,7 @@ class HubSamples(SampleFile):
     ) -> None:
         super().__init__(source, sample_limit)
         self.split = split
+        self.key = key
         if not HUB_NAME.fullmatch(source.removeprefix(HUB)):
             raise DataError(
                 f"{key}: found {source!r}, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME:SUBSET"
@@ -282,7 +283,7 @@ class HubSamples(SampleFile):
             return load_dataset(name, subset or None, split=self.split).with_format("arrow")
         except (OSError, ValueError, DatasetsError, HTTPError) as error:
             raise DataError(
-                f"data.source: {self.place}: the hub dataset cannot be loaded"
+                f"{self.key}: {self.place}: the hub dataset cannot be loaded"
                 f" ({get_first_line(error)})"
             ) from None
 

@@ -166,6 +166,12 @@ def test_hub_rows(hub):
     )
 
 
+def test_the_fault_of_a_hub_dataset_names_the_key_that_has_it(hub):
+    (file,) = open_sources(SourceConfig(source="hub:owner/none"), section="data.sources[1]")
+    with pytest.raises(DataError, match=r"^data\.sources\[1\]\.source: hub:owner/none: the hub "):
+        len(file)
+
+
 def test_identity_of_hub_rows(hub, tmp_path, monkeypatch):
     first, again = opened("hub:owner/name").identity, opened("hub:owner/name").identity
     assert first == again and len(first["sha256"]) == 64 and first["name"] == "hub:owner/name train"
