@@ -407,8 +407,8 @@ class _StepMaker(TorchDataset):
 
     make: Callable[..., StepBatches]  # `make_step`, with all arguments but the step's own bound
 
-    def __getitem__(self, planned: tuple[list[np.ndarray], int | None]) -> StepBatches:
-        slots, pack_length = planned
+    def __getitem__(self, step_plan: tuple[list[np.ndarray], int | None]) -> StepBatches:
+        slots, pack_length = step_plan
         return self.make(slots, pack_length=pack_length)
 
 
@@ -438,10 +438,10 @@ _EXPERT_TOLERANCE = 1000  # times the precision of the type
 class Evaluator(Protocol):
     """A runner of a model that is divided into pipeline stages."""
 
-    def evaluate(self, batches: Sequence[Any], result_of: Callable[[int, Any], Any]) -> list[Any]:
-        """Return `result_of` of each micro-batch on the last stage's rank, None on the others.
+    def evaluate(self, batches: Sequence[Any], compute: Callable[[int, Any], Any]) -> list[Any]:
+        """Return `compute(index, micro_batch)` of each; None for each without the last stage.
 
-        result_of: called with (index, micro-batch), while a call of the model runs its last stage.
+        compute: called while a call of the model runs its last stage.
         """
 
 
@@ -544,11 +544,11 @@ def _measure_leaks(
             _compute_distance(logits_second_kept[~is_first], logits[~is_first]),
         ]
         # The logits of all documents without their padding, in the order of the packed tokens
-        alone = torch.cat(
+        logits_unpadded = torch.cat(
             [row[: len(document)] for row, document in zip(logits_alone, documents, strict=True)]
         )
         measured[0] = torch.stack(leaks).max()
-        measured[1] = _compute_distance(logits.flatten(0, 1), alone)
+        measured[1] = _compute_distance(logits.flatten(0, 1), logits_unpadded)
         dtype = logits.dtype
     measured[2] = float(any(".experts." in name for name, _ in model.named_parameters()))
     if dist.is_initialized() and dist.get_world_size() > 1:

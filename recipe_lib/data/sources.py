@@ -97,7 +97,7 @@ class ParquetFile(LocalFile):
                     skipped = min(max(start - number, 0), len(batch))
                     number += skipped
                     for sample in _read_batch(self, batch.slice(skipped, stop - number)):
-                        yield self.place_of(number), sample
+                        yield self.locate_sample(number), sample
                         number += 1
                     if number >= stop:
                         return
@@ -255,7 +255,7 @@ class HubSamples(SampleFile):
         for first in range(start, stop, ROWS_AT_ONCE):
             table = samples[first : min(first + ROWS_AT_ONCE, stop)]
             for number, sample in enumerate(_read_batch(self, table), start=first):
-                yield self.place_of(number), sample
+                yield self.locate_sample(number), sample
 
     @cached_property
     def identity(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def test_any_range_of_rows(tmp_path, monkeypatch, group, batch):
         (29, None),
     ):
         assert list(file.read(start, stop)) == expected[start:stop], (start, stop)
-    assert [file.place_of(row) for row in range(60)] == [place for place, _ in expected]
+    assert [file.locate_sample(row) for row in range(60)] == [place for place, _ in expected]
 
 
 def test_nulls_inside_a_column_are_left_out(tmp_path):
