@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -231,10 +232,8 @@ class _StepBuilder:
         """Return the micro-batches with these indices, and the counts over all ranks."""
         # The rows of all ranks are known from lengths alone, so counts need no communication.
         rows = [self.list_rows(number) for number in range(len(self.slots) // self.batch_size)]
-        sequences = np.array(
-            [number for micro_batch in rows for row in micro_batch for number in row],
-            dtype=np.int64,
-        )
+        rows_of_step = chain.from_iterable(rows)
+        sequences = np.fromiter(chain.from_iterable(rows_of_step), dtype=np.int64)
         own_rows = [rows[number] for number in micro_batches]
         return StepBatches(
             micro_batches=[self.make_batch(batch_rows) for batch_rows in own_rows],
@@ -257,13 +256,17 @@ class _StepBuilder:
         """
         group = self.dataset.group
         slots = self.slots[number * self.batch_size : (number + 1) * self.batch_size]
-        # Item i is the sequences i * group .. i * group + group - 1.
-        rows = [[int(item) * group + k for item in slot for k in range(group)] for slot in slots]
-        if self.is_packed:
-            return rows
-        single_rows = [[sequence] for row in rows for sequence in row]
-        # A slot without an item becomes rows of padding: all ranks have equally many rows.
-        return single_rows + [[] for row in rows for _ in range(group - len(row))]
+        is_packed = self.is_packed
+        rows = list[list[int]]()
+        for slot in slots:
+            # Item i is the sequences i * group .. i * group + group - 1.
+            sequences = np.add.outer(slot * group, np.arange(group)).ravel().tolist()
+            if is_packed:
+                rows.append(sequences)
+            else:
+                # A slot without an item becomes rows of padding: all ranks have equally many rows.
+                rows += [[sequence] for sequence in sequences] or [[] for _ in range(group)]
+        return rows
 
     def compute_width(self, rows: list[list[int]]) -> int:
         """Return the number of tokens of each row of a micro-batch, padding included."""
@@ -283,7 +286,7 @@ class _StepBuilder:
             return batch
         group = self.dataset.group
         # The first of each item's sequences stands for the item.
-        items = [number // group for row in rows for number in row][::group]
+        items = [number // group for number in chain.from_iterable(rows)][::group]
         return replace(batch, targets=torch.from_numpy(self.dataset.values[items]))
 
     def make_mismatched(self, rows: list[list[int]]) -> Batch:
