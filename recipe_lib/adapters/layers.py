@@ -91,6 +91,7 @@ class AdaptedModule(nn.Module):
         return self.lora_magnitude_vector / self.compute_weight_norms()
 
     def _add_magnitude(self, width: int) -> None:
+        """Add DoRA's magnitudes if the settings have it; width: the number of output channels."""
         self.lora_magnitude_vector = None
         if self.settings.dora:
             self.lora_magnitude_vector = nn.Parameter(
@@ -263,8 +264,8 @@ class AdaptedHead(AdaptedMatrix, OutputHead):
         trained = (self.lora_A.weight, self.lora_B.weight, self.compute_relative_lengths())
         if labels is None:
             return self.finish(self.apply_adapter(hidden, *trained))
-        # Backward may project again, when FSDP has put the shard of a tied weight back into this
-        # module: the frozen part is bound to the gathered weight.
+        # Backward may project again, when this module no longer has the gathered weight (a tied one
+        # of a sharded model): the frozen part is bound to the weight of now.
         adapter = OutputAdapter(self.apply_adapter, trained, partial(F.linear, weight=self.weight))
         return run_head_loss(
             head_loss,
@@ -285,6 +286,7 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
 
     def __init__(self, base: nn.Embedding, settings: AdapterSettings) -> None:
         super().__init__(base, settings)
+        # Factor of the embeddings (Gemma); None: 1. Forward rounds it to their dtype first.
         self.scale = base.scale if isinstance(base, ScaledEmbedding) else None
         rank = settings.rank
         width = base.embedding_dim
@@ -357,7 +359,7 @@ class QuantizedExperts(QuantizedLinear):
         )
         QuantizedLinear.__init__(self, matrix, kind)
         self.num_experts = base.num_experts
-        self.expert_rows = base.out_features
+        self.expert_rows = base.out_features  # rows of one expert
         self.bias = base.bias
 
     def take_part_of_runs(self, runs: int, rank: int, size: int) -> None:
@@ -377,6 +379,7 @@ class QuantizedExperts(QuantizedLinear):
         self.weight_scales = make_frozen_parameter(shape, self.weight_scales.dtype, device)
 
     def _get_block_place(self) -> list[int]:
+        """Return which blocks the part has, see `QuantizedLinear._get_block_place`."""
         if self.cut is None:
             return super()._get_block_place()
         rank, size = self.cut
@@ -387,6 +390,7 @@ class QuantizedExperts(QuantizedLinear):
     def _read_blocks(
         self, read_rows: Callable[[int, int, slice], Tensor], start: int, stop: int
     ) -> Tensor:
+        """Return the elements of this rank's part of runs `start` to `stop` (exclusive), flat."""
         if self.cut is None:
             return super()._read_blocks(read_rows, start, stop)
         rank, size = self.cut
@@ -455,6 +459,11 @@ def _multiply_groups(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
+    """Return `QuantizedExperts.grouped_product`.
+
+    codes, scales, factors, dtype, place: see `adapters.quantized.dequantize`. tokens, places, ends,
+    choices: of `Groups`; choices 0: `rows` are rows, else tokens. experts: E. columns: i.
+    """
     weights = _dequantize_experts(
         codes, scales=scales, factors=factors, shape=(experts, columns), settings=(dtype, place)
     ).to(rows.dtype)
@@ -474,6 +483,7 @@ def _multiply_groups_gradient(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
+    """Return the gradient of `rows`, given that of the result `[m, o]`; see `_multiply_groups`."""
     weights = _dequantize_experts(
         codes, scales=scales, factors=factors, shape=(experts, columns), settings=(dtype, place)
     ).to(gradient.dtype)

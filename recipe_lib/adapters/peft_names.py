@@ -267,7 +267,7 @@ def complete_module_name(module: str, parameters: Collection[str]) -> str:
 
 
 def get_extra_name(name: str) -> str:
-    """Return the name in our model of a file's tensor that is no adapter's (`modules_to_save`)."""
+    """Return the name in our model of a file's tensor that belongs to no adapter."""
     return _get_text_name(name.removeprefix(PREFIX))
 
 

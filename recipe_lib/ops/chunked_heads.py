@@ -292,7 +292,8 @@ def find_label_columns(
     """
     if group is None:
         return labels.masked_fill(ignored, 0).unsqueeze(1), None
-    # Ignored labels are negative, so that they count as another rank's on all.
+    # `columns`: the entries of the vocabulary of each rank but the last ones; 0: all have `width`.
+    # Ignored labels are negative, so that they count as another rank's on all ranks.
     columns = labels - group.rank * (group.columns or width)
     elsewhere = (columns < 0) | (columns >= width)
     return columns.masked_fill_(elsewhere, 0).unsqueeze(1), elsewhere
@@ -313,7 +314,7 @@ def compute_row_max(logits: Tensor, group: Group | None) -> Tensor:
 
 
 IGNORED = -100  # the label of tokens that do not count, torch's own
-_WIDEST_FUSED = 2  # bytes of a logit
+_WIDEST_FUSED = 2  # bytes of a logit, as said above
 
 
 def should_fuse_loss(hidden: Tensor) -> bool:
@@ -413,6 +414,7 @@ def widen_dtype(dtype: torch.dtype) -> torch.dtype:
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
+# The default of the config's key `loss`.
 @register("loss", "cross_entropy")
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of the losses of logits `[m, v]` (fp32 or fp64) and labels `[m]` (-100: 0)."""

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-# (dimension, runs): a parameter whose part on this rank consists of runs `(start, stop)` along the
-# dimension of a file's tensor, in this order.
+# (dimension, runs): a parameter, all ranks' parts together, consists of these runs `(start, stop)`
+# along the dimension of a file's tensor, in this order.
 Runs = tuple[int, tuple[tuple[int, int], ...]]
 
 
@@ -68,8 +68,9 @@ def gather_full(part: Tensor, parameter: Tensor, shape: torch.Size | None = None
         dim for dim, placement in enumerate(placements) if isinstance(placement, _StridedShard)
     ]
     if strided:
-        # FSDP has sharded the parts of a tensor-parallel group: FSDP's are gathered first, then the
-        # group's. torch would gather both at once, with a warning, and slowly.
+        # FSDP has sharded the parts of a tensor-parallel group along the same dimension 0, which
+        # torch calls a strided shard. FSDP's parts are gathered first, then the group's: torch
+        # would gather both at once, with a warning, and slowly.
         (strided_dim,) = strided
         mesh_names = mesh.mesh_dim_names or ()
         (tensor_dim,) = [

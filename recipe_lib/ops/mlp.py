@@ -41,6 +41,7 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
     gate, up: of one shape. activation: a key of `ACTIVATIONS`.
     """
+    # A compiler decides itself what it saves. kept: the indices of the arguments that are saved.
     if torch.compiler.is_compiling():
         return compute_gated_product(gate, up, activation)
     return call_with_gradient(
@@ -57,6 +58,8 @@ def _make_contiguous_like(gate: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
+# `register_fused`, here and below: one kernel, by torch.compile, on a GPU with Triton; it is given
+# the schema of an operator and a function that makes empty tensors like the results.
 @register_fused(
     "gated_product(Tensor gate, Tensor up, str activation) -> Tensor", _make_contiguous_like
 )

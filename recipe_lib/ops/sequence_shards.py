@@ -14,8 +14,8 @@ from torch import Tensor
 from recipe_lib.ops.fused_kernels import call_with_gradient
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 
-# Shapes: b rows, c ranks; a rank has n of the s = n c tokens of each row, in their order. h heads of
-# queries, k heads of keys and values, e channels of a head.
+# Shapes: b rows, c ranks; a rank has n of the s = n c tokens of each row, in their order. There are
+# h heads of queries and k of keys and values, with e channels each.
 
 
 def shard_tokens(values: Tensor, group: Group) -> Tensor:
@@ -44,6 +44,7 @@ def exchange_for_heads(
     if num_kv_heads % group.size:
         # There are more ranks than kv heads: several ranks have the same one.
         k, v = (tensor.repeat_interleave(group.size // num_kv_heads, dim=1) for tensor in (k, v))
+    # kept: the index of the argument that backward is given besides the gradients.
     q, k, v = call_with_gradient(_send_heads, q, k, v, group, differentiate=_send_tokens, kept=(3,))
     return q, k, v, None if sinks is None else sinks.chunk(group.size)[group.rank]
 

@@ -137,6 +137,7 @@ def capped_attention(
     Scores are `softcap * tanh(scores * scale / softcap)`. No scores are kept for backward, which
     computes them again. documents, window: see `compute_reach`.
     """
+    # kept: the indices of the arguments that are saved for backward.
     arguments = (q, k, v, documents, window, softcap, scale)
     return call_with_gradient(
         _compute_attention,
@@ -214,6 +215,11 @@ def _compute_attention_gradients(
             k[:, :, key_slice]
         )
     return q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype)
+
+
+# `register_fused`: one kernel, by torch.compile, on a GPU with Triton; it is given the schema of an
+# operator and a function that makes empty tensors like the results. repeats: the kernel computes
+# the shares again where it needs them, rather than write them to memory.
 
 
 @register_fused(

@@ -286,6 +286,7 @@ def is_layer_matrix(parameter: Tensor, name: str) -> bool:
     Return False for embedding and output head, for their adapters, for vectors, and for tensors of
     three dimensions such as stacked experts. name: the parameter's in the model.
     """
+    # With a dot before the name, which may begin with the index.
     return parameter.dim() == 2 and _LAYER_INDEX.search(f".{name}") is not None
 
 

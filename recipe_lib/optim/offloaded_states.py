@@ -152,7 +152,7 @@ class OffloadedStates:
         self._last = parameter
         self._copies.free_sent(keep=1)
         self._prefetch.use(parameter, self._next.get(parameter))
-        # Taken from the prefetch, which would free them: `copy_to_host` does that, when it is done.
+        # Out of the prefetch, which would free them: that happens when they have been sent back.
         self._prefetch.on_device.pop(parameter, None)
         return self._on_device.pop(parameter, {})
 
