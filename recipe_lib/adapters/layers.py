@@ -233,6 +233,7 @@ class AdaptedQuantizedLinear(AdaptedMatrix, QuantizedLinear):
     """A linear with a frozen weight of 4 or 8 bits and an adapter."""
 
     def get_frozen_rows(self, start: int, stop: int) -> Tensor:
+        """Return rows of W `[stop - start, in]`, dequantized."""
         return self.dequantize_weight_rows(start, stop)
 
 

@@ -177,10 +177,12 @@ def init_adapters(model: nn.Module, seed: int) -> None:
 
 
 def _draw_normal(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Fill values with normal random numbers, in place, for `fill_random`."""
     return values.normal_(generator=generator)
 
 
 def _make_uniform(bound: float) -> Callable[[Tensor, torch.Generator], Tensor]:
+    """Return a function like `_draw_normal`, for uniform numbers within -bound and bound."""
     return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
 
 
@@ -407,11 +409,15 @@ def _get_list_name(layer: str) -> str:
 
 
 def _is_worth_naming(numbers: Mapping[str, int], total: int) -> bool:
+    """Return True if the elements of all kinds are more than _SMALL of the layers' `total`."""
     return sum(numbers.values()) > _SMALL * total
 
 
 def _describe_share(numbers: Mapping[str, int], total: int) -> str:
-    """Return `gate_up_proj, down_proj and 2 more (96.1 % of the layers' weights)`."""
+    """Return `gate_up_proj, down_proj, q_proj and 2 more (96.1% of the layers' weights)`.
+
+    numbers: kind -> elements. total: elements of all matrices of the layers.
+    """
     more = len(numbers) - _NAMED
     rest = f" and {more} more" if more > 0 else ""
     largest = sorted(numbers, key=lambda kind: (-numbers[kind], kind))[:_NAMED]

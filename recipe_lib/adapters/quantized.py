@@ -304,6 +304,7 @@ class QuantizedLinear(nn.Module):
         pieces = cut_rows(len(codes), codes.shape[1], _PIECE_ELEMENTS)
         largest = torch.zeros(len(codes), device=device)
 
+        # Rows count from 0 in this rank's part.
         def read(start: int, stop: int) -> Tensor:
             columns = slice(*self.columns)
             return read_rows(begin + start, begin + stop, columns).to(device, self.dtype).float()

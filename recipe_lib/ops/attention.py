@@ -322,6 +322,7 @@ def attention(
 def _run_varlen(
     q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, *, window: int | None, scale: float
 ) -> Tensor:
+    """Return attention by the varlen kernel, `[b, h, s, e]`; see `attention`."""
     # All rows are flattened to one list of documents, so that there is no mask of size s x s.
     is_grouped = q.shape[1] != k.shape[1]
     options: dict[str, Any] = {"enable_gqa": is_grouped} if "enable_gqa" in _VARLEN_OPTIONS else {}

@@ -55,9 +55,10 @@ class ChunkedHead:
     def __init__(
         self, tensors: Sequence[Tensor | None], trained: Sequence[bool], *, group: Group | None
     ) -> None:
-        """tensors: hidden states `[..., d]`, weight, bias. trained: which of them get a gradient.
+        """Allocate the gradients of a head.
 
-        group: the ranks that share the vocabulary; None: this rank has all of it.
+        tensors: hidden states `[..., d]`, weight, bias or None. trained: which of them get a
+        gradient. group: the ranks that share the vocabulary; None: this rank has all of it.
         """
         hidden, weight, self.bias = tensors
         assert hidden is not None and weight is not None
@@ -124,8 +125,10 @@ class ChunkedAdaptedHead:
         *,
         project: Callable[..., Tensor],
     ) -> None:
-        """tensors: hidden states `[..., d]`, then `OutputAdapter.trained`. trained: which of
-        `tensors` get a gradient. project: see `OutputAdapter`.
+        """Allocate the gradients of a head.
+
+        tensors: hidden states `[..., d]`, then `OutputAdapter.trained`. trained: which of them get
+        a gradient. project: see `OutputAdapter`.
         """
         hidden, *adapter_tensors = tensors
         assert hidden is not None
@@ -148,6 +151,7 @@ class ChunkedAdaptedHead:
 
     @property
     def logits_dtype(self) -> torch.dtype:
+        """Return the dtype of the last chunk's logits, which the adapter may have widened."""
         return cast(torch.dtype, self._last_chunk[1].dtype)
 
     def compute_logits(self, part: slice) -> Tensor:
@@ -349,6 +353,7 @@ def make_softcap_tensor(logits: Tensor, softcap: float | None) -> Tensor | None:
 def _make_empty_log_probs(
     logits: Tensor, labels: Tensor, cap: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """Return empty tensors like the results of `label_log_probs`."""
     log_probs = logits.new_empty(logits.shape[:1], dtype=widen_dtype(logits.dtype))
     return log_probs, torch.empty_like(log_probs)
 
@@ -397,6 +402,7 @@ def label_log_prob_gradients(
 
 
 def _apply_softcap(logits: Tensor, cap: Tensor | None) -> Tensor:
+    """Return `cap * tanh(logits / cap)` in the dtype of the loss; cap None: the logits in it."""
     wide = logits.to(widen_dtype(logits.dtype))
     return wide if cap is None else cap * torch.tanh(wide / cap)
 

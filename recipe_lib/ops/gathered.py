@@ -182,6 +182,8 @@ class _Exchange(torch.autograd.Function):
 # The eager node of `gather_linears`. `tensors` are `num_linears` weights, then as many biases, so
 # that they are inputs 5 and following.
 class _GatherLinears(torch.autograd.Function):
+    """Gather tokens, multiply them by several weights, and keep what makes them for backward."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -300,8 +302,10 @@ def compute_linear_gradients(
     return None if shard_grad is None else wait(shard_grad), weight_grads, bias_grads
 
 
-# The eager node of `gated_linear`, which saves gate and up, but not their product.
+# The eager node of `gated_linear`.
 class _GatedLinear(torch.autograd.Function):
+    """Multiply a gated product by a weight, and compute the product again in backward."""
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate, up, weight)

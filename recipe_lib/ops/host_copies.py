@@ -111,10 +111,11 @@ class HostCopies:
 
     @torch.no_grad()
     def _begin(self, direction: int, pairs: Iterable[Pair]) -> Copy:
+        """Begin copies on one of the streams: `_TO_DEVICE` or `_TO_HOST`."""
         if self._streams is None:
             self._streams = (self._module.Stream(), self._module.Stream())
         stream = self._streams[direction]
-        # After all work of the computing stream so far, as the module's head says.
+        # After all work of the computing stream so far, by the first of the rules above.
         computed = self._module.Event()
         computed.record(self.current_stream())
         stream.wait_event(computed)

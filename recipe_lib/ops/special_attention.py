@@ -159,6 +159,7 @@ def _compute_attention(
     softcap: float,
     scale: float,
 ) -> Tensor:
+    """Return `capped_attention`, piece by piece."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for query_slice, _, reach, keys, values in split_queries(
         q, k=k, v=v, documents=documents, window=window
@@ -186,6 +187,7 @@ def _compute_attention_gradients(
     softcap: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, given that of the result, piece by piece."""
     wide_dtype = torch.promote_types(q.dtype, torch.float32)
     q_grad = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Every piece adds to the gradients of keys and values: in bf16 the sum would lose bits.
@@ -303,8 +305,9 @@ def attend_with_sinks(
     return cast(Tensor, _SinkAttention.apply(q, k, v, sinks, *settings))
 
 
-# The autograd node of `attend_with_sinks`: a kernel without sinks, corrected by exp(L - L').
 class _SinkAttention(torch.autograd.Function):
+    """The autograd node of `attend_with_sinks`: a kernel without sinks, times exp(L - L')."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *settings: Any) -> Tensor:
         boundaries, longest, mask, documents, window, scale = settings
@@ -409,6 +412,7 @@ def _run_varlen(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend by torch's varlen kernel; return (results, log-sum-exps, random state)."""
     # The operator below torch's `varlen_attn`, for the random state that it returns: there is no
     # dropout, but the kernel's backward asks for it.
     flat_out, flat_log_sums, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
@@ -445,6 +449,7 @@ def _run_varlen_backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v; log_sums: with the sinks."""
     flat_grads = torch.ops.aten._flash_attention_backward(
         flatten_tokens(out_grad),
         flatten_tokens(q),
@@ -470,6 +475,7 @@ def _run_varlen_backward(
 
 
 def _is_plain_causal(q: Tensor, mask: Tensor | None) -> bool:
+    """Return the kernel's `is_causal`."""
     # A single query, as in decoding, sees all keys; `is_causal` would let it see the first alone.
     return mask is None and q.shape[2] > 1
 
@@ -510,6 +516,7 @@ def _run_backward_in_pieces(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v, by matmuls; log_sums: with the sinks."""
     wide_dtype = log_sums.dtype
     q_grad = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Every piece adds to the gradients of keys and values: in bf16 the sum would lose bits.
@@ -549,6 +556,10 @@ def _run_backward_in_pieces(
 def _compute_scores(
     q: Tensor, k: Tensor, keys: Tensor, *, reach: Tensor, scale: float, wide_dtype: torch.dtype
 ) -> Tensor:
+    """Return a piece's scores `[b, h, m, n]`, -inf where a key is not visible.
+
+    q: `[b, h, m, e]`. k: all keys, for their number of heads alone. keys: those of the piece.
+    """
     scores = (
         multiply_heads(stack_heads(q, k), keys=keys, reach=reach, heads=q.shape[1]).to(wide_dtype)
         * scale

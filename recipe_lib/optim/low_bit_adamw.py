@@ -316,6 +316,7 @@ def make_state_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:
 
 
 def _compute_state_shape(tensor: Tensor, layout: StateLayout) -> tuple[int, ...]:
+    """Return the shape of a state tensor for a parameter, or for this rank's part of one."""
     if layout.per == 1:  # the tensor may have no dimensions
         return tuple(tensor.shape)
     return (*tensor.shape[:-1], tensor.shape[-1] // layout.per)
@@ -460,8 +461,9 @@ class ChunkedOptimizer(Optimizer):
     """
 
     def __init__(self, params: TrainedParameters, cfg: OptimizerConfig, defaults: dict[str, Any]):
-        """defaults: hyperparameters of torch's parameter groups, besides `lr` and `weight_decay`.
+        """Step parameters as `cfg` says.
 
+        defaults: hyperparameters of torch's parameter groups, besides `lr` and `weight_decay`.
         Raises ConfigError as `check_blocks` does.
         """
         self.cfg = cfg
@@ -511,6 +513,7 @@ class ChunkedOptimizer(Optimizer):
             self._step_group(group, parameters)
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        """Step parameters with gradients by the hyperparameters of one of torch's groups."""
         for parameter in parameters:
             self._step_adamw(parameter, group)
 

@@ -440,6 +440,7 @@ def apply_optimizer_levers(
         return OptimizerLevers(place_state=place_state)
     norms = GradNormsInBackward()
 
+    # The hook of a parameter on the device.
     def step(parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         if parameter.grad is not None:  # torch calls hooks also where backward has given none

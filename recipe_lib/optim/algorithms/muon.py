@@ -84,6 +84,7 @@ class Muon(ChunkedOptimizer):
         return not is_layer_matrix(parameter, self.names.get(parameter, ""))
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        """Step parameters with gradients by the hyperparameters of one of torch's groups."""
         matrices = []
         for parameter in parameters:
             if parameter in self._indices:
