@@ -133,6 +133,7 @@ def build_file_modules(spec: ModelSpec) -> dict[str, FileModule]:
     if spec.tied:  # the head has no parameter of its own, and yet may have an adapter
         shapes[f"{HEAD}.weight"] = shapes[f"{EMBEDDING}.weight"]
     entries = {entry.our_name: entry for entry in build_weight_map(spec)}
+    # Name of the file's module -> our modules, several where the file fuses them.
     parts: dict[str, list[MergedRows]] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")

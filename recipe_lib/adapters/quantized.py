@@ -41,7 +41,7 @@ KINDS = ("nf4", "int8")  # values of `lora.quantize_base` besides `none`
 # Any type of 8 bits that counts as floating point: FSDP takes no integers. Codes and scales are
 # viewed as integers where they are used. Nothing may convert them: `model.to(dtype)` comes before.
 _BITS = torch.float8_e4m3fn
-_PIECE_ELEMENTS = 2**23  # elements quantized at a time
+_PIECE_ELEMENTS = 2**23  # elements computed with at a time: 32 MiB in fp32
 
 
 def dequantize_rows(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:

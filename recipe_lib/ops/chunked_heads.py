@@ -318,7 +318,7 @@ def compute_row_max(logits: Tensor, group: Group | None) -> Tensor:
 
 
 IGNORED = -100  # the label of tokens that do not count, torch's own
-_WIDEST_FUSED = 2  # bytes of a logit, as said above
+_WIDEST_FUSED = 2  # bytes of a logit; in wider ones the loss is not fused
 
 
 def should_fuse_loss(hidden: Tensor) -> bool:

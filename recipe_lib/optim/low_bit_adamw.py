@@ -26,13 +26,6 @@ from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.dtensor_shards import get_detached_local, locate_local_part
 
-# Codes, scales and steps are those of torchao's AdamW8bit and AdamW4bit, with which tests compare
-# them bit for bit, but for second moments that its 8 bits round to zero: such a number would take
-# steps of up to 1 / sqrt(1 - betas[1]). Its classes are not used, because they cut blocks out of
-# the flattened part of a rank: which matrices are in 8 bits depends on the number of ranks, and
-# states saved by 3 ranks cannot be loaded by 1, 2 or 4 (docs/measurements/torchao.md, torchao
-# 0.18). They also need torch.compile.
-
 # A block of consecutive elements is divided by its largest absolute value, and each becomes the
 # index of the nearest of 2^bits levels between -1 (or 0) and 1. The levels are the dynamic ones of
 # Dettmers (arXiv:1511.04561, arXiv:2110.02861), whose spacing grows with the number; unsigned 4-bit
@@ -42,8 +35,15 @@ from recipe_lib.ops.dtensor_shards import get_detached_local, locate_local_part
 # other rounding are torchao's. Its functions are not called: importing them takes 2 s of CPU, and
 # its levels are tensors, which have no values on the simulated device of `tune plan`.
 
+# Codes, scales and steps are those of torchao's AdamW8bit and AdamW4bit, with which tests compare
+# them bit for bit, but for second moments that its 8 bits round to zero: such a number would take
+# steps of up to 1 / sqrt(1 - betas[1]). Its classes are not used, because they cut blocks out of
+# the flattened part of a rank: which matrices are in 8 bits depends on the number of ranks, and
+# states saved by 3 ranks cannot be loaded by 1, 2 or 4 (docs/measurements/torchao.md, torchao
+# 0.18). They also need torch.compile.
+
 BLOCKS = {8: 256, 4: 128}  # bits -> the most elements that share a scale
-_SMALLEST_SCALE = 1e-12  # of a block of zeros, whose elements are divided by it
+_SMALLEST_SCALE = 1e-12  # of a block, as its elements are divided by the scale: all may be zeros
 _EXPONENTS = {8: 7, 4: 3}  # bits -> the number of powers of ten that dynamic levels span
 _WORD = 2**32  # the number of values of a 32-bit word
 
@@ -461,7 +461,7 @@ class ChunkedOptimizer(Optimizer):
     """
 
     def __init__(self, params: TrainedParameters, cfg: OptimizerConfig, defaults: dict[str, Any]):
-        """Step parameters as `cfg` says.
+        """Make torch's parameter groups; states are made at a parameter's first step.
 
         defaults: hyperparameters of torch's parameter groups, besides `lr` and `weight_decay`.
         Raises ConfigError as `check_blocks` does.
