@@ -260,6 +260,10 @@ class AdaptedHead(AdaptedMatrix, OutputHead):
     def forward(  # type: ignore[override]  # OutputHead's signature
         self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
     ) -> Tensor:
+        """Return logits `[..., v]`, or with labels the result of `head_loss`.
+
+        head_loss: see `ops.head_losses`; None: the sum of the tokens' cross-entropies.
+        """
         if self.is_off:
             return OutputHead.forward(self, hidden, labels=labels, head_loss=head_loss)
         trained = (self.lora_A.weight, self.lora_B.weight, self.compute_relative_lengths())
@@ -333,7 +337,8 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
 
 # The weights `[E, o, i]` of all experts are quantized as one matrix `[E o, i]`, see
 # `recipe_lib.adapters.quantized`; no block of it reaches from one expert into the next. An adapter
-# has factors of its own for each expert, A `[E, r, i]` and B `[E, o, r]`: two more grouped matmuls.
+# has an A and a B for each expert, A `[E, r, i]` and B `[E, o, r]`: two more grouped matmuls. The m
+# rows are the n tokens, once for each expert that they chose, sorted by expert.
 
 
 class QuantizedExperts(QuantizedLinear):
@@ -408,6 +413,7 @@ class QuantizedExperts(QuantizedLinear):
     def forward(  # type: ignore[override]  # ExpertLinear's signature
         self, rows: Tensor, groups: Groups, *, of_tokens: bool = False
     ) -> Tensor:
+        """Return `grouped_product`, `[m, o]`."""
         return self.grouped_product(rows, groups, of_tokens)
 
     def grouped_product(self, rows: Tensor, groups: Groups, of_tokens: bool) -> Tensor:
@@ -539,6 +545,11 @@ class AdaptedExpertModule(AdaptedModule):
         self.lora_B = lora_b.to(settings.dtype)
 
     def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
+        """Return rows times the adapted matrix of each one's expert, `[m, o]`.
+
+        rows: sorted by expert, `[m, i]`; with of_tokens the tokens `[n, i]`, from which they are
+        gathered. groups: the expert and token of each row.
+        """
         plain = super().forward(rows, groups, of_tokens=of_tokens)
         return self.add_update(
             plain,
@@ -560,7 +571,7 @@ class AdaptedExpertModule(AdaptedModule):
     ) -> Tensor:
         """Return `plain`, the frozen part's output `[m, o]`, plus the adapter's with these A and B.
 
-        rows, groups, of_tokens: see `ops.mlp.grouped_linear`.
+        rows, groups, of_tokens: see `forward`.
         """
         if self.is_off:
             return plain
