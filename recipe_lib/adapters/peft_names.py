@@ -22,7 +22,7 @@ from recipe_lib.models.weight_names import (
 )
 
 PREFIX = "base_model.model."  # PEFT's, of all names in a file
-EMBEDDING = "model.embed_tokens"  # names of modules
+EMBEDDING = "model.embed_tokens"  # names of modules, in files and in our models
 HEAD = "lm_head"
 TARGETS = (*LINEARS, *MIXTURE_TARGETS, "embedding", "head")  # words of lora.target_modules
 LINEAR = "all-linear"  # the target of every linear of an external model
@@ -30,7 +30,7 @@ LINEAR = "all-linear"  # the target of every linear of an external model
 LORA_A = "lora_A.weight"
 LORA_B = "lora_B.weight"
 MAGNITUDE = "lora_magnitude_vector"
-BASE_WEIGHT = "base_layer.weight"
+BASE_WEIGHT = "base_layer.weight"  # of the base, saved along with its adapter
 EMBEDDING_A = "lora_embedding_A"
 EMBEDDING_B = "lora_embedding_B"
 SUFFIXES = (LORA_A, LORA_B, MAGNITUDE, BASE_WEIGHT, EMBEDDING_A, EMBEDDING_B)

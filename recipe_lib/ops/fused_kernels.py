@@ -1,7 +1,7 @@
 """Fuse chains of elementwise operators into one kernel, by torch.compile on a GPU with Triton.
 
-`@register_fused(schema, shapes)` makes a function an operator `tune_recipes::...`, which `tune
-plan`, that simulates a step on tensors without values, counts as one kernel. A run calls
+`@register_fused(schema, shapes)` makes a function an operator `tune_recipes::...`. `tune plan`,
+which simulates a step on tensors without values, counts it as one kernel. A run calls
 `use_fused_kernels` once. Without Triton, on a CPU, with `fused_kernels=false` and inside code that
 is being compiled, the function runs as it is. The file also makes autograd nodes of functions.
 """
@@ -23,6 +23,7 @@ _COMPILATIONS = 64  # the most compilations of one function; beyond it torch run
 # The most operators by which inductor computes an element again instead of writing it to memory and
 # reading it. Its own limit is 30.
 _REPEATED = 100
+# The namespace of the operators; a fragment, as `make_operator` adds to it too.
 _library = torch.library.Library("tune_recipes", "FRAGMENT")
 _repeats: set[Callable[..., Any]] = set()  # functions that are compiled with this limit
 # True: chains are fused. False until a training run calls `use_fused_kernels`: generating a few

@@ -36,7 +36,7 @@ FACTS = OptimizerFacts(
     layer_matrix_states=("momentum_buffer",),
 )
 
-# As in torch.optim.Muon
+# These are torch.optim.Muon's.
 MOMENTUM = 0.95  # where `optimizer.momentum` is None
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # linear, cubic and quintic, of an iteration
 _ITERATIONS = 5  # of the Newton-Schulz iteration
