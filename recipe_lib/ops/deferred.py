@@ -54,8 +54,8 @@ class DeferredGradients:
 
     # The weights as the linear was given them: parameters, or views of their parts.
     weights: Sequence[Tensor]
-    # Returns a gradient, or None, for each weight. It holds the tensors that this takes until `run`
-    # sets it to None.
+    # Returns a gradient, or None, for each weight. It holds inputs and output gradients until then;
+    # None: `run` has been called.
     compute: Callable[[], Sequence[Tensor | None]] | None
 
     def run(self) -> None:
@@ -75,7 +75,7 @@ class DeferredGradients:
             if gradient is not None
         ]
         del gradients
-        # By autograd, as a weight may be a view of a parameter, and parameters may have hooks.
+        # By autograd, as a weight may be a view of a parameter.
         torch.autograd.backward(
             [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
         )

@@ -154,10 +154,12 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> T
 
 
 def _gather(shard: Tensor, group: Group) -> Tensor:
+    """Gather as `gather` does, inside an autograd node."""
     return wait(start_gather(shard, group))
 
 
 def _scatter(partial: Tensor, group: Group) -> Tensor:
+    """Reduce-scatter as `scatter` does, inside an autograd node."""
     return wait(start_scatter(partial, group))
 
 
@@ -182,7 +184,7 @@ class _Exchange(torch.autograd.Function):
 # The eager node of `gather_linears`. `tensors` are `num_linears` weights, then as many biases, so
 # that they are inputs 5 and following.
 class _GatherLinears(torch.autograd.Function):
-    """Gather tokens, multiply them by several weights, and keep what makes them for backward."""
+    """Gather tokens and multiply them by several weights; backward gathers them again."""
 
     @staticmethod
     def forward(
