@@ -396,7 +396,7 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
     Raise SetupError for a parameter that a recipe made off the meta device: its values could differ
     from rank to rank.
     """
-    extras = find_extra_tensors(model)  # names of the tensors that the recipe has added
+    extras = find_extra_tensors(model)  # by name, tensors that no checkpoint of its family has
     for name, parameter in model.named_parameters():
         if name in extras and parameter.device.type != "meta":
             raise SetupError(
