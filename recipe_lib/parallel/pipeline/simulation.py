@@ -1,9 +1,10 @@
 """Simulate a pipeline: how long a step takes, where its ranks wait, and how many bytes they hold.
 
 The driver puts sends and receives into a rank's order by `add_transfers`; the planner (`tune plan`)
-calls `simulate` and `compute_live_bytes`. A stage is consecutive layers of one rank; several may be
-on a rank. An action is what a stage does with one micro-batch: a computation (F forward, B backward,
-or its halves I for the input's gradient and W for the weights'), a send or a receive.
+calls `simulate` and `compute_live_bytes`. A stage is consecutive layers of one rank, which may have
+several. An action is what a stage does with one micro-batch: a computation, a send or a receive.
+Computations are F for forward, and B for backward, or its two halves: I for the gradient of the
+input, W for those of the weights.
 """
 
 from collections import defaultdict, deque
@@ -29,7 +30,6 @@ from recipe_lib.parallel.pipeline.schedules import (
     get_exchange,
     get_receive,
 )
-
 
 # This file imports no torch. Times keep their type, so that ints give exact results.
 
