@@ -31,7 +31,6 @@ from recipe_lib.ops.sequence_shards import (
 )
 from recipe_lib.parallel.world import World
 
-
 # The loss is that of all tokens, the same on all ranks of the group. A rank's gradients are those
 # of its tokens; FSDP, or with ddp the sum once a step, adds them up, since ranks that share a
 # sequence are neighbors in the mesh's data dimensions.
