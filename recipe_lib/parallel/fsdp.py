@@ -285,7 +285,7 @@ def _can_be_unit(module: nn.Module) -> bool:
 
 # Modules whose weight need not be gathered for backward. Compared by type(), so that derived
 # classes are left out: their backward might read the weight after it was freed, and crash.
-_EMBEDDINGS = (nn.Embedding, ScaledEmbedding, AdaptedEmbedding)  # backward reads tokens alone
+_EMBEDDINGS = (nn.Embedding, ScaledEmbedding, AdaptedEmbedding)  # backward reads tokens only
 _HEADS = (OutputHead, AdaptedHead, LinearHead)  # with labels they make gradients in forward
 
 
@@ -359,6 +359,7 @@ def shard_model(
     fully_shard(model, **options)
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
     if isinstance(model, Decoder) and is_frozen:
+        # A frozen model, such as a teacher, is called in parts (`evaluate_in_parts`).
         register_fsdp_forward_method(model, "hidden_states")
     model.register_forward_hook(_free_after_evaluation)
     if world.pipeline is not None or is_frozen:
@@ -367,12 +368,12 @@ def shard_model(
         tie_head()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            module.set_gradient_divide_factor(1.0)  # sums, not means
             # A plain sum is exact, and every backend has it.
             module.set_force_sum_reduction_for_comms(True)
     for module in embeddings:
         if isinstance(module, FSDPModule):
-            module.set_unshard_in_backward(False)  # its gradient needs the tokens alone
+            module.set_unshard_in_backward(False)  # its backward does not read the weight
     return units
 
 
@@ -389,8 +390,8 @@ def _leave_out_streamed(unit: Unit, model: nn.Module, streamed: set[nn.Parameter
 def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
     """Allocate a meta model's parameters and buffers on `device`, without setting their values.
 
-    On the host are all parameters with `memory.cpu_offload`, else those that `memory.stream_layers`
-    streams. Tied parameters stay tied. Only buffers that were computed when their module was made,
+    With `memory.cpu_offload` all parameters are on the host, else those of the layers that
+    `memory.stream_layers` keeps there. Tied parameters stay tied. Only buffers that were computed when their module was made,
     in an external model or by a recipe off the meta device, have values afterwards.
 
     Raise SetupError for a parameter that a recipe made off the meta device: its values could differ

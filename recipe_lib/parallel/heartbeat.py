@@ -76,7 +76,7 @@ class PeerFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Beat:
-    """The last message of a rank, as it is in the store (JSON)."""
+    """A message of a rank to the others, as it is in the store (JSON)."""
 
     at: str = "starting"  # where it is: `step 12, at recipe.py:120 (train_step)`
     patience: float = LONG_TIMEOUTS  # for that phase, in timeouts
@@ -211,8 +211,8 @@ class Heartbeat:
         self._closed = threading.Event()  # ends both threads
         self._has_parted = False  # the beats of all ranks say `left`, or the store is lost
         self._has_left = False  # this rank has left the block without an error
-        self._failure: Failure | None = None  # the run's first one, of whatever rank
-        self._own_failure: Failure | None = None  # what this rank has reported
+        self._failure: Failure | None = None  # the run's first one, of any rank
+        self._own_failure: Failure | None = None  # the one that this rank reports
         # By rank, its last beat, and when that changed, by time.monotonic().
         self._seen: dict[int, tuple[Beat, float]] = {}
         self._threads: list[threading.Thread] = []
@@ -319,7 +319,7 @@ class Heartbeat:
         while not self._closed.wait(BEAT_SECONDS):
             now = time.monotonic()
             if now - last_look > BEAT_SECONDS + OWN_STALL_SECONDS:
-                # This process was stopped itself: what it knows of the others is old.
+                # This process was stopped itself, and the beats that it has read are old.
                 self._moved_at = self._advanced_at = self._answered_at = now
                 self._seen.clear()
             last_look = now
@@ -363,7 +363,7 @@ class Heartbeat:
         )
 
     def _find_verdict(self, now: float) -> Failure | None:
-        """Return a failure that names what this rank waits for in vain, or None.
+        """Return a failure that names the rank, or store, that this one waits for in vain, or None.
 
         If this rank is behind itself, the others judge it. Called when the main thread has not
         moved for a timeout. now: by time.monotonic().
@@ -398,7 +398,7 @@ class Heartbeat:
         return None
 
     def _make_failure(self, text: str) -> Failure:
-        """Return a failure of this text, with where this rank waits and what to set."""
+        """Return a failure of this text, with the place where this rank waits and a remedy."""
         key = f"parallel.heartbeat_timeout_seconds={self._timeout:g}"
         wait = self._describe_own_wait()
         return Failure(self._rank, [f"{text}; {wait}; set {key} higher if the run is only slow"])
@@ -459,7 +459,7 @@ class Heartbeat:
         self._has_parted = len(beats) == self._size and all(beat.left for beat in beats)
 
     def _read_others(self, now: float) -> dict[int, Beat]:
-        """Return by rank the last beats of those that have not left, of this one too.
+        """Return by rank the last beats of all ranks that have not left, of this one too.
 
         Empty while `_exchange_beats` does not read them. now: by time.monotonic(), for `unheard`.
         """
@@ -481,7 +481,7 @@ class Heartbeat:
         """
         self.is_ending = True
         self._wake.set()
-        # Errors of gloo can be told apart by their text alone.
+        # Errors of gloo have no class of their own: only their text tells them apart.
         is_connection_lost = isinstance(error, RuntimeError) and bool(_GONE.search(str(error)))
         is_lost = isinstance(error, PeerFailedError) or is_connection_lost
         if is_lost:  # the rank that is the cause reports it, or is not heard of any more
@@ -543,7 +543,7 @@ class Heartbeat:
         return Failure(self._rank, [line], nodes=sorted(nodes))
 
     def _find_gone(self) -> dict[int, Beat]:
-        """Return by rank the last beats of those that are not heard of any more."""
+        """Return by rank the last beats of the ranks that are not heard of any more."""
         beats = self._read_others(time.monotonic())
         return {rank: beat for rank, beat in beats.items() if beat.unheard >= PEER_LOST_SECONDS}
 
@@ -597,7 +597,7 @@ class Heartbeat:
         return True
 
     def _wait(self, is_ready: Callable[[], bool], seconds: float) -> None:
-        # Polls, since what is waited for is changed by several threads.
+        # Polls, since several threads change what `is_ready` reads.
         deadline = time.monotonic() + seconds
         while not is_ready() and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -317,7 +317,7 @@ def _share_quantized_experts(
         )
 
 
-# Check by a model's shape alone which sizes of a group can divide it.
+# Checks by the sizes of a model: which sizes of a group can divide it.
 
 
 def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "none") -> None:

@@ -244,7 +244,7 @@ class World:
     # The context-parallel group, whose ranks share sequences, neighbors in the data dimensions;
     # None: a rank has whole sequences.
     context: Group | None = None
-    # This rank among those that the layers are divided among; None: a rank has all layers.
+    # This rank's position in its pipeline; None: a rank has all layers.
     pipeline: PipelineRank | None = None
     # Is told what this rank is doing, and ends all ranks if one of them fails or hangs.
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
@@ -327,7 +327,7 @@ class World:
         try:
             yield
         except Exception as error:
-            # Whatever it is, the other ranks must hear of it before they wait for this one.
+            # Any exception: the other ranks must hear of it before they wait for this one.
             self._raise_agreed(error)
             raise
         self._raise_agreed(None)

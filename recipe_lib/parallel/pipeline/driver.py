@@ -80,7 +80,7 @@ class Transport:
         """
         assert world.pipeline is not None
         self._group = world.mesh.get_group("pipeline")
-        self._ranks = world.pipeline.ranks
+        self._ranks = world.pipeline.ranks  # by place, the rank among all processes
         self._heartbeat = world.heartbeat
         self._device = world.device
         if any(
@@ -149,8 +149,8 @@ def _sum_with(peer: int, parameter: Tensor, transport: Transport) -> None:
     gradient.add_(peer_gradient)
 
 
-# Called with each action that begins, and with None at the end of a step's actions. Set by the
-# planner, which simulates a step.
+# Called with each action that begins, and with None at the end of a step's actions. The planner
+# sets it while it simulates a step, to see in which action memory is allocated; else None.
 on_action: Callable[[Action | None], None] | None = None
 
 
@@ -158,8 +158,7 @@ on_action: Callable[[Action | None], None] | None = None
 class _Kept:
     """Tensors of a micro-batch that a stage holds from forward to backward."""
 
-    # The stage's input `[b, s, d]`, whose gradient backward sends; None if no stage before it is
-    # trained.
+    # The stage's input, whose gradient backward sends; None if no stage before it is trained.
     received: Tensor | None
     # Where backward begins in the graph, since the output itself is freed; None if nothing is
     # trained up to here.
@@ -199,7 +198,7 @@ class Pipeline:
         # What `_get_orders` returns, by (training, number of micro-batches).
         self._orders: dict[tuple[bool, int], tuple[list[Action], dict[int, list[Action]]]] = {}
         self._dtype = dtype
-        # Module names: of the embedding, the layers, and what comes before and behind the layers.
+        # Names of modules: those before the layers, the layers, and those behind them.
         self._parts = model.find_stage_parts()
         # The part that a call of the model runs: the head on the hidden states `_hidden`, or else
         # the stage of this index on these tokens `[b, s]`. Both are None outside of a step.
@@ -396,6 +395,7 @@ class Pipeline:
 
 
 def _has_trained(modules: Sequence[nn.Module]) -> bool:
+    """Return True if a parameter of these modules is trained."""
     return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
@@ -415,7 +415,7 @@ class _Step:
     ) -> None:
         self._pipeline = pipeline
         self._batches = batches
-        self._trains = trains
+        self._trains = trains  # False in an evaluation
         self._accumulation = accumulation
         self._transport = pipeline._use_transport()
         self._heartbeat = pipeline._world.heartbeat
@@ -488,6 +488,7 @@ class _Step:
             received.requires_grad_()
         pipeline._current = (stage, batch.tokens)
         try:
+            # A call of the model is `Pipeline.run_part`.
             output = pipeline._model(
                 batch.tokens if received is None else received, batch.positions, batch.attention
             )
@@ -535,7 +536,7 @@ class _Step:
         del kept
         if received is not None:
             input_gradient = received.grad
-            received.grad = None
+            received.grad = None  # so that `received` does not keep it alive
             assert input_gradient is not None
             self._hand_on(action, input_gradient)
 
@@ -563,6 +564,7 @@ class _Step:
         self._reduction.add(self._deferred.pop((action.stage, action.micro_batch)))
 
     def _receive(self, action: Action) -> None:
+        """Start to receive the tensor of a receive action, unless its sender has none."""
         if action.kind == kinds.RECEIVE_GRADIENT and not self._has_input_gradient(action.stage + 1):
             return  # nothing before the next stage is trained, so it sends no gradient
         shape, dtype = self._get_shape(action.micro_batch)
@@ -588,6 +590,7 @@ class _Step:
             self._leaving[send] = tensor
 
     def _send(self, action: Action) -> None:
+        """Start to send the tensor that was made for a send action."""
         tensor = self._leaving.pop(action, None)  # None: a gradient that no stage before needs
         if tensor is not None:
             receive = get_partner(action)
