@@ -169,8 +169,8 @@ class Heartbeat:
         with Heartbeat(store, rank, size, 60.0) as heartbeat:
             heartbeat.enter("step 1", STEP_TIMEOUTS)
 
-    An exception that leaves the block ends the other ranks too. With one rank, or without a store,
-    no threads run and nothing is watched.
+    An `Exception` that leaves the block ends the other ranks too; SystemExit and KeyboardInterrupt
+    do not. With one rank, or without a store, no threads run and nothing is watched.
     """
 
     def __init__(
