@@ -87,6 +87,7 @@ class DpoFinetune:
         self.step = 0  # number of optimizer steps that an earlier process has done
         training.check_output(cfg)  # raises if this run may not write there
         self.lora = cfg.trained_adapters  # settings of adapters; None: every parameter is trained
+        # The checkpoint, or a preset with random weights.
         self.source = training.resolve_model(cfg.model)
         self.spec = self.source.spec
         training.validate_parallelism(cfg, self.spec)

@@ -60,6 +60,7 @@ class LoraFinetune:
         self.output = Path(cfg.output_dir)
         self.step = 0  # number of optimizer steps that an earlier process has done
         training.check_output(cfg)  # raises if this run may not write there
+        # The checkpoint, or a preset with random weights.
         self.source = training.resolve_model(cfg.model)
         self.spec = self.source.spec
         training.validate_parallelism(cfg, self.spec)

@@ -368,7 +368,8 @@ def shard_model(
         tie_head()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # sums, not means
+            # Sums of gradients, not means.
+            module.set_gradient_divide_factor(1.0)
             # A plain sum is exact, and every backend has it.
             module.set_force_sum_reduction_for_comms(True)
     for module in embeddings:
