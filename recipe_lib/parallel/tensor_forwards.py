@@ -108,7 +108,11 @@ def run_width_norm(norm: WidthNorm, group: Group, heads: Tensor) -> Tensor:
 def run_layer(
     layer: DecoderLayer, hidden: Tensor, rotation: Rotation, info: AttentionInfo, cache: None = None
 ) -> Tensor:
-    """Return the stream `[n, d]` after this layer. cache: always None, as in training."""
+    """Return the stream `[n, d]` after this layer.
+
+    hidden: the stream before it. info: masks and documents of all tokens, and in `info.real` which
+    of them are no padding. cache: always None, as in training.
+    """
     hidden = hidden + layer.self_attn(hidden, rotation, info, layer.input_layernorm)
     return hidden + layer.mlp(hidden, layer.post_attention_layernorm, info.real)
 
@@ -122,7 +126,7 @@ def run_sandwich_layer(
 ) -> Tensor:
     """Return the stream `[n, d]` after a layer that norms attention's and MLP's outputs too.
 
-    cache: always None.
+    The arguments are those of `run_layer`.
     """
     attended = layer.self_attn(hidden, rotation, info, layer.input_layernorm)
     hidden = hidden + layer.post_attention_layernorm(attended)

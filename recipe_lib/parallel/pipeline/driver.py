@@ -150,7 +150,7 @@ def _sum_with(peer: int, parameter: Tensor, transport: Transport) -> None:
 
 
 # Called with each action that begins, and with None at the end of a step's actions. The planner
-# sets it while it simulates a step, to see in which action memory is allocated; else None.
+# sets it while it simulates a step, to note the actions in its trace; else None.
 on_action: Callable[[Action | None], None] | None = None
 
 

@@ -51,7 +51,7 @@ class Transfer:
     sender: int  # a rank's index in the pipeline
     receiver: int  # likewise
     action: Action  # the send
-    start: float  # seconds since the step began, when both ranks have come to it
+    start: float  # seconds since the step began, when both ranks have come to it and are free
     end: float  # when the tensor is there
 
 
