@@ -53,8 +53,8 @@ _VISION = (
     " is trained."
 )
 
-# A config's plans: by the number of ranks, or DDP, the `active` and `reserved` bytes of the heaviest
-# rank, and the `tokens` of a sequence.
+# A config's plans: by the number of ranks, or DDP, the heaviest rank's `active` and `reserved`
+# bytes, and the `tokens` of a sequence.
 Plans = dict[str, dict[str, int]]
 
 

@@ -61,7 +61,7 @@ def run_titan(ranks: int) -> Run:
     )
 
 
-# The imitated stacks, see `Stack`: torchtune's, with its loss whole and in pieces, and torchtitan's.
+# The imitated stacks, see `Stack`: torchtune's with its loss whole and in pieces, torchtitan's.
 TUNE_3B = Stack(logits="until backward", norms=True, expanded_keys=True)
 TUNE_3B_CHUNKED = replace(TUNE_3B, logits=PIECES)
 TITAN = Stack(

@@ -103,7 +103,7 @@ def compute_stage_bytes(
     - 2 h e + 2 k e: queries, keys, values and output of attention;
     - 4 f: gate, up, activation of gate, product;
     - 2 + h: one number for each norm and each head.
-    With full checkpointing it keeps its input, d. The layers of a stage share cosine and sine, e together.
+    With full checkpointing it keeps its input, d. Cosine and sine, e together, are the stage's.
 
     layers: how many the stage has. last: its output waits for the head, which runs in backward.
     splits: the schedule runs weight gradients as actions of their own.

@@ -195,7 +195,7 @@ def build_overrides(setup: Setup, seed: int) -> list[str]:
 
 
 def list_qat_overrides(setup: Setup) -> list[str]:
-    """Return the overrides that the run with qat has besides; it rounds from half of the steps on."""
+    """Return the overrides that the run with qat has besides: it rounds in its later half."""
     return [f"qat={KIND}", f"qat_group_size={setup.group}", f"qat_start_step={setup.steps // 2}"]
 
 
