@@ -1,5 +1,6 @@
-"""Run by torchtune's own interpreter: the trained texts of the first rows of a config's dataset, as
-JSON.
+"""Print the label tokens of the first four rows of a torchtune config's dataset, as JSON.
+
+`torchtune.py` runs this by the interpreter of torchtune's environment.
 """
 
 import json
@@ -7,7 +8,10 @@ import sys
 
 
 def main(config: str) -> None:
-    """Decode the labels, a token at a time."""
+    """Decode the labels, a token at a time, and print a list of texts for each row.
+
+    config: path of the YAML file.
+    """
     from omegaconf import OmegaConf
     from torchtune import config as build
 
