@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(REPOSITORY))  # for imports of `benchmarks` and `tests`, run as a file
 # Sequences are as long as max_seq_len allows: no dataset is asked for its rows. Set before the
 # imports that look at it.
 os.environ["HF_HUB_OFFLINE"] = "1"

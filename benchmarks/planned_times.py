@@ -303,9 +303,9 @@ def format_page(sources: list[Source], compared_rows: dict[str, Compared]) -> st
     unfit = [compared.row.id for compared in rows if compared.verdict == DOES_NOT_FIT]
     if unfit:
         lines += ["", f"By their plans, these do not fit on their cards: {', '.join(unfit)}."]
-    named = [compared for compared in rows if compared.row.named]
-    if named:
-        lines += ["", "## Five figures first", "", *format_table(named)]
+    first_rows = [compared for compared in rows if compared.row.named]
+    if first_rows:
+        lines += ["", "## Five figures first", "", *format_table(first_rows)]
     for source in sources:
         source_rows = _list_source_rows(source, counted)
         if source_rows:

@@ -208,9 +208,9 @@ def _format_parts() -> list[str]:
     ]
     for name, layout, printed in [*runs, *EXAMPLES]:
         kinds = plan_run(layout, GPT).kinds
-        other = sum(size for kind, size in kinds.items() if kind not in KINDS)
+        other_kinds = sum(size for kind, size in kinds.items() if kind not in KINDS)
         # In the order of the heads.
-        sizes = [*(kinds.get(kind, 0) for kind in KINDS), other, sum(kinds.values())]
+        sizes = [*(kinds.get(kind, 0) for kind in KINDS), other_kinds, sum(kinds.values())]
         lines.append(f"| {name} | {' | '.join(f'{size / GIB:.2f}' for size in sizes)} |")
         if printed:
             *parts, total = (f"{size:.1f}" for size in printed)

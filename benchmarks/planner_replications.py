@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(REPOSITORY))  # for imports of `benchmarks` and `tests`, run as a file
 
 from benchmarks import planner_865, planner_megatron  # noqa: E402
 from benchmarks.planner_rows import OURS, Group, Row, Run, compute_error, format_table  # noqa: E402

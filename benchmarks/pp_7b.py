@@ -114,9 +114,9 @@ def _list_jobs() -> list[Job]:
 
 def _run_job(job: Job) -> tuple[int, int]:
     """Run a simulation in a process of the pool, print its peak, and return `simulate_peak`'s."""
-    peak, held = simulate_peak(*job)
+    peak, held_bytes = simulate_peak(*job)
     print("7B", *job, f"{peak / GIB:.2f} GiB", flush=True)
-    return peak, held
+    return peak, held_bytes
 
 
 def _build_row(peaks: dict[Job, tuple[int, int]], schedule: str, mode: str, rank: int) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(REPOSITORY))  # for imports of `benchmarks` and `tests`, run as a file
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -61,6 +61,7 @@ class _Sleeping(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        """Sleep, and return a copy. seconds: of a tick."""
         ctx.weight = weight
         ctx.seconds = seconds
         sleep_a_tick(seconds)
@@ -68,11 +69,13 @@ class _Sleeping(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Sleep for the input gradient, and for the weight gradient now or when it is due."""
         weight = ctx.weight
         seconds = ctx.seconds
         sleep_a_tick(seconds)
 
         def compute_weight_gradient() -> list[Tensor | None]:
+            """Sleep; the gradient is zero, as the model does not learn."""
             sleep_a_tick(seconds)
             return [torch.zeros_like(weight)]
 

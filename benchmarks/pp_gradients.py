@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(REPOSITORY))  # for imports of `benchmarks` and `tests`, run as a file
 
 from benchmarks.pp_stock import SCHEDULE_CLASSES, StockStage  # noqa: E402
 from benchmarks.pp_traced import build_config, build_small_spec, make_micro_batches  # noqa: E402

@@ -134,6 +134,7 @@ def _assume_known_shapes() -> Iterator[None]:
     """
 
     def set_known_shapes(schedule: Any, stages: list[Any], *args: Any) -> None:
+        """Stand in for `_PipelineSchedule._warmup_p2p`."""
         for stage in stages:
             stage._inference_mode = _utils.InferenceMode.STATIC
 

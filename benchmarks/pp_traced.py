@@ -272,12 +272,12 @@ def compute_expected_held(
     """Compute what is expected in `TracedStep.held`."""
     _, taken = list_taken_sends(cfg, rank, count)
     num_freed_sends = Counter(taken.values())  # by the index of the action that begins with it
-    held = []
+    bytes_after_actions = []
     for index, live in enumerate(compute_expected(cfg, spec=spec, rank=rank, count=count)):
         # The next action frees sends before it is measured; `live` is from before that.
         freed = num_freed_sends[index + 1] * count_boundary_bytes()
-        held.append((str(live.action), sum_live(live) - freed))
-    return held
+        bytes_after_actions.append((str(live.action), sum_live(live) - freed))
+    return bytes_after_actions
 
 
 def compute_expected_most(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> int:

@@ -107,7 +107,7 @@ def main() -> None:
 
 def format_first_middle_last(values: list[float]) -> str:
     """Return the first, the middle and the last value, as text."""
-    return ", ".join(f"{values[at]:.6f}" for at in (0, len(values) // 2, -1))
+    return ", ".join(f"{values[index]:.6f}" for index in (0, len(values) // 2, -1))
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ def run_both(folder: Path, steps: int) -> tuple[list[tuple[TimedStep, TimedStep]
                 loop.finish(step, batches, learning_rate=lr, validate=recipe.validate)
                 # The batches of both sides were taken before the bare step: the recipe's cost.
                 seconds = time.perf_counter() - began + data_seconds
-                own = TimedStep(seconds, float(step.loss), float(step.grad_norm))
-                timed.append((bare, own))
+                recipe_step = TimedStep(seconds, float(step.loss), float(step.grad_norm))
+                timed.append((bare, recipe_step))
     return timed, sum(parameter.numel() for parameter in model.parameters())
 
 

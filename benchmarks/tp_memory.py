@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(REPOSITORY))  # for imports of `benchmarks` and `tests`, run as a file
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -163,6 +163,7 @@ def measure_kept_storages(parameters: list[Tensor]) -> Iterator[dict[int, int]]:
     storages = []  # kept alive, since the address of a freed one may be used again
 
     def note_saved(saved: Tensor) -> Tensor:
+        """Note a tensor that autograd saves, and let it save that tensor."""
         storage = _get_local(saved).untyped_storage()
         if storage._cdata not in ignored:
             kept[storage._cdata] = storage.nbytes()

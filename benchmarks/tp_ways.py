@@ -200,6 +200,7 @@ def _make_gradient_gather(start_gather: Any) -> Any:
     """Return the backward of a reduce-scatter, which gathers with `start_gather`."""
 
     def gather(gradient: Tensor, group: gathered.Group) -> Tensor:
+        """Gather the gradient of this rank's tokens from all ranks."""
         return gathered.wait(start_gather(gradient, group))
 
     return gather
@@ -227,8 +228,9 @@ def _shard_with_styles(model: Decoder, parallel: Any, memory: Any, world: World)
     for path, module in modules.items():
         if module is None:
             continue  # of another stage of the pipeline
-        named = nn.ModuleDict({path.rpartition(".")[2]: module})
-        divisions = tensor._place_parameters(named, world.mesh["tensor"], ())
+        # `_place_parameters` goes by the names of modules in a parent, which this one stands for.
+        parent = nn.ModuleDict({path.rpartition(".")[2]: module})
+        divisions = tensor._place_parameters(parent, world.mesh["tensor"], ())
         for name, division in divisions.items():
             gradients[f"{path}.{name.rpartition('.')[2]}"] = division
     for module, forward in (
@@ -250,6 +252,7 @@ def _make_summing_clip(clip: Any) -> Any:
     """
 
     def clip_after_sum(parameters: Iterable[nn.Parameter], **kwargs: Any) -> Tensor:
+        """Sum the partial gradients, in place, and clip."""
         parameters = list(parameters)  # it may be an iterator, and is read twice
         for parameter in parameters:
             gradient = parameter.grad

@@ -111,8 +111,9 @@ class _Rank:
         return self.dummies[tuple(weight.shape)]
 
 
-# In all functions below, backward returns None for a weight: its gradient goes to the fp32 buffer
-# without autograd, and weights are passed detached.
+# The functions below take and return activations `[s / tensor ranks or s, b, width]`; `gather` and
+# `scatter` go between the two. Backward returns None for a weight: its gradient goes to the fp32
+# buffer without autograd, and weights are passed detached.
 
 
 class _NormLinear(torch.autograd.Function):

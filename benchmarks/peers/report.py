@@ -194,6 +194,7 @@ def _format_goal_over_peers(
 
 
 def _format_met(is_met: bool) -> str:
+    """Return the page's word for a goal that is met or missed."""
     return "met" if is_met else "MISSED"
 
 

@@ -48,8 +48,8 @@ def put_nan(path: Path) -> None:
     """Make the first number of a norm's weight NaN. Raises SystemExit if it is not in fp32."""
     header, content = read(path)
     _check_fp32(header, _NORM)
-    at = header[_NORM]["data_offsets"][0]
-    content[at : at + 4] = struct.pack("<f", float("nan"))
+    first = header[_NORM]["data_offsets"][0]
+    content[first : first + 4] = struct.pack("<f", float("nan"))
     write(path, header, bytes(content))
 
 
@@ -87,7 +87,7 @@ def split_with_a_missing_shard(folder: Path) -> None:
     half = len(names) // 2
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     write(folder / first, *select_tensors(header, content, names[:half]))
-    weights = {name: first if at < half else second for at, name in enumerate(names)}
+    weights = {name: first if number < half else second for number, name in enumerate(names)}
     index = {"metadata": {"total_size": len(content)}, "weight_map": weights}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     path.unlink()

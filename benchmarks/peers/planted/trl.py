@@ -92,7 +92,7 @@ class Trl(Tool):
         ]
 
     def variables(self, setup: Setup) -> dict[str, str]:
-        """Return the variables. The environment's programs come first: `trl` starts `accelerate`."""
+        """Return the variables; `trl` starts `accelerate`, so its own programs come first."""
         import os
 
         path = f"{self.environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -19,7 +19,7 @@ def main(path: str) -> None:
     another package keeps apart.
     """
     task = read_task(path)
-    # First of all, since Unsloth patches transformers and TRL when it is imported.
+    # Before the imports below: Unsloth has to be imported before transformers.
     model = load_unsloth_model(task) if task["unsloth"] else load_model(task)
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast

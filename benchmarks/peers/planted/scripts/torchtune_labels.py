@@ -18,13 +18,16 @@ def main(config: str) -> None:
     cfg = OmegaConf.load(config)
     tokenizer = build.instantiate(cfg.tokenizer)
     rows = build.instantiate(cfg.dataset, tokenizer)
-    kept = [[int(token) for token in rows[at]["labels"] if token != -100] for at in range(4)]
+    # -100 marks tokens that are not trained.
+    label_tokens = [
+        [int(token) for token in rows[row]["labels"] if token != -100] for row in range(4)
+    ]
     end = tokenizer.eos_id
     print(
         json.dumps(
             [
-                ["</s>" if token == end else tokenizer.decode([token]) for token in row]
-                for row in kept
+                ["</s>" if token == end else tokenizer.decode([token]) for token in tokens]
+                for tokens in label_tokens
             ]
         )
     )
