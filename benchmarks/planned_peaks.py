@@ -297,7 +297,10 @@ def read_fastest() -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Plan the configs that are named, or all, on all cores, and write the headers."""
+    """Plan the configs that are named, or all, on all cores, and write the headers.
+
+    With --check nothing is written; the exit code is 1 if a plan is no longer the kept one.
+    """
     parser = argparse.ArgumentParser(
         description="Plan the shipped configs, and write their headers from the plans."
     )

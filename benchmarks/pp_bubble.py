@@ -47,7 +47,8 @@ ONE_STAGE = "1f1b"  # the schedule that the others are compared with
 def sleep_a_tick(seconds: float) -> None:
     """Sleep until the tick that is nearest to `seconds` from now.
 
-    Ticks are the whole multiples of `seconds` on the machine's clock.
+    Ticks are the whole multiples of `seconds` on the machine's monotonic clock, which all processes
+    share.
     """
     begin = time.monotonic()
     time.sleep(max(0.0, round(begin / seconds + 1) * seconds - begin))
@@ -90,6 +91,7 @@ def make_sleep(model: nn.Module, seconds: float) -> None:
     """Make every layer sleep instead of computing. seconds: of a tick."""
     for layer in model.model.layers.children():
         weight = layer.input_layernorm.weight
+        # `weight=weight` binds this layer's; `rest` is what our layers take beside hidden states.
         layer.forward = lambda hidden, *rest, weight=weight: _Sleeping.apply(
             hidden, weight, seconds
         )
@@ -256,7 +258,10 @@ def build_page(count: int, seconds: float) -> tuple[str, bool]:
 
 
 def main() -> int:
-    """Write the page, or print it; return 1 and write none if a bubble is not that of theory."""
+    """Print the rows as they are measured, and write the page where `--output` names one.
+
+    Returns 1, and writes no page, if a bubble is not that of theory.
+    """
     parser = argparse.ArgumentParser(description="Measure the bubble of every pipeline schedule.")
     parser.add_argument("--output", type=Path, help="the page")
     parser.add_argument("--seconds", type=float, default=0.06, help="of a tick")

@@ -117,7 +117,7 @@ def judge_run(run: Any, situation: Situation, schedule: str) -> str:
     """
     ranks = RANKS if situation.reshards is None else 2 * RANKS
     try:
-        # Each rank returns the parameters of its stages.
+        # Each rank returns the errors of its stages' parameters.
         errors: GradientErrors = functools.reduce(
             dict.__or__, run_ranks(run, ranks, situation, schedule, timeout=120)
         )
@@ -196,12 +196,14 @@ def _run_stock(situation: Situation, schedule: str) -> GradientErrors:
                 )
             )
         runtime = SCHEDULE_CLASSES[schedule](
-            stages[0] if schedule == "1f1b" else stages,
+            stages[0] if schedule == "1f1b" else stages,  # 1F1B's class takes one stage
             n_microbatches=COUNT,
             loss_fn=_compute_loss,
             scale_grads=False,
         )
         batches = _build_rows(world)
+        # torch's schedule takes the whole batch and splits it; the first stage has the tokens, the
+        # last the labels.
         inputs = [torch.cat([batch.tokens for batch in batches])] if 0 in rank_stages else []
         targets: dict[str, Any] = {}
         if num_stages - 1 in rank_stages:

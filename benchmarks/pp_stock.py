@@ -106,6 +106,8 @@ def run_stock(cfg: FullFinetuneConfig, spec: DecoderSpec, count: int, rank: int)
     for module in modules:
         count_forwards(module.model, calls)
     batches = make_micro_batches(count)
+    # torch's schedule takes the whole batch and splits it; the first stage has the tokens, the last
+    # the labels.
     inputs = [torch.cat([batch.tokens for batch in batches])] if 0 in rank_stages else []
     targets: dict[str, Any] = {}
     if num_stages - 1 in rank_stages:

@@ -107,6 +107,8 @@ class _TorchStages:
 
     def train_step(self, batches: StepBatches) -> Any:
         """Run one step of torch's schedule, and the optimizer."""
+        # torch's schedule takes the whole batch and splits it; the first stage has the tokens, the
+        # last the labels.
         tokens = torch.cat([batch.tokens for batch in batches.micro_batches])
         labels = torch.cat([batch.labels for batch in batches.micro_batches])
         inputs = [tokens] if 0 in self.rank_stages else []

@@ -232,7 +232,7 @@ def build_config(
 def compute_expected(
     cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int
 ) -> list[Live]:
-    """Compute what a rank holds after each action; every stage has as many layers."""
+    """Compute by formula what a rank holds after each action; all stages have as many layers."""
     num_stages = count_stages(cfg.parallel)
     order, taken = list_taken_sends(cfg, rank, count)
     sizes = {}
@@ -283,7 +283,7 @@ def compute_expected_held(
 def compute_expected_most(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> int:
     """Compute the most bytes that are alive at once, during an action or after it."""
     work = compute_work_bytes(cfg, spec)
-    before = most = 0  # before: what is alive when the action begins
+    before = most = 0  # before: bytes alive when the action begins
     lives = compute_expected(cfg, spec=spec, rank=rank, count=count)
     for live, (_, held) in zip(
         lives, compute_expected_held(cfg, spec=spec, rank=rank, count=count), strict=True
@@ -385,6 +385,7 @@ class _StageWork:
             backward = self._storages.most - before
             del gradient, graph, received
             before = self._begin()
+            # The first deferred runs first. Each is popped, so that what it held is freed.
             deferred_work.reverse()
             while deferred_work:
                 deferred_work.pop().run()

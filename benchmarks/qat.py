@@ -43,7 +43,7 @@ class Setup:
     """A model and how its runs train it."""
 
     model: str  # as the page names it
-    group: int  # weights that share a scale
+    group: int  # weights of a row that share a scale; has to divide the rows of every linear
     steps: int  # of each run
     overrides: tuple[str, ...] = ()  # of configs/demo/full.yaml, `key=value`
 
@@ -251,6 +251,7 @@ def score(folder: Path, setup: Setup, quantized: bool) -> float:
     total = 0.0
     count = 0
     held_out = tokenize_held_out(setup)
+    # All rows once; the size of a batch changes no sum.
     for batches in make_validation_steps(held_out, data_rank=0, data_ranks=1, batch_size=50):
         (batch,) = batches.micro_batches
         logits = model(batch.tokens).logits.double()
@@ -258,7 +259,7 @@ def score(folder: Path, setup: Setup, quantized: bool) -> float:
             logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum"
         )
         total += float(losses)
-        count += int((batch.labels != -100).sum())
+        count += int((batch.labels != -100).sum())  # label tokens, which are those of the answers
     return total / count
 
 

@@ -113,7 +113,8 @@ def _examine_in_time(name: str, seconds: float) -> Row:
 def _send_row(pipe: Connection, name: str) -> None:
     """Examine an architecture in the process that was started for it, and send its row."""
     warnings.simplefilter("ignore")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # standard error, for warnings of C++ as well
+    # Standard error is closed by its descriptor, so that warnings of C++ are not printed either.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     pipe.send(examine(name))
 
 
@@ -133,7 +134,7 @@ def examine(name: str) -> Row:
 
 
 def _examine_plan(name: str, tokens: bool) -> Row:
-    """Build, plan and certify one architecture. tokens: may ranks share tokens?"""
+    """Build, plan and certify one architecture. tokens: ranks may share tokens."""
     from transformers import AutoConfig
 
     try:
@@ -142,11 +143,12 @@ def _examine_plan(name: str, tokens: bool) -> Row:
     except Exception as error:  # noqa: BLE001  (any config may fail in any way)
         return Row(name, "not built", note=_format_line(error))
     try:
+        # mask: the form of attention mask with which the forward could be traced.
         plan, mask = infer_plan_and_mask(config, tokens=tokens)
-        randomize(model)
+        randomize(model)  # zero biases and unit scales would hide a wrong cut
         inputs = build_example_inputs(config, device="cpu", mask=mask)
         with torch.no_grad():
-            model(**inputs)
+            model(**inputs)  # one that fails by itself says nothing about the plan
     except UserError as error:
         return Row(name, "not traced", note=_format_line(error))
     except Exception as error:  # noqa: BLE001  (see above)
@@ -161,6 +163,7 @@ def _examine_plan(name: str, tokens: bool) -> Row:
         rewrites=len(plan.rewrites),
         agree=compare_plans(model, plan),
     )
+    # A plan that divides embedding and head alone is called refused.
     hidden_axes = [axis for axis in plan.axes if not axis.vocabulary]
     if not hidden_axes or SIZE not in plan.legal_sizes:
         row.outcome = "refused"
@@ -191,7 +194,7 @@ def _certify(row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dict[
         return row
     worst = max(errors, key=lambda name: errors[name])
     row.gradient = f"{errors[worst]:.0e}"
-    if not errors[worst] <= WRONG:  # or it is not a number
+    if not errors[worst] <= WRONG:  # written so, it is true of NaN, too
         row.outcome = "rejected"
         row.note = f"{worst}, or its gradient, is not the whole model's"
         if math.isnan(errors[worst]):
