@@ -274,7 +274,10 @@ def _encode_line(line: Mapping[str, Any]) -> str:
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """Return a value for JSON: null for numbers that are not finite, text for paths, at any depth."""
+    """Return a value with None for numbers that are not finite and text for paths, at any depth.
+
+    JSON has neither.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -238,7 +238,7 @@ class Progress:
         if not self._is_live:
             seconds_left = format_seconds(self._estimate_seconds_left())
             return f"{begin}{'  '.join(numbers)}  eta {seconds_left}"
-        # The moving rows below show the time left. They are drawn over, which goes wrong if a printed
+        # The moving rows below show the time left. They are drawn over, which goes wrong where a
         # line wraps: it is cut to the terminal's width.
         columns = shutil.get_terminal_size((80, 24)).columns - 1 - len(begin)
         return begin + "  ".join(_select_fitting(numbers, columns))
@@ -330,7 +330,7 @@ def count_data(data: TrainingData) -> dict[str, Any]:
 
 
 def _count_dataset(report: DataReport) -> dict[str, Any]:
-    """Return name -> count, or text, of a dataset. Tokens are targets of the loss or of no loss."""
+    """Return name -> count or text, of a dataset. `tokens` counts the targets of all sequences."""
     return {
         "source": report.source,
         "format": report.format,
