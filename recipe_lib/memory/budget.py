@@ -27,9 +27,9 @@ from recipe_lib.ops.fused_kernels import fuse_on_meta
 from recipe_lib.units import GIB, format_bytes
 
 # Rates of no GPU in particular, so that every rank and every plan chooses alike. Only the order of
-# the operators matters, by seconds that a kept byte saves. GPUs commonly compute some 130 operations
-# in the time in which they move a byte. That a matmul comes before attention over a short sequence,
-# and after attention over a long one, follows from their operations at any rates.
+# the operators matters, by seconds that a kept byte saves. GPUs commonly compute some 130
+# operations while they move a byte. That a matmul comes before attention over a short sequence, and
+# after attention over a long one, follows from their operations at any rates.
 FLOPS = 2e14  # operations a second
 BANDWIDTH = 1.5e12  # bytes a second, read and written in the device's memory
 LINK = 2e10  # bytes a second between ranks
