@@ -324,12 +324,12 @@ def measure_layer_costs(
         for stage, layer_indices in stages.items():
             for index in layer_indices:
                 layer = trunk.layers.get_submodule(str(index))
-                # The first layer's input needs no gradient where the embedding is frozen.
-                trained = stage > 0 or index > 0 or trains_embedding
+                # The first layer's input needs no gradient if the embedding is frozen.
+                needs_grad = stage > 0 or index > 0 or trains_embedding
                 hidden = torch.empty(
-                    *shape, width, dtype=dtype, device="meta", requires_grad=trained
+                    *shape, width, dtype=dtype, device="meta", requires_grad=needs_grad
                 )
-                key = (trained, *_describe_layer(layer))
+                key = (needs_grad, *_describe_layer(layer))
                 if key not in records:
                     # Run by the trunk, which makes the rotations and masks that a layer is given.
                     with _record_forward(layer, kernels) as records[key]:
@@ -389,6 +389,7 @@ def _make_plain(parameter: Tensor) -> Tensor:
 
 
 def _make_plain_meta(tensor: Tensor) -> Tensor:
+    """Return a tensor like this one on the meta device, plain or a DTensor of a plain one."""
     if isinstance(tensor, DTensor):
         local = _make_plain_meta(tensor.to_local())
         return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)

@@ -276,6 +276,7 @@ class LayerStream:
         return pairs
 
     def _free(self, index: int) -> None:
+        """Free a unit's memory on the device, and give its module the host parameters again."""
         unit = self.units[index]
         unit.end_use()
         for parameter in unit.get_device_parameters().values():
@@ -355,6 +356,7 @@ def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit
     streams_trained = memory.optimizer_in_backward and memory.optimizer_offload
 
     def is_streamed(name: str, parameter: nn.Parameter) -> bool:
+        """Return True if a parameter of a unit is streamed."""
         if not parameter.requires_grad:
             return True
         # The gradient of a matrix that is used twice is complete after the backward of both units,
@@ -385,6 +387,7 @@ def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit
 
 
 def _is_expert(module: nn.Module) -> bool:
+    """Return True for a module that has the matrices of all experts of a layer."""
     return isinstance(module, (ExpertLinear, QuantizedExperts))
 
 

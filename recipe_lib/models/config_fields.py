@@ -316,7 +316,7 @@ def _read_rope_object(
 
 def _read_original_positions(fields: Fields, numbers: Fields) -> float:
     """Return the length of the context that the model was trained on before it was stretched."""
-    outer = fields.read_optional_integer(POSITIONS)
+    outer = fields.read_optional_integer(POSITIONS)  # Phi 3's files have it beside the object
     inner = numbers.read_optional_number(POSITIONS)
     positions = float(outer or inner or fields.read_integer("max_position_embeddings"))
     if positions < 2:  # its logarithm divides

@@ -361,6 +361,7 @@ class Trunk(nn.Module):
 
 
 def _apply_softcap(logits: Tensor, cap: float) -> Tensor:
+    """Return logits limited to [-cap, cap] by a tanh (Gemma 2)."""
     return cap * torch.tanh(logits / cap)
 
 
@@ -412,6 +413,7 @@ class Decoder(LanguageModel):
         self._tie()
 
     def _tie(self) -> None:
+        """Make the output projection's weight the embedding's, if the spec ties them."""
         if self.spec.tied and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 

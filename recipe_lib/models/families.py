@@ -86,16 +86,19 @@ def get_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if config.get("model_type") != "gemma3" or not isinstance(config.get("text_config"), Mapping):
         return dict(config)
-    outer = {
+    outer_keys = {
         key: config[key]
         for key in ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype")
         if key in config
     }
-    names: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    text_keys: dict[str, Any] = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+    }
     # transformers ties by the outer key, whatever the text's own says.
     if "tie_word_embeddings" in config:
-        names["tie_word_embeddings"] = config["tie_word_embeddings"]
-    return outer | dict(config["text_config"]) | names
+        text_keys["tie_word_embeddings"] = config["tie_word_embeddings"]
+    return outer_keys | dict(config["text_config"]) | text_keys
 
 
 def _find_row(model_type: object) -> str | None:
@@ -123,14 +126,14 @@ def _find_family(config: Mapping[str, Any], where: str) -> str:
                 " AutoModelForSequenceClassification opens it, and reward_distributed goes on"
                 " training it"
             )
-        kind = f" ({', '.join(map(str, names))})" if names else ""
+        classes = f" ({', '.join(map(str, names))})" if names else ""
         remedy = ""
         if family is None and isinstance(model_type, str):
             remedy = (
                 "; to train it in transformers' own class, set model.implementation=transformers"
             )
         raise CheckpointError(
-            f"{where}: config.json: model_type {model_type!r}{kind} is not supported; expected a"
+            f"{where}: config.json: model_type {model_type!r}{classes} is not supported; expected a"
             f" causal language model of type {', '.join(sorted(FAMILIES))}{remedy}"
         )
     return family
@@ -203,6 +206,7 @@ def _evaluate_shape(
 
 
 def _make_flag_reader(key: str) -> Read:
+    """Return a reader of true or false under a key."""
     return lambda fields, common: fields.read_flag(key)
 
 

@@ -258,6 +258,7 @@ def check_written(model: nn.Module) -> None:
 
 
 def _list_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return (name, this rank's part) of all parameters and buffers."""
     return [
         (name, get_detached_local(tensor))
         for name, tensor in (*model.named_parameters(), *model.named_buffers())

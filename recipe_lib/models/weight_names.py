@@ -80,8 +80,8 @@ class OpenView:
     dtype: torch.dtype
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        given: Sequence[slice] = index if isinstance(index, tuple) else (index,)
-        slices = [*given, *[slice(None)] * (len(self.view.shape) - len(given))]
+        leading: Sequence[slice] = index if isinstance(index, tuple) else (index,)
+        slices = [*leading, *[slice(None)] * (len(self.view.shape) - len(leading))]
         bounds = [
             part.indices(size)[:2] for part, size in zip(slices, self.view.shape, strict=True)
         ]
@@ -105,6 +105,7 @@ class OpenView:
 
 
 def _slices(bounds: Bounds) -> tuple[slice, ...]:
+    """Return bounds as the index of a tensor."""
     return tuple(slice(first, last) for first, last in bounds)
 
 
@@ -363,7 +364,7 @@ def build_written_layout(spec: ModelSpec) -> WrittenLayout | None:
     names = {entry.our_name: entry.file_name for entry in build_weight_map(spec)}
     files: dict[str, tuple[int, ...]] = {}
     renamed: dict[str, str] = {}
-    made: dict[str, WrittenExperts] = {}
+    conversions: dict[str, WrittenExperts] = {}
     for name, shape in compute_parameter_shapes(spec).items():
         experts = find_written_experts(spec, name, shape)
         if experts is None:
@@ -372,8 +373,8 @@ def build_written_layout(spec: ModelSpec) -> WrittenLayout | None:
         else:
             parts = experts.convert({name: torch.empty(shape, device="meta")}.__getitem__)
             files |= {file_name: tuple(part.shape) for file_name, part in parts.items()}
-            made |= dict.fromkeys(experts.tensors, experts)
-    return WrittenLayout(files, renamed, made)
+            conversions |= dict.fromkeys(experts.tensors, experts)
+    return WrittenLayout(files, renamed, conversions)
 
 
 def why_left_out(spec: ModelSpec, file_name: str, dims: int) -> str | None:
@@ -527,8 +528,8 @@ def _make_experts_view(
 
     name: of our parameter. part: GATE_UP or DOWN. shape, file_names: see `make_mixture_view`.
     """
-    fused, kind = name.rsplit(".", 1)
-    if kind == "bias":
+    fused, suffix = name.rsplit(".", 1)  # name of the fused tensor in files, `weight` or `bias`
+    if suffix == "bias":
         return PlainTensor(f"{fused}_bias", shape)
     if spec.family not in _APART:
         if spec.codes.mxfp4 and not file_names.isdisjoint((f"{fused}_blocks", f"{fused}_scales")):

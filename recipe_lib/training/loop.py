@@ -191,6 +191,7 @@ class TrainingLoop:
         self._world.heartbeat.enter("exporting")
 
     def _is_over(self) -> bool:
+        """Return True if no step is left, or `validation.patience` ends the run."""
         return self.step >= self.total_steps or self._data.best.is_waited_out
 
     def finish(
@@ -327,6 +328,7 @@ class TrainingLoop:
         )
 
     def _is_validation_due(self) -> bool:
+        """Return True if a validation follows the step that was just recorded."""
         if self._cfg.validation.source is None:
             return False
         interval = self._cfg.validation.every_n_steps

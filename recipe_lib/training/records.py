@@ -492,6 +492,7 @@ def _build_comparison_row(name: str, planned: Any, measured: Any, *, is_alike: b
 
 
 def _format_step_seconds(seconds: float) -> str:
+    """Return seconds with three digits, from a minute on as hours and minutes."""
     return f"{seconds:.3g} s" if seconds < 60 else format_seconds(seconds)
 
 
@@ -547,6 +548,7 @@ _DATA_ROWS = (
 
 
 def _format_data_count(counts: Mapping[str, Any], key: str) -> str:
+    """Return a cell of the table of data; empty if the key was not counted."""
     value = counts.get(key)
     if value is None:
         return ""
@@ -556,6 +558,7 @@ def _format_data_count(counts: Mapping[str, Any], key: str) -> str:
 
 
 def _format_headline(summary: Mapping[str, Any]) -> str:
+    """Return the page's first line: steps, losses, and how the best step was decided."""
     parts = [f"{summary['steps']} of {summary['total_steps']} steps"]
     if summary["first_loss"] is not None and summary["final_loss"] is not None:
         parts.append(f"loss {summary['first_loss']:.4f} → {summary['final_loss']:.4f}")

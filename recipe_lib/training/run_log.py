@@ -107,6 +107,7 @@ class RunLog:
         self._progress.show_validation(line)
 
     def _record(self, line: Mapping[str, Any]) -> None:
+        """Append a line to metrics.jsonl, and send its numbers to the trackers."""
         if self._metrics:
             self._metrics.append(line)
         # Trackers take numbers only: text, null and the step itself are left out.
@@ -244,6 +245,7 @@ class Progress:
         return begin + "  ".join(_select_fitting(numbers, columns))
 
     def _estimate_seconds_left(self) -> float:
+        """Return the steps that are left times the average seconds of a step."""
         return self._step_seconds * (self._total_steps - self._done)
 
     def _draw_rows(self, width: int) -> list[Text]:
@@ -312,6 +314,7 @@ def _select_fitting(numbers: list[str], columns: int) -> list[str]:
 
 
 def _format_number(value: float | None, *, is_count: bool = False) -> str:
+    """Return a number as text. value: None: it was not finite, and was recorded as null."""
     if value is None or not math.isfinite(value):
         return "not finite"
     return f"{value:,.0f}" if is_count else f"{value:.4f}"
