@@ -1,14 +1,8 @@
 """Checkpoint activations: keep less for backward, and compute it again (arXiv 1604.06174).
 
 `apply_memory_levers` calls `apply_activation_checkpointing(model, mode, ...)`, which wraps the
-forward of each layer. A layer of a Llama-like decoder then keeps so many elements a token, next to
-the log-sum-exp of attention (d model width, h heads and k key heads of width e, f MLP width):
-
-    none       every intermediate result that some gradient needs
-    selective  2 d + h e + k e + f: its input, and the results of attention and of the key, output
-               and up projections
-    budget     between full and none, what saves most time within `memory.activation_budget_gib`
-    full       d: its input
+forward of each layer. `suspend_selective_checkpointing` is for code that runs inside a layer and is
+no part of its computation.
 """
 
 from collections import Counter
@@ -46,6 +40,15 @@ from recipe_lib.memory.mlp_tiles import is_computing_piece
 from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.device import get_kernel_type
 from recipe_lib.ops.fused_kernels import should_fuse
+
+# Elements that a layer of a Llama-like decoder keeps for a token, by mode, next to the log-sum-exp
+# of attention (d model width, h heads and k key heads of width e, f MLP width):
+#
+#     none       every intermediate result that some gradient needs
+#     selective  2 d + h e + k e + f: its input, and the results of attention and of the key, output
+#                and up projections
+#     budget     between full and none, what saves most time within `memory.activation_budget_gib`
+#     full       d: its input
 
 
 def apply_activation_checkpointing(

@@ -3,13 +3,7 @@
 `apply_memory_levers` calls `fake_quantize_linears`. The export is torchao's `quantize_` with the
 config of `build_torchao_config`; forward rounds the weight by torchao's fake quantizer for it.
 Backward takes rounding for the identity (the straight-through estimator, arXiv 1308.3432), but for
-weights that were clipped, which get no gradient. The key `qat` is one of:
-
-    int4   weights, symmetric, a scale for each `qat_group_size` of a row
-    int8   weights, symmetric, a scale for each row
-    fp8    weights and inputs in e4m3, a scale for each row of either
-
-Embedding and output head stay as they are. torchao's quantization is called here alone, and
+weights that were clipped, which get no gradient. torchao's quantization is called here alone, and
 imported only when `qat` is set.
 """
 
@@ -33,7 +27,12 @@ from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.deferred import linear
 from recipe_lib.ops.fused_kernels import make_operator
 
-KINDS = ("int4", "int8", "fp8")  # values of `qat`
+# Values of `qat`, the form of the layers' linears. Embedding and output head stay as they are.
+#
+#     int4   weights, symmetric, a scale for each `qat_group_size` of a row
+#     int8   weights, symmetric, a scale for each row
+#     fp8    weights and inputs in e4m3, a scale for each row of either
+KINDS = ("int4", "int8", "fp8")
 
 
 @dataclass

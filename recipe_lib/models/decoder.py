@@ -4,9 +4,6 @@
 labels. Parameters are named as in Hugging Face's files. Constructors choose what differs between
 families, by a `DecoderSpec` (the model's shape as plain numbers). Nothing here knows of ranks:
 parallelism replaces modules and forwards from outside.
-
-Shapes: b batch, s sequence, d model width, h heads, k kv heads, e head width, f MLP width, v
-vocabulary, n labels of a score head, but in `[n, d]` tokens of a tensor-parallel rank.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -28,6 +25,9 @@ from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.mlp import ACTIVATIONS, gated_activation
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, compute_rotation
+
+# Shapes: b batch, s sequence, d model width, h heads, k kv heads, e head width, f MLP width, v
+# vocabulary, n labels of a score head, but in `[n, d]` tokens of a tensor-parallel rank.
 
 
 class KVCache:

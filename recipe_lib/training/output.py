@@ -3,13 +3,6 @@
 `prepare_data` calls `check_output`; `RunLog` calls `lock_output` and `open_output` when the steps
 begin, and `drop_earlier` or `log_kept_run` when the run is over. Published folders (model, adapter)
 are those that a run ends with.
-
-output_dir/config.yaml     every value that was used     metrics.jsonl   one JSON object a step
-           state/step_N/   to resume from                summary.json    how the run ended
-           model/          the Hugging Face folder       report.html     the curves
-           adapter/        PEFT's layout, where adapters were trained
-           written.json    what the run has written, which it or a later one may replace
-           earlier/        what is left of a run that this one replaces, until its model is complete
 """
 
 import fcntl
@@ -55,6 +48,14 @@ from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.logs import get_logger
 from recipe_lib.reading import find_object, open_regular, parse_json
 from recipe_lib.training.records import METRICS_FILE, REPORT_FILE, SUMMARY_FILE
+
+# output_dir/config.yaml    every value that was used     metrics.jsonl   one JSON object a step
+#            state/step_N/  to resume from                summary.json    how the run ended
+#            model/         the Hugging Face folder       report.html     the curves
+#            adapter/       PEFT's layout, where adapters were trained
+#            trackers/      files that trackers write
+#            written.json   the record: what a run has written, and it or a later one may replace
+#            earlier/       what is left of a run that is replaced, until the model is complete
 
 TRACKERS_FOLDER = "trackers"
 CONFIG_FILE = "config.yaml"
