@@ -339,7 +339,7 @@ class OffloadedActivations:
 
 
 def _list_storages(tensor: Tensor) -> list[int]:
-    """Return the addresses of the storages of a tensor, or of the tensors in a wrapper (DTensor)."""
+    """Return the addresses of the storages of a tensor, or of those in a wrapper (DTensor)."""
     # `_cdata` is the address of the storage object: it stays the same while FSDP frees the memory
     # and allocates it again.
     if not is_traceable_wrapper_subclass(tensor):
