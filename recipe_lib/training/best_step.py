@@ -125,9 +125,9 @@ class BestStep:
     def restore(self, saved: Mapping[str, Any], state: Path, world: World) -> None:
         """Restore the best step that a saved state records. Collective.
 
-        saved: what `TrainingLoop` gave the state as `extra`. state: its folder. Raise
-        CheckpointError if best_metric or its direction has changed, or if the weights of the best
-        step are gone.
+        A best step that was found after that state is forgotten. saved: what `TrainingLoop` gave
+        the state as `extra`. state: its folder. Raise CheckpointError if best_metric or its
+        direction has changed, or if the weights of the best step are gone.
         """
         record = saved.get(BEST_RECORD)
         if not self.is_asked_for or record is None:

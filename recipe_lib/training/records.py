@@ -492,7 +492,7 @@ def _build_comparison_row(name: str, planned: Any, measured: Any, *, is_alike: b
 
 
 def _format_step_seconds(seconds: float) -> str:
-    """Return seconds with three digits, from a minute on as hours and minutes."""
+    """Return seconds with three digits, from a minute on as `1m15s`."""
     return f"{seconds:.3g} s" if seconds < 60 else format_seconds(seconds)
 
 

@@ -303,8 +303,8 @@ def count_offloaded_bytes(
 ) -> dict[str, int]:
     """Return key of the section `memory` -> host bytes of one rank, without activations.
 
-    Parameters, gradients and optimizer states are in pinned memory, and are counted in the sizes
-    that torch allocates for it. other: see `check_host_memory`.
+    Parameters, their gradients and the states of `memory.optimizer_offload` are in pinned memory,
+    and are counted in the sizes that torch allocates for it. other: see `check_host_memory`.
     """
     needs = {}
     parameters = list(model.parameters())
