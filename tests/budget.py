@@ -61,7 +61,7 @@ class FileBudget:
         seconds = dict(report.user_properties)[PROPERTY]
         self.seconds[report.nodeid.partition("::")[0]] += float(seconds)  # type: ignore[arg-type]
 
-    def over_budget(self) -> list[str]:
+    def list_over_budget(self) -> list[str]:
         """Return a line for each file over the budget."""
         if self.budget is None:
             return []
@@ -74,7 +74,7 @@ class FileBudget:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         is_worker = hasattr(session.config, "workerinput")
-        if self.over_budget() and not is_worker and session.exitstatus == 0:
+        if self.list_over_budget() and not is_worker and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -84,5 +84,5 @@ class FileBudget:
         )
         for file, seconds in self.seconds.most_common(SHOWN):
             terminalreporter.write_line(f"{seconds:6.1f} s {file}")
-        for line in self.over_budget():
+        for line in self.list_over_budget():
             terminalreporter.write_line(f"error: {line}", red=True)

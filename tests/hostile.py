@@ -11,7 +11,7 @@ VALUES: tuple[Any, ...] = (
 NAMES = ("x", "", "a" * 5000, "__class__")
 
 
-def change_files(value: Any, draw: random.Random) -> Any:
+def change_json(value: Any, draw: random.Random) -> Any:
     """Return a copy of parsed JSON with one change somewhere inside.
 
     draw: the generator; the same seed makes the same change.
@@ -23,7 +23,7 @@ def change_files(value: Any, draw: random.Random) -> Any:
             return {key: inner for key, inner in value.items() if key != name}
         if chance < 0.16:
             return {**value, draw.choice(NAMES): draw.choice(VALUES)}
-        return {**value, name: change_files(value[name], draw)}
+        return {**value, name: change_json(value[name], draw)}
     if isinstance(value, list) and value and draw.random() < 0.85:
         index = draw.randrange(len(value))
         chance = draw.random()
@@ -31,5 +31,5 @@ def change_files(value: Any, draw: random.Random) -> Any:
             return value[:index] + value[index + 1 :]
         if chance < 0.25:
             return value * draw.choice((2, 100))
-        return [*value[:index], change_files(value[index], draw), *value[index + 1 :]]
+        return [*value[:index], change_json(value[index], draw), *value[index + 1 :]]
     return draw.choice(VALUES)

@@ -52,7 +52,7 @@ class Reader:
     def __str__(self) -> str:
         return f"{self.option} {self.name}"
 
-    def command(self, file: Path, config: Path) -> list[str]:
+    def build_command(self, file: Path, config: Path) -> list[str]:
         """Return the words of the command line."""
         out = file.parent.parent / "out"
         paths = {"file": file, "folder": file.parent, "config": config, "out": out}

@@ -82,14 +82,14 @@ def round_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return codes, factors.reciprocal().flatten()
 
 
-def build_low_bit_adamw() -> dict[int, Any]:
+def get_low_bit_adamw_classes() -> dict[int, Any]:
     """Return the classes of torchao's AdamW by the bits of their states."""
     with _import_silently():
         from torchao.optim import AdamW4bit, AdamW8bit
     return {8: AdamW8bit, 4: AdamW4bit}
 
 
-def compute_low_bit_codes() -> tuple[Any, dict[tuple[int, bool], tuple[float, ...]]]:
+def get_low_bit_levels() -> tuple[Any, dict[tuple[int, bool], tuple[float, ...]]]:
     """Return (torchao's module of quantizing functions, levels by (bits, is signed))."""
     with _import_silently():
         from torchao.optim import quant_utils, subclass_4bit, subclass_8bit
@@ -102,7 +102,7 @@ def compute_low_bit_codes() -> tuple[Any, dict[tuple[int, bool], tuple[float, ..
     return quant_utils, levels
 
 
-def build_nf4_tensor() -> Any:
+def get_nf4_class() -> Any:
     """Return torchao's class of NF4 tensors."""
     with _import_silently():
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor
@@ -121,7 +121,7 @@ def compute_mxfp4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(torch.uint8).reshape(rows, columns // 32, 16), scales.view(torch.uint8)
 
 
-def base_config(kind: str, group_size: int = 32) -> Any:
+def build_base_config(kind: str, group_size: int = 32) -> Any:
     """Return torchao's config of an export in `kind` (int4, int8, fp8), as its docs write it."""
     with _import_silently():
         from torchao.quantization import (
@@ -142,7 +142,7 @@ def export_linears(model: nn.Module, kind: str, group_size: int = 32) -> nn.Modu
     with _import_silently():
         from torchao.quantization import quantize_
 
-        quantize_(model, base_config(kind, group_size), is_plain_linear)
+        quantize_(model, build_base_config(kind, group_size), is_plain_linear)
     return model
 
 
@@ -152,7 +152,9 @@ def prepare_linears(model: nn.Module, kind: str, group_size: int = 32) -> nn.Mod
         from torchao.quantization import quantize_
         from torchao.quantization.qat import QATConfig
 
-        quantize_(model, QATConfig(base_config(kind, group_size), step="prepare"), is_plain_linear)
+        quantize_(
+            model, QATConfig(build_base_config(kind, group_size), step="prepare"), is_plain_linear
+        )
     return model
 
 

@@ -59,7 +59,7 @@ def write_mxfp4_folder(folder: Path) -> Path:
             quantized[f"{name}_scales"] = torch.stack([scales for _, scales in experts])
         return quantized
 
-    return rewrite(folder, quantize, MXFP4)
+    return rewrite_folder(folder, quantize, MXFP4)
 
 
 def write_fp8_folder(
@@ -80,7 +80,7 @@ def write_fp8_folder(
     model = build_reference_model(case, dtype=torch.bfloat16, **WIDE | changes)
     model.save_pretrained(folder, save_original_format=not fused)
     kind = "ue8m0" if scales == torch.float8_e8m0fnu else "float"
-    quantizer = Fp8Quantize(_write_with_config(block, kind))
+    quantizer = Fp8Quantize(_build_quantizer_stub(block, kind))
 
     def quantize(tensors: Tensors) -> Tensors:
         quantized: Tensors = {}
@@ -98,7 +98,7 @@ def write_fp8_folder(
         return quantized
 
     section = build_fp8_section(block, modules_to_not_convert=["lm_head", *left], scale_fmt=kind)
-    return rewrite(folder, quantize, section)
+    return rewrite_folder(folder, quantize, section)
 
 
 def write_twin(folder: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -119,7 +119,7 @@ def write_twin(folder: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> 
                 plain[name] = value.to(dtype)
         return plain
 
-    return rewrite(copy(folder, out), dequantize, None)
+    return rewrite_folder(copy_folder(folder, out), dequantize, None)
 
 
 def decode_fp8(codes: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> Tensor:
@@ -131,14 +131,14 @@ def decode_fp8(codes: Tensor, scales: Tensor, block: list[int], dtype: torch.dty
     return weights[..., :rows, :columns]
 
 
-def _write_with_config(block: tuple[int, int], kind: str) -> SimpleNamespace:
+def _build_quantizer_stub(block: tuple[int, int], kind: str) -> SimpleNamespace:
     """Return what stands for transformers' quantizer, of which only the config is read."""
     return SimpleNamespace(
         quantization_config=FineGrainedFP8Config(weight_block_size=block, scale_fmt=kind)
     )
 
 
-def copy(folder: Path, out: Path) -> Path:
+def copy_folder(folder: Path, out: Path) -> Path:
     """Copy a folder's config.json and tensors into a new folder; return it."""
     out.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -146,7 +146,7 @@ def copy(folder: Path, out: Path) -> Path:
     return out
 
 
-def rewrite(folder: Path, change: Callable[[Tensors], Tensors], section: Any) -> Path:
+def rewrite_folder(folder: Path, change: Callable[[Tensors], Tensors], section: Any) -> Path:
     """Change a folder's tensors, and quantization_config of its config.json; return the folder.
 
     section: None removes it.

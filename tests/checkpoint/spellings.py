@@ -34,7 +34,7 @@ for _case in ("phi3.5-long", "phi3.5-short"):
     del _BY_HAND[_case]["rope_scaling"]["rope_type"]
 
 
-def write_older(case: str, written: Mapping[str, Any]) -> dict[str, Any]:
+def build_older_config(case: str, written: Mapping[str, Any]) -> dict[str, Any]:
     """Return a case's config.json as transformers 4 writes it. written: by transformers 5."""
     options = CASES[case][1]
     shared = {
@@ -45,12 +45,12 @@ def write_older(case: str, written: Mapping[str, Any]) -> dict[str, Any]:
     return shared | older | {"torch_dtype": "float32"}
 
 
-def leave_out(config: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+def remove_keys(config: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     """Return a config.json and its parts without the keys `names` of one release."""
     remaining = {}
     for key, value in config.items():
         if key not in names or is_shared(config, key):
-            remaining[key] = leave_out(value, names) if key.endswith("_config") else value
+            remaining[key] = remove_keys(value, names) if key.endswith("_config") else value
     return remaining
 
 

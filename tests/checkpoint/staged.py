@@ -61,7 +61,7 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def build_spec_of(config: dict[str, Any], **changes: Any) -> DecoderSpec:
+def build_changed_spec(config: dict[str, Any], **changes: Any) -> DecoderSpec:
     """Return the spec of a config with changes, with large random weights."""
     return replace(build_spec(config | changes, "staged"), init_std=0.2)
 
@@ -74,7 +74,7 @@ def build_world(name: str) -> Iterator[tuple[FullFinetuneConfig, World]]:
         yield cfg, world
 
 
-def build(
+def build_staged(
     cfg: FullFinetuneConfig,
     world: World,
     spec: DecoderSpec,
@@ -115,7 +115,7 @@ def load_staged(
 ) -> Iterator[tuple[Decoder, World]]:
     """Enter one of WORLDS with a model in it; yield both."""
     with build_world(name) as (cfg, world):
-        yield build(cfg, world, spec, lora), world
+        yield build_staged(cfg, world, spec, lora), world
 
 
 def build_optimizer(model: Decoder) -> torch.optim.Optimizer:
@@ -125,7 +125,7 @@ def build_optimizer(model: Decoder) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.05, betas=(0.8, 0.9), weight_decay=0.1, foreach=False)
 
 
-def step(model: Decoder, optimizer: torch.optim.Optimizer, number: int) -> None:
+def take_random_step(model: Decoder, optimizer: torch.optim.Optimizer, number: int) -> None:
     """Do an optimizer step with random gradients, the same on any number of ranks.
 
     They follow from a parameter's name and the step's number alone.

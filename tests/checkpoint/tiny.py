@@ -134,7 +134,7 @@ def compute_fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer
     return digest.hexdigest()
 
 
-def list_tree(folder: Path) -> dict[str, bytes]:
+def read_tree(folder: Path) -> dict[str, bytes]:
     """Return the contents of every file under the folder, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()

@@ -29,7 +29,7 @@ def build_gpu(**changes: Any) -> dict[str, Any]:
     return card | changes
 
 
-def build_ways(wrong: list[str] | None = None) -> dict[str, Any]:
+def build_checked_copies(wrong: list[str] | None = None) -> dict[str, Any]:
     """Return the checked copies between two GPUs. wrong: faults of the first one."""
     return {
         "copies from GPU 0 to GPU 1": {"wrong": wrong or [], "rate": 2e10},
@@ -68,7 +68,7 @@ def build_healthy() -> dict[str, Any]:
             "int8 matmuls": 2.8e14,
             "fp8 matmuls": 2.7e14,
             "calibration": calibration,
-            **build_ways(),
+            **build_checked_copies(),
         },
         "failed": {},
         "links": build_links(),
@@ -79,7 +79,7 @@ def build_healthy() -> dict[str, Any]:
     return copy.deepcopy(facts)  # else a change of one folder or driver row would change others
 
 
-def put(facts: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
+def set_fact(facts: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
     """Set one value of the facts in place; return them.
 
     place: a path such as `machine/memory/available` or `steps/torch/gpus/0/free`.

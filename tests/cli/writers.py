@@ -102,12 +102,12 @@ class Writer:
         return f"{self.verb} {self.option} {self.note}".strip()
 
 
-def plan_words(option: str) -> Words:
+def build_plan_words(option: str) -> Words:
     """Return the words of a plan that is written by an option."""
     return lambda material, out: ["plan", *material.run_words, "--device", "24GB", option, out]
 
 
-def export_words(source: str, *options: str) -> Words:
+def build_export_words(source: str, *options: str) -> Words:
     """Return the words of an export of something in the material."""
     return lambda material, out: ["export", getattr(material, source), *options, "--out", out]
 
@@ -117,11 +117,11 @@ WRITERS = (
     Writer("cp", "DEST", lambda material, out: ["cp", material.config, out, "--force"], ending=".yaml",
            reads=("config",), note="--force", full=(10,)),
     Writer("import", "--out", lambda material, out: ["import", TORCHTUNE, "--out", out], ending=".yaml", full=(400,)),
-    Writer("plan", "--json", plan_words("--json"), source="plan"),
+    Writer("plan", "--json", build_plan_words("--json"), source="plan"),
     Writer("plan", "--json", lambda material, out: ["plan", "--receipts", "--json", out], note="--receipts",
            full=(10,)),
-    Writer("plan", "--html", plan_words("--html"), source="plan"),
-    Writer("plan", "--snapshot", plan_words("--snapshot"), source="plan"),
+    Writer("plan", "--html", build_plan_words("--html"), source="plan"),
+    Writer("plan", "--snapshot", build_plan_words("--snapshot"), source="plan"),
     Writer("plan", "--calibrate", lambda material, out: ["plan", "--calibrate", out], full=(10,)),
     Writer("tp-plan", "--json", lambda material, out: ["tp-plan", material.model, "--tensor", 2, "--json", out]),
     Writer("doctor", "--write", lambda material, out: ["doctor", "--write", out], full=(10,)),
@@ -130,15 +130,15 @@ WRITERS = (
     Writer("eval", "--out", lambda material, out: ["eval", material.model, "--data", material.rows, "--no-generate",
                                                    "--out", out],
            FOLDER, slow=True, names=("examples.jsonl", "summary.json", "report.html"), full=(100, 5000)),
-    Writer("export", "--out", export_words("adapted", "--merge"), NEW_FOLDER, slow=True, note="--merge",
+    Writer("export", "--out", build_export_words("adapted", "--merge"), NEW_FOLDER, slow=True, note="--merge",
            source="adapted"),
-    Writer("export", "--out", export_words("adapted", "--adapter"), NEW_FOLDER, slow=True, note="--adapter",
+    Writer("export", "--out", build_export_words("adapted", "--adapter"), NEW_FOLDER, slow=True, note="--adapter",
            source="adapted"),
-    Writer("export", "--out", export_words("trained", "--hf"), NEW_FOLDER, slow=True, note="--hf",
+    Writer("export", "--out", build_export_words("trained", "--hf"), NEW_FOLDER, slow=True, note="--hf",
            source="trained"),
-    Writer("export", "--out", export_words("model", "--gguf", "f32", "--pre", "llama-bpe"), ending=".gguf",
+    Writer("export", "--out", build_export_words("model", "--gguf", "f32", "--pre", "llama-bpe"), ending=".gguf",
            slow=True, note="--gguf"),
-    Writer("export", "--out", export_words("model", "--quantize", "int8"), NEW_FOLDER, slow=True, note="--quantize",
+    Writer("export", "--out", build_export_words("model", "--quantize", "int8"), NEW_FOLDER, slow=True, note="--quantize",
            full=(4000,)),
     Writer("generate", "--out", lambda material, out: ["generate", material.model, "--prompts", material.prompts,
                                                        "--out", out, "--max-new-tokens", 2, "--device", "cpu"],

@@ -102,7 +102,7 @@ class Rows:
             yield f"rows.jsonl:{number}", row
 
 
-def format_of(name: str) -> str:
+def get_format(name: str) -> str:
     """Return the format of one of ROWS."""
     return name.partition(" of ")[0]
 

@@ -26,7 +26,7 @@ from recipe_lib.cli.launch import PARENT_VARIABLE
 from recipe_lib.errors import FOLDER_VARIABLE, end_process
 from recipe_lib.parallel import heartbeat
 from recipe_lib.training import run as _run  # noqa: F401  (so that no rank pays for the import)
-from tests.distributed.ranks import free_port
+from tests.distributed.ranks import find_free_port
 
 ROOT = Path(__file__).parents[2]
 START = "before it has imported anything"  # the phase before the recipe's first
@@ -89,7 +89,7 @@ class Ranks:
 @contextmanager
 def start_ranks(size: int = 2) -> Iterator[Ranks]:
     """Yield ranks that have imported what they need."""
-    port = free_port()
+    port = find_free_port()
     environment = os.environ | {
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),

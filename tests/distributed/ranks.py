@@ -63,7 +63,7 @@ def run_ranks(
     sys.stderr.flush()
     with TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        port = free_port()
+        port = find_free_port()
         processes = [
             context.Process(
                 target=_run_rank,
@@ -249,7 +249,7 @@ def import_compiler() -> None:
     torch._dynamo.reset()
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a port that nobody listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

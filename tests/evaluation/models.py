@@ -1,6 +1,6 @@
 """Write random models of four families, and compute with transformers what `tune` has to give.
 
-Tokenizer and rows are the demo's; `encode_samples`, `compute_likelihood` and `answer` are the
+Tokenizer and rows are the demo's; `encode_samples`, `compute_likelihood` and `generate_answer` are the
 reference for evaluation and generation.
 """
 
@@ -110,7 +110,7 @@ def compute_likelihood(model: torch.nn.Module, sample: Sample) -> tuple[float, i
 
 
 @torch.no_grad()
-def answer(model: torch.nn.Module, tokenizer, sample: Sample, count: int) -> str:
+def generate_answer(model: torch.nn.Module, tokenizer, sample: Sample, count: int) -> str:
     """Return the text of at most `count` tokens that transformers' greedy search gives."""
     stop = sample.answer[-1]
     options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": stop, "pad_token_id": 0}

@@ -19,8 +19,8 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ |= {"TUNE_PLAN": "off", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 from tests.distributed.ranks import import_compiler  # noqa: E402
-from tests.fuzz.cases import draw  # noqa: E402
-from tests.fuzz.compare import Outcome, prepare, try_case  # noqa: E402
+from tests.fuzz.cases import draw_case  # noqa: E402
+from tests.fuzz.compare import Outcome, try_case, write_models_and_samples  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,11 +43,11 @@ def main(argv: list[str] | None = None) -> int:
     with nullcontext(args.keep) if args.keep else TemporaryDirectory(prefix="fuzz-") as name:
         folder = Path(name).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        prepare(folder)
+        write_models_and_samples(folder)
         print(f"fuzz: seeds from {args.seed} on, {args.cases} cases, in {folder}", flush=True)
         seed = args.seed
         while sum(outcome.verdict != "refused" for outcome in outcomes) < args.cases:
-            outcomes.append(try_case(draw(seed), folder))
+            outcomes.append(try_case(draw_case(seed), folder))
             show(outcomes[-1])
             seed += 1
             if args.only is not None:  # though it may be refused

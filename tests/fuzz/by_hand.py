@@ -82,7 +82,7 @@ class ByHand:
         """
         for step, rows in enumerate(steps):
             trained = {
-                name: formula.stored().to(self.dtype).clone().requires_grad_()
+                name: formula.round_weights().to(self.dtype).clone().requires_grad_()
                 for name, formula in self.formulas.items()
             }
             loss = self._compute_loss(self._merge_adapters(trained), [Row(*row) for row in rows])
@@ -100,7 +100,7 @@ class ByHand:
     @torch.no_grad()
     def _keep_best(self, rows: list[Row]) -> None:
         """Keep the weights of this step if its validation is the best so far."""
-        stored = {name: formula.stored().clone() for name, formula in self.formulas.items()}
+        stored = {name: formula.round_weights().clone() for name, formula in self.formulas.items()}
         weights = {name: value.to(self.dtype) for name, value in stored.items()}
         loss = self._compute_loss(self._merge_adapters(weights), rows).item()
         if self.cfg.checkpoint.greater_is_better:
@@ -116,7 +116,7 @@ class ByHand:
         """
         if self._best is not None:
             return self._best[1]
-        return {name: formula.stored() for name, formula in self.formulas.items()}
+        return {name: formula.round_weights() for name, formula in self.formulas.items()}
 
     def _quantize_base(self) -> None:
         """Round all matrices of the layers as the run quantizes them, adapted or not.

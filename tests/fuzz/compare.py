@@ -1,6 +1,6 @@
 """Run a combination on its ranks, on one process without levers, and by hand; compare the three.
 
-`try_case` compares losses, gradient norms and every exported tensor. `prepare` writes the models
+`try_case` compares losses, gradient norms and every exported tensor. `write_models_and_samples` writes the models
 and rows that it reads.
 """
 
@@ -92,7 +92,9 @@ class Outcome:
     seconds: float = 0.0  # on the clock
 
 
-def prepare(folder: Path, layers: Mapping[str, int] = dict.fromkeys((*MODELS, TEACHER), 4)) -> None:
+def write_models_and_samples(
+    folder: Path, layers: Mapping[str, int] = dict.fromkeys((*MODELS, TEACHER), 4)
+) -> None:
     """Write the models, by transformers, and files of samples; the same every time.
 
     layers: the models to write and their numbers of layers; a pipeline of four ranks needs four.
@@ -154,14 +156,14 @@ def prepare(folder: Path, layers: Mapping[str, int] = dict.fromkeys((*MODELS, TE
 def try_case(case: Case, folder: Path) -> Outcome:
     """Run and compare a case.
 
-    folder: what `prepare` has written to; the case's runs write to a folder in it.
+    folder: what `write_models_and_samples` has written to; the case's runs write to a folder in it.
     """
     start = time.monotonic()
     case_folder = folder / f"seed{case.seed}"
     outcome = _compare_runs(case, case_folder)
     outcome.seconds = time.monotonic() - start
     if outcome.verdict == "wrong":
-        outcome.said.append(case.command(case_folder))
+        outcome.said.append(case.format_command(case_folder))
     return outcome
 
 
@@ -223,7 +225,9 @@ def _train(case: Case, folder: Path, plain: bool) -> dict[str, Any]:
     if not plain:
         offload_on_a_cpu()
     watch = Watch() if plain else None
-    run = run_here(case.arguments(folder, plain=plain), recipe=case.recipe, before_training=watch)
+    run = run_here(
+        case.build_arguments(folder, plain=plain), recipe=case.recipe, before_training=watch
+    )
     torch.distributed.barrier()
     result: dict[str, Any] = {"code": run.code, "said": run.said[-3:]}
     if run.code == 0:
@@ -266,7 +270,7 @@ def _read_rows(dataset: Any, items: Iterable[int]) -> list[tuple[Tensor, Tensor,
 
 def _train_by_hand(case: Case, folder: Path, plain: dict[str, Any]) -> list[Any]:
     """Train by hand on the plain run's rows; return losses, norms and weights."""
-    cfg = parse_arguments(case.arguments(folder, plain=True), CONFIGS[case.recipe])
+    cfg = parse_arguments(case.build_arguments(folder, plain=True), CONFIGS[case.recipe])
     training = ByHand(cfg, plain["formula"]["start"])
     training.train(plain["rows"], plain["validation"])
     return [training.losses, training.norms, training.weights]

@@ -24,7 +24,7 @@ class Block:
     mark: str  # "rows" of a comment `<!-- rows: alpaca -->` above the block; empty without one
     name: str  # "alpaca" of that comment
 
-    def commands(self) -> list[list[str]]:
+    def list_commands(self) -> list[list[str]]:
         """Return the command lines of a bash block as words; a backslash joins lines."""
         joined = self.text.replace("\\\n", " ")
         return [

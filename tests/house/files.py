@@ -25,7 +25,7 @@ def parse_tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def place(path: Path, node: ast.AST | None = None) -> str:
+def format_location(path: Path, node: ast.AST | None = None) -> str:
     """Return where a file or a node of it is, for a message: `recipe_lib/units.py:12`."""
     name = path.relative_to(ROOT).as_posix()
     return f"{name}:{node.lineno}" if node is not None and hasattr(node, "lineno") else name

@@ -19,7 +19,7 @@ _LINK = re.compile(r"\[([^\]]+)\]\(([\w./-]+\.md)\)")
 _ITEM = re.compile(r"^\d+\. (.*)$", re.MULTILINE)
 
 
-def write_menu() -> str:
+def format_menu() -> str:
     """Return the `nav:` of mkdocs.yml."""
     lines = ["nav:", "  - Home: index.md"]
     index = (DOCS / "index.md").read_text(encoding="utf-8")
@@ -46,12 +46,12 @@ def list_measurements() -> list[str]:
     guide = (DOCS / "measurements" / "README.md").read_text(encoding="utf-8")
     paths = [*DOCS.glob("measurements/*.md"), *DOCS.glob("upstream/*.md")]
     pages = [path.relative_to(DOCS).as_posix() for path in paths]
-    position = {page: guide.find(f"({link_in_guide(page)})") for page in pages}
+    position = {page: guide.find(f"({format_guide_link(page)})") for page in pages}
     # Pages that the guide does not link (-1) come last, by name.
     return sorted(pages, key=lambda page: (position[page] < 0, position[page], page))
 
 
-def link_in_guide(page: str) -> str:
+def format_guide_link(page: str) -> str:
     """Return a page's target in docs/measurements/README.md."""
     return page.removeprefix("measurements/") if page.startswith("measurements/") else f"../{page}"
 
@@ -65,7 +65,7 @@ def _quote(title: str) -> str:
 def main() -> None:
     """Write the menu into mkdocs.yml."""
     site = SITE.read_text(encoding="utf-8")
-    SITE.write_text(_NAV.sub(lambda _: write_menu(), site), encoding="utf-8")
+    SITE.write_text(_NAV.sub(lambda _: format_menu(), site), encoding="utf-8")
 
 
 if __name__ == "__main__":

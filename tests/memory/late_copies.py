@@ -73,7 +73,7 @@ class LateCopies(TorchDispatchMode):
         self.too_late = False
         # Of memory that the computing stream has allocated: the storage, and which work it was; by
         # the storage's address.
-        self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._allocations: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def Stream(self) -> LateStream:  # noqa: N802 (as torch calls it)
         return LateStream(self)
@@ -105,26 +105,26 @@ class LateCopies(TorchDispatchMode):
             return result
         self.computing.issued += 1
         for value in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(value, Tensor) and self._made_at(value) is None:
+            if isinstance(value, Tensor) and self._find_allocation(value) is None:
                 storage = value.untyped_storage()
-                self._made[storage._cdata] = (weakref.ref(storage), self.computing.issued)
+                self._allocations[storage._cdata] = (weakref.ref(storage), self.computing.issued)
         # Whoever reads it before a copy has come computes NaN.
         if func is torch.ops.aten.empty.memory_format and result.is_floating_point():
             result.fill_(float("nan"))
         return result
 
-    def _made_at(self, tensor: Tensor) -> int | None:
+    def _find_allocation(self, tensor: Tensor) -> int | None:
         """Return the number of the computing stream's work that allocated the tensor's memory.
 
         None: that stream did not allocate it.
         """
-        reference, work = self._made.get(tensor.untyped_storage()._cdata, (lambda: None, 0))
+        reference, work = self._allocations.get(tensor.untyped_storage()._cdata, (lambda: None, 0))
         return work if reference() is not None else None
 
     def _copy_later(self, target: Tensor, source: Tensor) -> None:
         """Queue `target.copy_(source)` on the current stream."""
-        get_target = self._place(target)
-        get_source = self._place(source)
+        get_target = self._build_getter(target)
+        get_source = self._build_getter(source)
         self.copied += target.nbytes
 
         def copy() -> None:
@@ -137,12 +137,12 @@ class LateCopies(TorchDispatchMode):
 
         self.now.issue(copy)
 
-    def _place(self, tensor: Tensor) -> Callable[[], Tensor | None]:
+    def _build_getter(self, tensor: Tensor) -> Callable[[], Tensor | None]:
         """Return a function that gives the tensor when the copy runs, None if its memory is gone.
 
         Memory of the host stays.
         """
-        allocated_by = self._made_at(tensor)
+        allocated_by = self._find_allocation(tensor)
         if allocated_by is None:
             return lambda: tensor
         self.too_early |= allocated_by > self.now.seen

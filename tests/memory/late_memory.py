@@ -19,7 +19,7 @@ class LateMemory(LateCopies):
     """
 
     @contextmanager
-    def resizing(self) -> Iterator[None]:
+    def follow_resizes(self) -> Iterator[None]:
         """Follow storages that are resized inside."""
         resize = torch.UntypedStorage.resize_
 
@@ -28,9 +28,9 @@ class LateMemory(LateCopies):
             self.computing.issued += 1
             if size:
                 storage.fill_(255)  # all bits set: NaN in every floating-point type
-                reference = self._made.get(storage._cdata, (lambda: None, 0))[0]
+                reference = self._allocations.get(storage._cdata, (lambda: None, 0))[0]
                 if reference() is not None:
-                    self._made[storage._cdata] = (reference, self.computing.issued)  # type: ignore[assignment]
+                    self._allocations[storage._cdata] = (reference, self.computing.issued)  # type: ignore[assignment]
             return result
 
         torch.UntypedStorage.resize_ = follow_resize  # type: ignore[assignment, method-assign]
@@ -39,7 +39,7 @@ class LateMemory(LateCopies):
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
-    def _place(self, tensor: Tensor) -> Callable[[], Tensor | None]:
-        get_tensor = super()._place(tensor)
+    def _build_getter(self, tensor: Tensor) -> Callable[[], Tensor | None]:
+        get_tensor = super()._build_getter(tensor)
         storage = tensor.untyped_storage()
         return lambda: get_tensor() if storage.nbytes() else None

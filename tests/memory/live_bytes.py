@@ -38,7 +38,7 @@ class LiveBytes(TorchDispatchMode):
         for storage in _list_storages(result):
             if storage._cdata not in argument_storages:
                 self._storages[storage._cdata] = weakref.ref(storage, self._forget(storage._cdata))
-        self.peak = max(self.peak, self.now() + self._also())
+        self.peak = max(self.peak, self.count_bytes() + self._also())
         return result
 
     def _forget(self, key: int) -> Callable[[Any], None]:
@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
 
         return forget
 
-    def now(self) -> int:
+    def count_bytes(self) -> int:
         """Return the bytes of the live storages that were made since entering."""
         storages = [reference() for reference in list(self._storages.values())]
         return sum(storage.nbytes() for storage in storages if storage is not None)

@@ -25,7 +25,7 @@ LAYER = 436_224_000  # bytes of a layer's weights, a multiple of the 4 ranks
 VOCABULARY = 1_050_673_152  # bytes of the embedding
 
 
-def hand_made(**changed: object) -> Plan:
+def build_example_plan(**changed: object) -> Plan:
     """Return a plan of 4 ranks whose figures are odd enough to show rounding.
 
     changed: fields to replace.
@@ -131,7 +131,7 @@ def hand_made(**changed: object) -> Plan:
     return Plan(**(fields | changed))  # type: ignore[arg-type]
 
 
-def hand_made_pipeline(ranks: int = 2, micro_batches: int = 3) -> PipelinePlan:
+def build_example_pipeline(ranks: int = 2, micro_batches: int = 3) -> PipelinePlan:
     """Return GPipe's schedule, of which a forward takes 1 s and a backward 2 s."""
     end = 3.0 * (micro_batches + ranks - 1)
     bubble = 1 - 3 * micro_batches / end
@@ -303,7 +303,7 @@ def list_communication_rows() -> list[CommunicationRow]:
     return rows
 
 
-def hand_made_trace(steps: int = 4, per_phase: int = 40) -> Trace:
+def build_example_trace(steps: int = 4, per_phase: int = 40) -> Trace:
     """Return a trace of two phases.
 
     In the first, parameters are allocated and stay. In the second, activations come and go, with a

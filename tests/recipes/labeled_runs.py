@@ -131,6 +131,3 @@ def train_all(
     """Return what `train` returns of each case; a case is the overrides of a run."""
     offload_on_a_cpu()
     return {case: train(data, recipe, ranks, case) for case in cases}
-
-
-metrics_of = read_metrics

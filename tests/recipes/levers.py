@@ -279,7 +279,7 @@ COSTLY: Settings = tuple(setting for setting in LEVERS if setting is COMPILE or 
 BESIDE = 6  # levers of such a run
 
 
-def list_met(row: Settings) -> set[Settings]:
+def list_tested_pairs(row: Settings) -> set[Settings]:
     """Return the pairs that a run of these settings tests: those of the run's own tolerance.
 
     Of pairs that need a smaller tolerance it says nothing.
@@ -292,7 +292,7 @@ def list_met(row: Settings) -> set[Settings]:
     }
 
 
-def list_joined_by_one(row: Settings) -> list[Settings]:
+def extend_by_one(row: Settings) -> list[Settings]:
     """Return the row extended by each setting that can join it.
 
     That is of another lever, does not widen the tolerance, and is not refused with the row.
@@ -322,20 +322,20 @@ def join_settings() -> list[Settings]:
     )
 
     def count_new_pairs(row: Settings) -> int:
-        return sum(pair in missing_pairs for pair in list_met(row))
+        return sum(pair in missing_pairs for pair in list_tested_pairs(row))
 
     while missing_pairs:
         row: Settings = ()
         longer = next(iter(missing_pairs))
         while longer != row and len(longer) <= MOST:
             row = longer
-            longer = max([row, *list_joined_by_one(row)], key=count_new_pairs)
+            longer = max([row, *extend_by_one(row)], key=count_new_pairs)
         rows.append(row)
-        for pair in list_met(row):
+        for pair in list_tested_pairs(row):
             missing_pairs.pop(pair, None)
     for number, setting in enumerate(COSTLY):
         row = (setting,)
-        while len(row) < BESIDE and (longer_rows := list_joined_by_one(row)):
+        while len(row) < BESIDE and (longer_rows := extend_by_one(row)):
             # Other settings for each of the costly ones.
             row = longer_rows[(number * BESIDE) % len(longer_rows)]
         rows.append(row)

@@ -241,7 +241,7 @@ def expect_done(run: Any) -> Any:
     return run
 
 
-def probe() -> torch.Tensor:
+def make_probe_tokens() -> torch.Tensor:
     """Return tokens int64 `[2, 24]` to compare logits on."""
     return torch.randint(3, 512, (2, 24), generator=torch.Generator().manual_seed(0))
 

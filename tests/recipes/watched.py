@@ -65,7 +65,7 @@ class Watch:
     def report(self, recipe: Any) -> dict[str, Any]:
         """Return by key what the run has done.
 
-        norms: gradient norm of each step. errors: `Formula.error` by parameter.
+        norms: gradient norm of each step. errors: `Formula.measure_error` by parameter.
         unmoved: trained parameters that have not changed; still: those of them that by their
         formula should have. start, weights: the trained parameters before and after.
         """
@@ -75,12 +75,13 @@ class Watch:
         for name, formula in sorted(self.formulas.items()):
             if torch.equal(weights[name].double(), formula.start):
                 unmoved.append(name)
-                if not torch.equal(formula.stored(), weights[name].double()):
+                if not torch.equal(formula.round_weights(), weights[name].double()):
                     still.append(name)
         return {
             "norms": self.norms,
             "errors": {
-                name: formula.error(weights[name]) for name, formula in self.formulas.items()
+                name: formula.measure_error(weights[name])
+                for name, formula in self.formulas.items()
             },
             "unmoved": unmoved,
             "still": still,

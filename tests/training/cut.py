@@ -1,6 +1,6 @@
 """Shard parameters over the ranks of a test as recipes do: by FSDP, or tensor parallel and FSDP.
 
-`place_model` shards parameters, `own_part` cuts a full tensor, a gradient say, the same way.
+`place_model` shards parameters, `shard_like` cuts a full tensor, a gradient say, the same way.
 """
 
 from dataclasses import dataclass
@@ -55,11 +55,11 @@ def place_model(params: dict[str, nn.Parameter], cut: Cut) -> dict[str, nn.Param
     fully_shard(module, mesh=mesh["data"])
     sharded = dict(zip(params, module.params, strict=True))
     for name, parameter in sharded.items():
-        parameter.detach().to_local().copy_(own_part(full[name], parameter).to_local())
+        parameter.detach().to_local().copy_(shard_like(full[name], parameter).to_local())
     return sharded
 
 
-def own_part(full: Tensor, like: Any) -> Any:
+def shard_like(full: Tensor, like: Any) -> Any:
     """Return a full tensor as a DTensor, sharded as `like` is."""
     local, start = locate_local_part(like.detach())
     bounds = zip(start, local.shape, strict=True)

@@ -163,11 +163,11 @@ class Formula:
         ahead = (1 - momentum) * gradient + momentum * mean
         return 0.2 * math.sqrt(max(ahead.shape)) * orthogonalize(ahead)
 
-    def stored(self) -> Tensor:
+    def round_weights(self) -> Tensor:
         """Return the weights rounded to the parameter's dtype, in fp64."""
         return self.weights.to(self.dtype).double()
 
-    def error(self, weights: Tensor) -> float:
+    def measure_error(self, weights: Tensor) -> float:
         """Return how far weights are from the formula's, relative to the formula's whole change.
 
         Of stochastically rounded weights: how far they are off along that change on average, beyond
@@ -181,7 +181,7 @@ class Formula:
         # The distance of two bf16 numbers of this size.
         spacing = 2.0 ** (torch.floor(torch.log2(size.clamp(min=1e-30))) - 7)
         if not self.rounds_stochastically:
-            off = (weights.double() - self.stored()).abs()
+            off = (weights.double() - self.round_weights()).abs()
             # Weights that lie in the middle of two bf16 numbers may be rounded the other way: one,
             # or one in a hundred, is no error. Where the whole change is shorter than that
             # distance, the difference would be larger than the change.

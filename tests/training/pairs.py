@@ -44,7 +44,7 @@ def build_pairs(vocabulary: int) -> Dataset:
     return Dataset(np.concatenate(ids), offsets, np.concatenate(trained), report, {}, group=2)
 
 
-def answer(model: Decoder, row: tuple[Tensor, Tensor], mean: bool) -> Tensor:
+def score_answer(model: Decoder, row: tuple[Tensor, Tensor], mean: bool) -> Tensor:
     """Return the sum, or the mean, of the log-probabilities of one row's labels."""
     tokens, labels = row
     log_probs = model(tokens.unsqueeze(0))[0].log_softmax(-1)
@@ -72,12 +72,12 @@ def compute_plain_loss(
             (torch.from_numpy(row.tokens).long(), torch.from_numpy(row.labels))
             for row in (rows[2 * pair], rows[2 * pair + 1])
         ]
-        chosen, rejected = (answer(model, row, mean) for row in answers)
+        chosen, rejected = (score_answer(model, row, mean) for row in answers)
         reference_chosen = reference_rejected = torch.zeros((), dtype=torch.float64)
         if reference:
             with torch.no_grad():
                 reference_chosen, reference_rejected = (
-                    answer(reference, row, mean) for row in answers
+                    score_answer(reference, row, mean) for row in answers
                 )
         ratio = (chosen - reference_chosen) - (rejected - reference_rejected)
         if cfg.loss == "ipo":

@@ -14,7 +14,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
 )
 
 
-def plan_from(stored: Mapping[str, Any]) -> ShardingPlan:
+def read_stored_plan(stored: Mapping[str, Any]) -> ShardingPlan:
     """Return the plan that `to_dict` wrote.
 
     Raises ConfigError, naming the entry, for anything else.

@@ -39,7 +39,7 @@ class Case:
     recipe: Callable[[type], type] = lambda recipe: recipe  # derives a class from the recipe's
 
 
-def drops_a_graph(recipe: type) -> type:
+def add_forward_without_backward(recipe: type) -> type:
     """Return a recipe with a forward whose backward never comes."""
 
     class Own(recipe):  # type: ignore[misc, valid-type]
@@ -50,7 +50,7 @@ def drops_a_graph(recipe: type) -> type:
     return Own
 
 
-def ends_backward_early(recipe: type) -> type:
+def end_backward_early(recipe: type) -> type:
     """Return a recipe with a backward that ends in the middle.
 
     What was fetched for the layers before it is not used.
@@ -71,7 +71,7 @@ def ends_backward_early(recipe: type) -> type:
     return Own
 
 
-def leaves_gradients_out(recipe: type) -> type:
+def leave_gradients_out(recipe: type) -> type:
     """Return a recipe in which half the parameters have no gradient after the first step."""
 
     class Own(recipe):  # type: ignore[misc, valid-type]
@@ -110,12 +110,12 @@ CASES = {
         ),
     ),
     "activation offload, a graph without a backward": Case(
-        "demo/full", 1, (OFFLOAD,), drops_a_graph
+        "demo/full", 1, (OFFLOAD,), add_forward_without_backward
     ),
-    "activation offload, half a backward": Case("demo/full", 1, (OFFLOAD,), ends_backward_early),
+    "activation offload, half a backward": Case("demo/full", 1, (OFFLOAD,), end_backward_early),
     "optimizer offload": Case("demo/full", 1, ("memory.optimizer_offload=true",)),
     "optimizer offload, some without gradients": Case(
-        "demo/full", 1, ("memory.optimizer_offload=true",), leaves_gradients_out
+        "demo/full", 1, ("memory.optimizer_offload=true",), leave_gradients_out
     ),
     "optimizer offload, stepping in backward": Case(
         "demo/full", 1, ("memory.optimizer_offload=true", *IN_BACKWARD)
@@ -156,7 +156,7 @@ CASES = {
         2,
         (STREAM, "memory.activation_checkpointing=full", "gradient_accumulation_steps=2"),
     ),
-    "layers streamed, half a backward": Case("demo/lora", 1, (STREAM,), ends_backward_early),
+    "layers streamed, half a backward": Case("demo/lora", 1, (STREAM,), end_backward_early),
     "layers streamed, stepping in backward": Case(
         "demo/full", 1, (STREAM, "memory.optimizer_offload=true", *IN_BACKWARD)
     ),
@@ -165,7 +165,7 @@ CASES = {
 
 
 @contextmanager
-def without(line: Line | None, seen: Waits) -> Iterator[None]:
+def remove_waits(line: Line | None, seen: Waits) -> Iterator[None]:
     """Let the waits of one line of code do nothing inside; count in `seen` which lines wait.
 
     A wait for copies with the host counts for the module that makes them all and for its caller.
@@ -226,5 +226,5 @@ def follow(case: Case) -> StreamChecker:
 def check(name: str, removed: Line | None = None) -> tuple[StreamChecker, Waits]:
     """Simulate a case without the waits of line `removed`; return the checker and all waits."""
     seen = Waits()
-    with without(removed, seen):
+    with remove_waits(removed, seen):
         return follow(CASES[name]), seen
