@@ -1,7 +1,8 @@
 """Draw random combinations of settings that a run may have, each a function of its seed alone.
 
-A combination has two parts: `numerics`, which change what is computed (the run of one process that
-it is compared with has them too), and `levers`, which must not.
+`draw_case(seed)` is for `python -m tests.fuzz`, which runs them. A combination has two parts:
+`numerics`, which change what is computed (the run of one process that it is compared with has them
+too), and `levers`, which must not: they trade memory for time or divide the work over ranks.
 """
 
 import random
@@ -18,27 +19,27 @@ from recipe_lib.methods.dpo.config import DpoFinetuneConfig
 from recipe_lib.methods.reward.config import RewardFinetuneConfig
 from tests.recipes.runs import DISTILL, DPO, FULL, LORA, REWARD, ROOT
 
-STEPS = 3
-SLOTS = 8  # rows, pairs or packs of a step, over all ranks
-LEAST = 3  # levers of a combination
-LENGTH = 64  # tokens of the longest row
-MIXTURES = ("qwen3moe", "mixtral")  # of experts, which adapters do not change here
+STEPS = 3  # of each run
+SLOTS = 8  # sequences, pairs or packs of a step, over all ranks
+LEAST = 3  # settings that a combination has drawn at least, of both parts
+LENGTH = 64  # max_seq_len: tokens of the longest row
+MIXTURES = ("qwen3moe", "mixtral")  # mixtures of experts: adapters change their attention alone
 MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2", "gemma3", *MIXTURES)
-# Tied as well, and no model that is trained: a model would learn nothing from itself.
+# A model of its own: one that is distilled from itself would learn nothing. Its head is tied.
 TEACHER = "qwen3_teacher"
-CONFIGS = {
+CONFIGS = {  # recipe -> its schema
     FULL: FullFinetuneConfig,
     LORA: LoraFinetuneConfig,
     DPO: DpoFinetuneConfig,
     REWARD: RewardFinetuneConfig,
     DISTILL: DistillFinetuneConfig,
 }
-# Recipes as often as they are to be drawn.
+# Each recipe as often as it is to be drawn.
 _RECIPES = [FULL] * 4 + [LORA] * 2 + [DPO] * 3 + [REWARD] * 2 + [DISTILL] * 2
 _PAIRS = "data.format=preference"
 _LABELED = "data.format=kto"
 _CLASSES = "data.format=classification"
-# File of samples by format; "rows" for the others.
+# Override of a format -> name of the file of samples; "rows" for the other formats.
 _ROWS = {_PAIRS: "pairs", _LABELED: "labeled", _CLASSES: "classes"}
 KEEP_BEST = "checkpoint.keep_best=true"
 _VALIDATION = ("validation.every_n_steps=1", "validation.max_samples=8")
@@ -50,13 +51,13 @@ class Case:
     """A combination of settings."""
 
     seed: int
-    recipe: str
+    recipe: str  # a key of CONFIGS
     model: str  # of MODELS
     ranks: int
     numerics: tuple[str, ...]  # overrides that change what is computed
     levers: tuple[str, ...]  # overrides that must not
-    drawn: int  # settings that were drawn
-    redrawn: int = 0  # combinations of this seed before it that were refused
+    drawn: int  # settings that were drawn, LEAST or more
+    redrawn: int = 0  # combinations of this seed that were drawn before it and refused
 
     def __str__(self) -> str:
         overrides = " ".join((*self.numerics, *self.levers))
@@ -74,9 +75,10 @@ class Case:
     def build_arguments(self, folder: Path, *, plain: bool) -> list[str]:
         """Return the command line behind the recipe's name.
 
-        folder: of what the runs of this seed write; models and rows are beside it.
-        plain: for the run of one process.
+        folder: where the runs of this seed write; models and samples are beside it.
+        plain: for the run of one process without levers.
         """
+        # Both files set the recipe alone.
         config = "adapters.yaml" if self.recipe == LORA else "plain.yaml"
         samples = "rows"
         for data_format, name in _ROWS.items():
@@ -124,7 +126,10 @@ class Case:
 
 
 def draw_case(seed: int) -> Case:
-    """Return the combination of a seed: the first drawn one that the validator accepts."""
+    """Return the combination of a seed: the first drawn one that the config's checks accept.
+
+    Raises AssertionError if none of 1000 is accepted.
+    """
     chance = random.Random(seed)
     for redrawn in range(1000):
         case = _draw(chance, seed, redrawn)
@@ -142,10 +147,10 @@ def draw_case(seed: int) -> Case:
 
 
 class _Draw:
-    """Chooses settings and counts them."""
+    """Chooses settings at random and counts those of `choose_or_skip`."""
 
     def __init__(self, chance: random.Random) -> None:
-        self.chance = chance
+        self.chance = chance  # the generator, seeded
         self.count = 0  # settings chosen by `choose_or_skip`
 
     def choose(self, options: Sequence[Any]) -> Any:
@@ -153,7 +158,7 @@ class _Draw:
         return self.chance.choice(options)
 
     def choose_or_skip(self, probability: float, options: Sequence[Overrides]) -> Overrides:
-        """Return one of the options with this probability, else no overrides."""
+        """Return one of the options with this probability and count it, else no overrides."""
         if self.chance.random() >= probability:
             return ()
         self.count += 1
@@ -161,14 +166,17 @@ class _Draw:
 
 
 def _draw(chance: random.Random, seed: int, redrawn: int) -> Case | None:
-    """Draw a combination; return None if it has too few levers or its mesh does not fit."""
+    """Draw a combination; return None if it has too few settings or its mesh does not fit.
+
+    chance: the generator of the seed, so that every call draws another combination.
+    """
     draw = _Draw(chance)
     recipe = draw.choose(_RECIPES)
     model = draw.choose(MODELS)
     dtype = draw.choose(["fp64", "fp64", "fp64", "fp32", "fp32", "bf16"])
     ranks = draw.choose([1, 2, 2, 4, 4])
     numerics = [f"dtype={dtype}", *_draw_numerics(draw, recipe, model, dtype)]
-    if model in MIXTURES and "lora.rank=8" not in numerics:
+    if model in MIXTURES and "lora.rank=8" not in numerics:  # mixtures run with adapters alone
         return None
     in_backward = draw.choose_or_skip(0.2, [["memory.optimizer_in_backward=true"]])
     if in_backward:
@@ -195,7 +203,10 @@ def _draw(chance: random.Random, seed: int, redrawn: int) -> Case | None:
 
 
 def _draw_numerics(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
-    """Draw what changes the numbers: optimizer, schedule, packing, adapters, the method's loss."""
+    """Draw overrides that change what is computed.
+
+    These are optimizer, schedule, packing, adapters, and the method's loss.
+    """
     rate = "optimizer.lr=3e-3"
     optimizers: list[list[str]] = [
         ["optimizer.name=sgd", "optimizer.lr=0.1"],
@@ -228,7 +239,7 @@ def _draw_numerics(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str
 
 
 def _draw_adapters(draw: _Draw, model: str, dtype: str) -> list[str]:
-    """Draw the settings of adapters."""
+    """Draw overrides of the adapters, rank 8 always among them."""
     is_mixture = model in MIXTURES
     overrides = ["lora.rank=8"]
     overrides += draw.choose_or_skip(0.3, [["lora.dora=true"]])
@@ -251,7 +262,7 @@ def _draw_adapters(draw: _Draw, model: str, dtype: str) -> list[str]:
 
 
 def _draw_method(draw: _Draw, recipe: str) -> list[str]:
-    """Draw the method's loss and the rows that it takes."""
+    """Draw overrides of the method's loss and of the format of its rows."""
     if recipe == DISTILL:
         divergences = [
             ["distill.divergence=reverse_kl"],
@@ -276,9 +287,10 @@ def _draw_method(draw: _Draw, recipe: str) -> list[str]:
 
 
 def _draw_mesh(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:
-    """Draw how the ranks divide the work; return None if they cannot."""
+    """Draw overrides that divide the work over ranks; return None if it cannot be divided so."""
     overrides: list[str] = []
-    tensor = pipeline = context = 1
+    tensor = pipeline = context = 1  # ranks of these dimensions
+    # The option's word is not an override: what counts is that one was chosen.
     if ranks > 1 and draw.choose_or_skip(0.3, [["tensor"]]):
         tensor = 2
         overrides.append("parallel.tensor=2")
@@ -320,8 +332,8 @@ def _draw_mesh(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:
 
 
 def _draw_levers(draw: _Draw, dtype: str, ranks: int) -> list[str]:
-    """Draw what must not change the numbers, beside the mesh."""
-    memory: list[tuple[float, list[list[str]]]] = [
+    """Draw overrides that must not change what is computed, beside the mesh."""
+    memory: list[tuple[float, list[list[str]]]] = [  # (probability, options)
         (
             0.4,
             [
