@@ -99,7 +99,7 @@ class Writer:
     full: tuple[int, ...] = (100,)  # bytes that a file may have on a full disk, each of them tried
     names: tuple[str, ...] = ()  # files that it overwrites in a folder that exists
     note: str = ""  # tells rows of one option apart
-    source: str = ""  # attribute of `Material`, made when first read, that it writes; "": none
+    source: str = ""  # attribute of `Material` that has to be made before the disk is full
     slow: bool = False  # it takes seconds until it writes
 
     def __str__(self) -> str:

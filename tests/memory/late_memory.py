@@ -1,6 +1,9 @@
-"""Late copies into memory that is allocated and freed by resizing a storage.
+"""Find late copies into memory that is allocated and freed by resizing a storage.
 
-FSDP and layer streaming do so; `late_copies.LateCopies` follows new tensors only.
+FSDP and layer streaming resize storages, while `LateCopies` (a device whose copies run as late as
+its streams allow) follows new tensors only:
+
+    with LateMemory() as check, check.follow_resizes(): step()
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +24,12 @@ class LateMemory(LateCopies):
     @contextmanager
     def follow_resizes(self) -> Iterator[None]:
         """Follow storages that are resized inside."""
+        # No dispatch mode sees `resize_` of a storage: it is no operator.
         resize = torch.UntypedStorage.resize_
 
         def follow_resize(storage: torch.UntypedStorage, size: int) -> object:
             result = resize(storage, size)
+            # An operation of the computing stream: copies issued before it are stale.
             self.computing.issued += 1
             if size:
                 storage.fill_(255)  # all bits set: NaN in every floating-point type

@@ -113,10 +113,15 @@ CASES = {
     "activation offload, a graph without a backward": Case(
         "demo/full", ranks=1, overrides=(OFFLOAD,), recipe=add_forward_without_backward
     ),
-    "activation offload, half a backward": Case("demo/full", ranks=1, overrides=(OFFLOAD,), recipe=end_backward_early),
+    "activation offload, half a backward": Case(
+        "demo/full", ranks=1, overrides=(OFFLOAD,), recipe=end_backward_early
+    ),
     "optimizer offload": Case("demo/full", 1, ("memory.optimizer_offload=true",)),
     "optimizer offload, some without gradients": Case(
-        "demo/full", ranks=1, overrides=("memory.optimizer_offload=true",), recipe=leave_gradients_out
+        "demo/full",
+        ranks=1,
+        overrides=("memory.optimizer_offload=true",),
+        recipe=leave_gradients_out,
     ),
     "optimizer offload, stepping in backward": Case(
         "demo/full", 1, ("memory.optimizer_offload=true", *IN_BACKWARD)
@@ -157,7 +162,9 @@ CASES = {
         2,
         (STREAM, "memory.activation_checkpointing=full", "gradient_accumulation_steps=2"),
     ),
-    "layers streamed, half a backward": Case("demo/lora", ranks=1, overrides=(STREAM,), recipe=end_backward_early),
+    "layers streamed, half a backward": Case(
+        "demo/lora", ranks=1, overrides=(STREAM,), recipe=end_backward_early
+    ),
     "layers streamed, stepping in backward": Case(
         "demo/full", 1, (STREAM, "memory.optimizer_offload=true", *IN_BACKWARD)
     ),
