@@ -1,4 +1,8 @@
-"""Build the facts that `tune doctor` gathers of a machine, for tests to plant faults in."""
+"""Build the facts that `tune doctor` gathers of a machine, for tests to plant faults in.
+
+`build_healthy()` returns all of them, nested dicts as the command measures them; `set_fact` plants.
+Sizes are in bytes, rates in bytes a second and for matmuls in operations a second.
+"""
 
 import copy
 from typing import Any
@@ -10,7 +14,7 @@ RANGE = ("all_reduce", "all_gather", "reduce_scatter")  # the collectives that a
 
 def build_links(backend: str = "nccl", ranks: int = 2, **changes: Any) -> dict[str, Any]:
     """Return measured collectives without a fault. changes: keys to replace."""
-    points = []
+    points = []  # time over size: 10 us and 10 GB/s
     for size in (4096, 2**20):
         for name in RANGE:
             points.append({"operation": name, "bytes": size, "seconds": 1e-5 + size / 1e10})
@@ -30,7 +34,7 @@ def build_gpu(**changes: Any) -> dict[str, Any]:
 
 
 def build_checked_copies(wrong: list[str] | None = None) -> dict[str, Any]:
-    """Return the checked copies between two GPUs. wrong: faults of the first one."""
+    """Return the checked copies between two GPUs. wrong: faults of the first copy."""
     return {
         "copies from GPU 0 to GPU 1": {"wrong": wrong or [], "rate": 2e10},
         "copies from GPU 1 to GPU 0": {"wrong": [], "rate": 2e10},

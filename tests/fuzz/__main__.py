@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+# Before torch is imported, which reads them.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ |= {"TUNE_PLAN": "off", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -24,7 +25,10 @@ from tests.fuzz.compare import Outcome, try_case, write_models_and_samples  # no
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `--cases` combinations that are not refused, of the seeds from `--seed` on."""
+    """Run `--cases` combinations that are not refused, of the seeds from `--seed` on.
+
+    Returns the exit code.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument(
         "--seed", type=int, default=1000, help="the first combination's; the next ones count up"
@@ -38,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.only is not None:
         args.seed = args.only
         args.cases = 1
-    import_compiler()
+    import_compiler()  # once, for all ranks, which are forks
     outcomes: list[Outcome] = []
     with nullcontext(args.keep) if args.keep else TemporaryDirectory(prefix="fuzz-") as name:
         folder = Path(name).resolve()

@@ -1,7 +1,7 @@
-"""Recipes as users derive them from the shipped one: their steps' micro-batches are not alike.
+"""Derive recipes as users do from the shipped one, with steps whose micro-batches are not alike.
 
-`derive_recipe(sum_losses)` is the recipe whose step is `sum_losses`. Plans, which simulate few of the
-micro-batches, have to be right for each.
+`derive_recipe(sum_losses)` is the recipe whose step is `sum_losses`. A plan, which computes a run's
+peak of memory from few simulated micro-batches, has to be right for each of STEPS.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,10 @@ from tests.recipes.runs import FULL, get_recipe_class, import_recipe_module
 
 
 def derive_recipe(step: Callable[[Any, Any], None]) -> type:
-    """Return a recipe whose training step is `step(recipe, batches)`, and then the optimizer's."""
+    """Return a recipe whose training step is `step(recipe, batches)`, then the optimizer's.
+
+    step: runs forward and backward of all micro-batches.
+    """
 
     class Own(get_recipe_class(import_recipe_module(FULL))):  # type: ignore[misc]
         def train_step(self, batches: Any) -> None:
@@ -38,7 +41,7 @@ def keep_each(recipe: Any, batches: Any) -> None:
 
 
 def keep_from_the_third(recipe: Any, batches: Any) -> None:
-    """Keep a tensor of every micro-batch but the first two, which are alike."""
+    """Keep a tensor of every micro-batch but the first two: those alone are alike."""
     kept = []
     for number, batch in enumerate(batches.micro_batches):
         recipe.compute_loss(batch).backward()
@@ -98,7 +101,7 @@ def keep_twice_as_much(recipe: Any, batches: Any) -> None:
         kept.append(torch.zeros(1000 * 2**number, device=recipe.device))
 
 
-# step -> numbers of micro-batches that it is tried with
+# Step -> numbers of micro-batches that it is tried with.
 STEPS = {
     sum_losses: (3, 5),
     keep_each: (8,),
