@@ -1,4 +1,4 @@
-"""Plugin of pytest: seconds of CPU that each file of tests takes, and a budget for them.
+"""Measure the CPU seconds of each file of tests, and hold them to a budget: a plugin of pytest.
 
     pytest -p tests.budget --file-budget 10
 
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-PROPERTY = "cpu_seconds"
-SHOWN = 10  # files
+PROPERTY = "cpu_seconds"  # name in `user_properties` of a report, which xdist sends
+SHOWN = 10  # slowest files that are printed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,7 +44,7 @@ class FileBudget:
     def __init__(self, budget: float | None) -> None:
         self.budget = budget  # seconds; None: there is none
         self.seconds: Counter[str] = Counter()  # by file
-        self.last = 0.0  # seconds of CPU of the process so far, at the last report
+        self.last = 0.0  # CPU seconds of the process up to the last report
 
     def pytest_runtest_logstart(self) -> None:
         self.last = read_cpu_seconds()

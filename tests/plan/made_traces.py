@@ -1,4 +1,7 @@
-"""Write traces by hand, or random ones that look like training, for tests of what reads traces."""
+"""Write traces by hand, or random ones that look like training, for tests of what reads traces.
+
+A trace is what a simulated run records in order: phases, allocations, frees and operators.
+"""
 
 import random
 
@@ -12,19 +15,19 @@ class Writer:
         self.trace = Trace()
 
     def begin_phase(self, name: str) -> None:
-        """Begin a phase."""
+        """Begin a phase, such as "setup" or "step"."""
         self.trace.phases.append(name)
         self.trace.events.append((PHASE, len(self.trace.phases) - 1))
 
     def allocate(self, num_bytes: int, **fields) -> int:
-        """Allocate a storage in the current phase; return its number. fields: of `Storage`."""
+        """Allocate a storage in the current phase; return its number. fields: more of `Storage`."""
         fields.setdefault("phase", len(self.trace.phases) - 1)
         self.trace.storages.append(Storage(num_bytes, **fields))
         self.trace.events.append((ALLOC, len(self.trace.storages) - 1))
         return len(self.trace.storages) - 1
 
     def free(self, number: int) -> None:
-        """Free the storage of this number."""
+        """Free the storage that `allocate` gave this number."""
         self.trace.events.append((FREE, number))
 
     def run_op(self, name: str) -> None:
@@ -46,7 +49,7 @@ def build_training_steps(layers: int = 6, steps: int = 2, seed: int = 0) -> Trac
         writer.allocate(rng.randrange(1, 40 * 2**20), kind="parameters", label=f"w{layer}")
         for layer in range(layers)
     ]
-    writer.allocate(12345, device=False)
+    writer.allocate(12345, device=False)  # on the host: no allocator of a device sees it
     writer.allocate(0)
     for step in range(steps):
         writer.begin_phase("first step" if step == 0 else "step")
