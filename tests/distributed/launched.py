@@ -130,12 +130,12 @@ def _serve() -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            _be_rank(**json.loads(line))
+            _run_as_rank(**json.loads(line))
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def _be_rank(folder: str, recipe: str, words: list[str], stopped: int | None, at: str) -> None:
+def _run_as_rank(folder: str, recipe: str, words: list[str], stopped: int | None, at: str) -> None:
     """Run the recipe in this process, noting its phases, and end with its exit code.
 
     The arguments are those of `Ranks.run`.
@@ -149,7 +149,7 @@ def _be_rank(folder: str, recipe: str, words: list[str], stopped: int | None, at
     heartbeat.BEAT_SECONDS = 0.1  # so that other ranks soon notice a stopped one
     original = heartbeat.Heartbeat.enter
 
-    def come_to(phase: str) -> None:
+    def note_phase(phase: str) -> None:
         if rank == 0:
             with open(Path(folder, "phases"), "a") as file:
                 print(phase, file=file)
@@ -158,10 +158,10 @@ def _be_rank(folder: str, recipe: str, words: list[str], stopped: int | None, at
 
     def enter(self: heartbeat.Heartbeat, phase: str, *patience: Any) -> None:
         original(self, phase, *patience)
-        come_to(phase)
+        note_phase(phase)
 
     heartbeat.Heartbeat.enter = enter  # type: ignore[method-assign]
-    come_to(START)
+    note_phase(START)
     end_process(worker.main(recipe, words))
 
 

@@ -311,8 +311,8 @@ class Check:
         expected = self.plain["steps"]
         steps = [line[0] for line in lines]
         if steps != [line[0] for line in expected] or weights.keys() != self.weights.keys():
-            odd = sorted(weights.keys() ^ self.weights.keys())[:5]
-            self.note(f"{name}: found steps {steps}, and not in both: {odd}")
+            unshared_names = sorted(weights.keys() ^ self.weights.keys())[:5]
+            self.note(f"{name}: found steps {steps}, and not in both: {unshared_names}")
             return
         pairs = list(zip(lines, expected, strict=True))
         far = Limit(
@@ -354,10 +354,11 @@ class Check:
         tolerance = {"fp64": 1e-6, "fp32": 2e-3, "bf16": 0.15}[case.dtype]
         if "optimizer.name=muon" in case.numerics:
             tolerance = 0.4
-        bad = {name: error for name, error in report["errors"].items() if not error <= tolerance}
-        if bad or report["still"]:
+        # Negated, so that NaN is wrong.
+        wrong = {name: error for name, error in report["errors"].items() if not error <= tolerance}
+        if wrong or report["still"]:
             self.note(
-                f"the plain run is not what its optimizer's formula says: {bad} {report['still']}"
+                f"the plain run is not what its optimizer's formula says: {wrong} {report['still']}"
             )
 
     def note(self, line: str) -> None:

@@ -346,14 +346,15 @@ def join_settings() -> list[Settings]:
 
 def cover(rows: list[Settings]) -> list[Settings]:
     """Return few of the rows that together have every setting of all rows, chosen greedily."""
-    missing: dict[Setting, None] = {}
+    missing_settings: dict[Setting, None] = {}
     for row in rows:
-        missing |= dict.fromkeys(row)
+        missing_settings |= dict.fromkeys(row)
     chosen = []
-    while missing:
-        chosen.append(max(rows, key=lambda row: sum(setting in missing for setting in row)))
+    while missing_settings:
+        # The row with most of the settings that are missing still.
+        chosen.append(max(rows, key=lambda row: len(missing_settings.keys() & set(row))))
         for setting in chosen[-1]:
-            missing.pop(setting, None)
+            missing_settings.pop(setting, None)
     return chosen
 
 

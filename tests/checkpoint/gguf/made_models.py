@@ -122,12 +122,12 @@ def import_llama_cpp() -> Any:
     library = pytest.importorskip(
         "llama_cpp", reason="llama-cpp-python is not installed: no llama.cpp to compare with"
     )
-    library.llama_log_set(_silence(library), None)
+    library.llama_log_set(_build_silent_callback(library), None)
     return library
 
 
 @cache
-def _silence(library: Any) -> Any:
+def _build_silent_callback(library: Any) -> Any:
     """Return a log callback that drops its lines.
 
     The cache keeps it alive, as llama.cpp calls it as long as the process lives.
