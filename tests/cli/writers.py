@@ -151,16 +151,13 @@ WRITERS = (
            ending=".jsonl", reads=("prompts",)),
 )  # fmt: skip
 
-# (verb, option) whose files other code writes, or that have tests of their own -> which.
+# (verb, option) that is not in the table -> which code writes the file, or which test has it.
 NOT_IN_THE_TABLE = {
     ("download", "--output-dir"): "the hub's own client writes aside; tests/cli/test_download.py",
     ("run", "--log-dir"): "torchrun's own",
-    # fmt: off
-    (
-        "run",
-        "data.cache_dir",
-    ): "what cannot be kept there stays in memory; tests/data/test_cache.py",
-    # fmt: on
+    ("run", "data.cache_dir"): (
+        "what cannot be kept there stays in memory; tests/data/test_cache.py"
+    ),
 }
 
 

@@ -58,9 +58,9 @@ class Ranks:
     ) -> Ended:
         """Run a recipe's file on all ranks, and wait until all but a stopped one have ended.
 
-        folder: must not exist; the launcher's files of a run. words: the command line behind the
-        recipe. stopped: rank that stops itself (SIGSTOP) at the phase `at`; None: none does. After
-        120 seconds the ranks that still run are killed.
+        folder: of the launcher's files about this run, without `pids` yet. words: the command line
+        behind the recipe. stopped: rank that stops itself (SIGSTOP) at the phase `at`; None: none
+        does. After 120 seconds the ranks that still run are killed.
         """
         (folder / "pids").mkdir(parents=True)
         # The store that torchrun serves in the launcher, where ranks meet.
