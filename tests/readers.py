@@ -115,6 +115,7 @@ WHOLE = {
     ".csv": "prompt,completion\na,b\n",
     ".tsv": "prompt\tcompletion\na\tb\n",
 }
+# Files of a model's folder, each of which is made bad in turn.
 MODEL_FILES = (
     "config.json",
     "tokenizer.json",
@@ -123,6 +124,7 @@ MODEL_FILES = (
     "model.safetensors",
 )
 ANY_TEXT = ("deep", "a huge number", "empty")  # kinds that any reader of plain text accepts
+# Beginnings of command lines.
 LORA = "run lora_finetune_distributed --config {config} recipe=lora_finetune_distributed"
 DATA = "data check {config} data.source={file}"
 READERS: Sequence[Reader] = (

@@ -46,6 +46,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe, one dense layer": ("qwen3-moe", {}),
     "qwen3_moe, every second layer dense": ("qwen3-moe-unnormalized", {}),
 }
+# Arguments that both of MIXED share.
 _MIXTURE: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
     "head_dim": 8,

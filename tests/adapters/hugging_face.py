@@ -50,6 +50,7 @@ TINY: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
 }
+# Keys of config.json that the families share.
 SHAPE = {
     "vocab_size": 96,
     "hidden_size": 32,

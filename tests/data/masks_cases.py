@@ -47,6 +47,7 @@ class Case:
     eos: str = ""  # empty: the tokenizer's own
 
 
+# Special tokens of Mistral's tokenizers.
 MISTRAL = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]",
            "[/TOOL_RESULTS]", "<s>", "</s>")  # fmt: skip
 CASES = [
@@ -75,6 +76,7 @@ HOT = "It is 31 degrees."
 MILD = "It is 18 degrees."
 ASKS = ["How hot is it in Rome?", "And in Oslo?"]
 THOUGHT = "<think>\nI look it up.\n</think>\n\n"  # reasoning, which an answer begins with
+# A tool, as `tools` of a row has it, and an answer's call of it.
 TOOL = {
     "type": "function",
     "function": {
@@ -122,6 +124,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": say_turns(_FIRST[0], ("assistant", THOUGHT + HOT), _SECOND[0], ("assistant", THOUGHT + MILD))},
     ),
 }  # fmt: skip
+# Question, chosen answer, rejected answer: the column `preference`.
 PAIR = Preference(say_turns(_FIRST[0]), say_turns(_FIRST[1]), say_turns(("assistant", MILD)))
 
 

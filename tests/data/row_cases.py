@@ -16,6 +16,7 @@ from recipe_lib.data.encoding import SourceEncoder
 from recipe_lib.data.label_masks import Encoder
 from recipe_lib.tokenizers import Tokenizer
 
+# A question and its answer.
 USER = {"role": "user", "content": "Capital of Peru?"}
 SAID = {"role": "assistant", "content": "Lima."}
 # The same two turns as ShareGPT has them.

@@ -20,8 +20,9 @@ from transformers import (
 )
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
+# Ten rows in the format alpaca.
 ROWS = [json.loads(line) for line in (DEMO / "heldout.jsonl").read_text().splitlines()[:10]]
-SIZES = {
+SIZES = {  # of config.json, of every family
     "vocab_size": 512,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -33,7 +34,7 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-FAMILIES: dict[str, PreTrainedConfig] = {
+FAMILIES: dict[str, PreTrainedConfig] = {  # name -> config of its model
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "gemma2": Gemma2Config(**SIZES, head_dim=8, sliding_window=8, query_pre_attn_scalar=8),
     "phi3": Phi3Config(**SIZES),

@@ -24,6 +24,8 @@ SLOTS = 8  # sequences, pairs or packs of a step, over all ranks
 LEAST = 3  # settings that a combination has drawn at least, of both parts
 LENGTH = 64  # max_seq_len: tokens of the longest row
 MIXTURES = ("qwen3moe", "mixtral")  # mixtures of experts: adapters change their attention alone
+# Names of folders that `tests.fuzz.compare` writes: a family, and `_tied` for one whose head is the
+# embedding (Gemma's always is).
 MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2", "gemma3", *MIXTURES)
 # A model of its own: one that is distilled from itself would learn nothing. Its head is tied.
 TEACHER = "qwen3_teacher"
@@ -42,6 +44,7 @@ _CLASSES = "data.format=classification"
 # Override of a format -> name of the file of samples; "rows" for the other formats.
 _ROWS = {_PAIRS: "pairs", _LABELED: "labeled", _CLASSES: "classes"}
 KEEP_BEST = "checkpoint.keep_best=true"
+# Overrides beside KEEP_BEST, which chooses the exported step by its validation.
 _VALIDATION = ("validation.every_n_steps=1", "validation.max_samples=8")
 Overrides = Sequence[str]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import transformers
 
+# Settings of every kind, unless it says otherwise.
 COMMON: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 32,

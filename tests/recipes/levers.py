@@ -21,7 +21,7 @@ FINE = 1e-6  # relative tolerance where only the order of sums differs
 class Setting:
     """A lever's value."""
 
-    lever: str
+    lever: str  # name of the lever in the table
     overrides: tuple[str, ...]  # `{folder}` stands for the tests' own files
     basis: tuple[str, ...] = ()  # overrides of the run of one process that it is compared with
     tolerance: float = FINE  # largest relative difference of the losses

@@ -69,7 +69,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 class Formula:
     """One parameter, its optimizer states, and the formula that steps them."""
 
-    cfg: OptimizerConfig
+    cfg: OptimizerConfig  # the section `optimizer` of the run's config
     name: str  # of the parameter in the model
     start: Tensor  # the weights before the first step, in the run's dtype; here a copy in fp64
     steps: int = 0  # done so far

@@ -20,6 +20,7 @@ from recipe_lib.models.spec import DecoderSpec
 VOCABULARY = 96
 LIMIT = 24  # max_seq_len
 PAD = 95  # id of the padding token, in no sequence
+# Keys of config.json of the small Llama.
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -95,11 +95,12 @@ def leave_gradients_out(recipe: type) -> type:
     return Own
 
 
+# Overrides.
 OFFLOAD = "memory.activation_offload=true"
 STREAM = "memory.stream_layers=true"
 IN_BACKWARD = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")
 PIPELINE = ("parallel.pipeline=2", "gradient_accumulation_steps=4")
-CASES = {
+CASES = {  # name -> run
     "activation offload": Case("demo/full", 1, (OFFLOAD,)),
     "activation offload, two layers ahead, checkpointed": Case(
         "demo/full",
