@@ -31,7 +31,7 @@ def profile_peak(recipe: type, cfg: Any, shape: Any) -> int:
     with start_world(cfg) as world, collectives_let_go(), note_collectives(collectives):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             last_step_start = train(recipe, cfg, world, shape)
-    # The raw events: the profiler's public ones have no addresses.
+    # The raw events, which have addresses and signed sizes.
     events = list_allocations(profiler.profiler.kineto_results.experimental_event_tree())
     alive: dict[int, int] = {}  # bytes by address
     total = 0

@@ -36,7 +36,7 @@ class _ParameterModule(nn.Module):
 def place_model(params: dict[str, nn.Parameter], cut: Cut) -> dict[str, nn.Parameter]:
     """Return the parameters by name, sharded, with the same values. A collective.
 
-    params: the full parameters, the same on all ranks; the dict is changed.
+    params: the full parameters, the same on all ranks; the dict may be changed.
     """
     full = {name: parameter.detach().clone() for name, parameter in params.items()}
     mesh: Any = init_device_mesh("cpu", (cut.ranks,), mesh_dim_names=("data",))
