@@ -188,7 +188,7 @@ class ExternalModel(LanguageModel):
         ):
             return ExternalModel.forward(self, tokens, labels=labels, head_loss=head_loss)
 
-    def output_head(self) -> nn.Module | None:
+    def get_output_head(self) -> nn.Module | None:
         """Return the output projection; None where another rank of a pipeline has it."""
         division = self._division
         return (
@@ -285,7 +285,7 @@ class ExternalModel(LanguageModel):
         """
         return "attention_mask" in self._division.accepted
 
-    def token_reader(self, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    def build_token_reader(self, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         """Return a function for generation: next tokens `[b, s]` -> the logits `[b, v]` after them.
 
         It keeps the class' cache of keys and values between calls; a class without a cache reads

@@ -222,13 +222,15 @@ class ModuleSpec(ExternalSpec):
         """Return the names of the parts of pipeline stages; ConfigError if it cannot be cut."""
         return stage_parts.find_parts(self)
 
-    def build_shrunk(self, layers: int = 2, keys: int = 4) -> "ModuleSpec":
+    def build_shrunk(self, min_layers: int = 2, num_key_heads: int = 4) -> "ModuleSpec":
         """Build the spec of a small model of the same class of transformers, not of a plugin's.
 
-        It has one layer of each kind, but at least `layers`. keys: the most heads of keys and
-        values in a model that has fewer of them than of queries.
+        It has one layer of each kind, but at least `min_layers`. num_key_heads: the most heads of
+        keys and values in a model that has fewer of them than of queries.
         """
-        config = shrink(build_transformers_config(self.source.config, self.family), layers, keys)
+        config = shrink(
+            build_transformers_config(self.source.config, self.family), min_layers, num_key_heads
+        )
         return read_spec(json.loads(config.to_json_string(use_diff=False)), self.family)
 
 

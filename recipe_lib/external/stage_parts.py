@@ -210,7 +210,7 @@ def find_parts(spec: "ModuleSpec") -> StageParts:
     with _disable_current_modes(), torch.random.fork_rng(devices=[]):
         try:
             if num_elements > SMALL_MODEL and spec.source.implementation == TRANSFORMERS:
-                small = spec.build_shrunk(layers=spec.num_layers)
+                small = spec.build_shrunk(min_layers=spec.num_layers)
             model: Any = build_meta(small, torch.float32)
             allocate(model, torch.device("cpu"))
             randomize(model)

@@ -58,25 +58,25 @@ def infer_plan(
     inputs: dict[str, Any],
     size: int = 0,
     tokens: bool = True,
-    others: Iterable[dict[str, Any]] = (),
+    other_inputs: Iterable[dict[str, Any]] = (),
 ) -> ShardingPlan:
     """Return the tensor-parallel plan of a model, which is not changed.
 
     model: any language model, on the meta device or another one. inputs: keyword arguments of its
     forward, on the same device, token ids `[b, s]` first. size: number of ranks; only axes that
     they can share are cut; 0: all axes that some number of ranks can share. tokens: ranks share
-    tokens as well (sequence parallel), in modules where that is possible. others: further sets of
-    keyword arguments that training uses, such as for packed rows; modules whose calls differ for
-    these share no tokens. Raises SetupError where the forward cannot be traced.
+    tokens as well (sequence parallel), in modules where that is possible. other_inputs: further
+    sets of keyword arguments that training uses, such as for packed rows; modules whose calls
+    differ for these share no tokens. Raises SetupError where the forward cannot be traced.
     """
     forward = trace(model, inputs, find_rule)
     # Modules whose calls differ between the inputs.
     unsteady: frozenset[str] = frozenset()
     if tokens:
-        for other_inputs in others:
+        for further_inputs in other_inputs:
             # The class may not take these inputs at all.
             with contextlib.suppress(SetupError):
-                unsteady |= forward.find_differing_modules(trace(model, other_inputs, find_rule))
+                unsteady |= forward.find_differing_modules(trace(model, further_inputs, find_rule))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     candidates, reasons = _follow_axes(forward, shapes, size)
     # Where two axes would cut the same parameters, the first is taken: rather one without
