@@ -161,6 +161,15 @@ class CallKey(NamedTuple):
     number: int  # index among the calls of one forward of the module that return a tensor
 
 
+class Argument(NamedTuple):
+    """A tensor among the arguments of a torch function call."""
+
+    # Index or name of the argument: `0`, `weight`, `1.2` (third item of the second one).
+    place: str
+    tensor: TracedTensor
+    needs_gradient: bool
+
+
 @dataclasses.dataclass(eq=False)
 class FunctionCall:
     """One torch function call of the traced forward."""
@@ -168,13 +177,16 @@ class FunctionCall:
     key: CallKey
     function: str  # the function's `__name__`
     source: str  # file and line in the model
-    # (place, tensor, needs a gradient). A place is an argument's index or name: `0`, `weight`,
-    # `1.2` (third item of the second one).
-    arguments: list[tuple[str, TracedTensor, bool]] = dataclasses.field(default_factory=list)
+    arguments: list[Argument] = dataclasses.field(default_factory=list)  # those that are tensors
     # Other arguments, by place: integers, slices, `...`, None and texts.
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     outputs: list[TracedTensor] = dataclasses.field(default_factory=list)
     records: list[OperatorCall] = dataclasses.field(default_factory=list)  # operators that it runs
+
+    @property
+    def tensors(self) -> list[TracedTensor]:
+        """Return the tensors among the arguments."""
+        return [argument.tensor for argument in self.arguments]
 
 
 @dataclasses.dataclass(eq=False)
@@ -355,7 +367,7 @@ def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
     if call.function in SHAPES:
         # Spellings: `x.view(2, 3)`, `x.view((2, 3))`, `torch.zeros(2, 3)`, `torch.zeros((2, 3))`,
         # `size=(2, 3)`.
-        is_method = bool(call.arguments) and call.arguments[0][0] == "0"
+        is_method = bool(call.arguments) and call.arguments[0].place == "0"
         nested = f"{int(is_method)}."
         is_nested = any(place.startswith((nested, "size.")) for place in numbers)
         for dimension in range(len(dims)):
@@ -385,9 +397,9 @@ def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
 def _list_slice_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
     """Yield what starts and stops of the slices in `x[...]` have to be on a rank."""
     # With tensors in the brackets elements are picked by number: their dimensions are blocked.
-    if len(call.arguments) != 1 or call.arguments[0][0] != "0":
+    if len(call.arguments) != 1 or call.arguments[0].place != "0":
         return
-    tensor = call.arguments[0][1]
+    tensor = call.arguments[0].tensor
     items = [
         call.numbers[place] for place in sorted(call.numbers, key=_split_place) if place != "0"
     ]

@@ -86,7 +86,7 @@ def run_call_on_tokens(call: FunctionCall, layouts: Layouts, length: int) -> Tok
     """
     local = dict(layouts)
     demands: Layouts = {}
-    arguments = {tensor for _, tensor, _ in call.arguments}
+    arguments = set(call.tensors)
     read = {tensor for record in call.records for tensor in record.inputs} | set(call.outputs)
     if call.function not in OF_ANOTHER_TYPE and not arguments & layouts.keys() <= read:
         return None  # an argument that no operator reads: the call reads its shape
@@ -213,7 +213,7 @@ class TokenFlow:
         for number, call in enumerate(trace.calls):
             if call.key.module in unsteady:
                 self.stopped.add(number)
-                self.whole.update(tensor for _, tensor, _ in call.arguments if tensor.activation)
+                self.whole.update(tensor for tensor in call.tensors if tensor.activation)
                 self.whole.update(call.outputs)
         self._keep_head_whole()
         # Tensor -> the arguments that it is, and the calls that return it as it is.
@@ -230,7 +230,7 @@ class TokenFlow:
 
     def _is_cut(self, call: FunctionCall) -> bool:
         """Return True if the call reads or makes a tensor that is cut along an axis."""
-        tensors = [tensor for _, tensor, _ in call.arguments] + call.outputs
+        tensors = call.tensors + call.outputs
         tensors += [item for record in call.records for item in (*record.inputs, *record.outputs)]
         return not self.sharded.isdisjoint(tensors)
 
@@ -244,7 +244,7 @@ class TokenFlow:
         while queue:
             call = self.trace.calls[queue.pop().call]
             is_product = any(record.contractions for record in call.records)
-            for _, tensor, _ in call.arguments:
+            for tensor in call.tensors:
                 if tensor.activation and tensor not in seen:
                     seen.add(tensor)
                     self.whole.add(tensor)
@@ -284,7 +284,7 @@ class TokenFlow:
     def _spread_cut_call(self, number: int, call: FunctionCall) -> None:
         """Give a call that works on a rank's part of an axis whole rows; slice what it looks up."""
         self._gather_arguments(number, call)
-        ids = {id_: self.aligned[id_] for _, id_, _ in call.arguments if id_ in self.aligned}
+        ids = {tensor: self.aligned[tensor] for tensor in call.tensors if tensor in self.aligned}
         token_wise = self._try_on_tokens(number, ids) if number in self.looking and ids else None
         for output in call.outputs if token_wise is not None else ():
             if token_wise is not None and output in token_wise.outputs:
@@ -302,9 +302,8 @@ class TokenFlow:
 
     def _is_scaling_embedding(self, call: FunctionCall) -> bool:
         """Return True if a call computes with embeddings and no parameters, such as a scale."""
-        arguments = [tensor for _, tensor, _ in call.arguments]
-        is_fresh = not self.fresh.isdisjoint(arguments)
-        return is_fresh and not any(tensor.parameters for tensor in arguments)
+        is_fresh = not self.fresh.isdisjoint(call.tensors)
+        return is_fresh and not any(tensor.parameters for tensor in call.tensors)
 
     def _gather_arguments(self, number: int, call: FunctionCall) -> None:
         """Gather all arguments that are a rank's tokens."""
@@ -331,9 +330,10 @@ class TokenFlow:
 
     def _spread_call(self, number: int, call: FunctionCall) -> None:
         """Let a call work on a rank's tokens if it can; else gather its arguments."""
-        arguments = [tensor for _, tensor, _ in call.arguments]
-        layouts = {tensor: self.made[tensor] for tensor in arguments if self.is_local(tensor)}
-        aligned = {tensor: self.aligned[tensor] for tensor in arguments if tensor in self.aligned}
+        layouts = {tensor: self.made[tensor] for tensor in call.tensors if self.is_local(tensor)}
+        aligned = {
+            tensor: self.aligned[tensor] for tensor in call.tensors if tensor in self.aligned
+        }
         sliced: Layouts = {}
         if not layouts and not is_handing_on(call):
             # A whole activation is sliced as early as it can be.
@@ -398,7 +398,7 @@ class TokenFlow:
         call = self.trace.calls[number]
         if number in self.stopped or number in self.local or len(call.outputs) != 1:
             return False
-        if any(self.is_local(tensor) for _, tensor, _ in call.arguments):
+        if any(map(self.is_local, call.tensors)):
             return False
         activations = [tensor for _, tensor, grad in call.arguments if tensor.activation and grad]
         for tensor in activations[:1]:
@@ -451,7 +451,7 @@ class TokenFlow:
 
 def is_handing_on(call: FunctionCall) -> bool:
     """Return True if a call returns its argument itself, as a conversion to its own type does."""
-    return not call.records and any(tensor in call.outputs for _, tensor, _ in call.arguments)
+    return not call.records and any(tensor in call.outputs for tensor in call.tensors)
 
 
 def name_output(call: FunctionCall, output: TracedTensor) -> str:
@@ -575,7 +575,7 @@ def _keep_runs_alike(flow: TokenFlow) -> None:
             call = flow.trace.calls[number]
             flow.whole.update(call.outputs)
             if number in flow.stopped:
-                flow.whole.update(tensor for _, tensor, _ in call.arguments if tensor in flow.made)
+                flow.whole.update(tensor for tensor in call.tensors if tensor in flow.made)
             flow.stopped.add(number)
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recipe_lib.errors import SetupError
 from recipe_lib.external.tensor_plan.axes import AxisNode, block
 from recipe_lib.external.tensor_plan.forward_trace import (
+    Argument,
     CallKey,
     ForwardTrace,
     FunctionCall,
@@ -119,7 +120,7 @@ class _Watch(TorchFunctionMode):
         call = FunctionCall(CallKey(forward.path, forward.calls), name, _describe_source())
         for place, value in list_places(args, kwargs):
             if isinstance(value, torch.Tensor):
-                call.arguments.append((place, self.known(value), value.requires_grad))
+                call.arguments.append(Argument(place, self.known(value), value.requires_grad))
             elif isinstance(value, (int, slice, type(...), type(None), str)):
                 call.numbers[place] = value
         self.current = len(self.trace.calls)
