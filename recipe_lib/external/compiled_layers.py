@@ -285,8 +285,8 @@ class _UnreadableNumber:
     A forward that computes with its number would do something else in another layer.
     """
 
+    # Every operator of the class is this method.
     def _read(self, *asked: Any) -> Any:
-        """Raise _LayerNumberIsReadError; every operator of the class is this method."""
         raise _LayerNumberIsReadError("a layer's number is read")
 
 
@@ -474,10 +474,10 @@ class RegatheringPartitioner(CustomPartitionerFn):
     could keep its own.
     """
 
+    # (the joint graph of a layer, ...) -> (graph of forward, graph of backward)
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Split a layer's joint graph; return (graph of forward, graph of backward)."""
         # Imported here, as it imports 366 modules in 0.2 s, and few runs compile.
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -491,6 +491,6 @@ class RegatheringPartitioner(CustomPartitionerFn):
         with functorch_config.patch(ban_recompute_materialized_backward=not gathered_nodes):
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
+    # The key of this partitioner in inductor's cache of graphs.
     def uuid(self) -> Any:
-        """Return the key of this partitioner in inductor's cache of graphs: a hash of this file."""
         return get_hash_for_files((__file__,))

@@ -345,12 +345,10 @@ class AdaptedExternal(AdaptedMatrix):
         self.transposed = is_transposed(base)  # its weight is [in, out]
 
     def get_frozen_rows(self, start: int, stop: int) -> Tensor:
-        """Return the rows of the frozen weight from `start` to `stop` (exclusive), `[rows, in]`."""
         weight: Any = self.weight
         return weight[:, start:stop].t() if self.transposed else weight[start:stop]
 
     def frozen_forward(self, hidden: Tensor) -> Tensor:
-        """Map hidden `[..., in]` to `[..., out]` by the frozen part alone."""
         return self.kind.forward(self, hidden)
 
 

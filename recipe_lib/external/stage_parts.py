@@ -50,7 +50,7 @@ class _EndOfStage(Exception):  # noqa: N818  (no error)
 
 
 class _SkippedModule(nn.Module):
-    """Stands for a module of another stage: returns `output`, and has the module's attributes.
+    """Stands for a module of another stage: always returns `output`, and has its attributes.
 
     A forward may read them, such as the type of a weight. Tensors among them are on meta, without
     values.
@@ -73,15 +73,13 @@ class _SkippedModule(nn.Module):
                 return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return `output`, whatever the arguments."""
         return self.output
 
 
 class _LastLayer(_SkippedModule):
-    """Stands for a stage's last layer: runs it, and ends the forward."""
+    """Stands for a stage's last layer: runs it, and ends the forward by `_EndOfStage`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer, and raise `_EndOfStage` with its hidden states."""
         raise _EndOfStage(_get_hidden_states(self.held[0](*args, **kwargs)))
 
 

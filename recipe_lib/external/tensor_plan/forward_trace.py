@@ -62,7 +62,7 @@ class TracedTensor:
 
 
 class OperatorCall:
-    """One run of an ATen operator: its arguments by name, and what its rule says of it."""
+    """One run of an ATen operator: its arguments by name, and what its rule says of it later."""
 
     def __init__(
         self,
@@ -74,17 +74,12 @@ class OperatorCall:
         place: str,
         known: Callable[[torch.Tensor], TracedTensor],
     ):
-        """Note the call; the rule runs later.
-
-        function: an `OpOverload`. results: the tensors that come out. place: path of the module,
-        for messages. known: returns what is known of a tensor.
-        """
-        self.function = function
+        self.function = function  # an `OpOverload`
         self.args = args
         self.kwargs = kwargs
-        self.results = results
-        self.place = place
-        self.known = known
+        self.results = results  # the tensors that come out
+        self.place = place  # path of the module, for messages
+        self.known = known  # returns what is known of a tensor
         self.name = get_short_name(function)
         self.reason = f"{self.name} in {place}"  # why what this operator blocks stays whole
         # What is known of the tensors that go in, by id and in order, and of those that come out.
@@ -272,10 +267,12 @@ def get_shape(tensor: TracedTensor) -> list[int]:
 
 
 class LocalSizes:
-    """The sizes of tensors on one rank, where some axes are cut."""
+    """The sizes of tensors on one of `size` ranks, where some axes are cut.
+
+    size 0: each axis is shared by the fewest ranks that can share it.
+    """
 
     def __init__(self, sharded_axes: list[ShardedAxis], size: int = 0):
-        """Prepare for a number of ranks; size 0: for each axis the fewest that can share it."""
         # Axis -> the number of ranks that share it.
         self.shares = {axis: size or find_smallest_factor(axis.node.size) for axis in sharded_axes}
         self._axes: dict[TracedTensor, list[ShardedAxis]] = {}

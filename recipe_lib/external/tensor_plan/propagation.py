@@ -7,6 +7,7 @@ record is one ATen operator of the trace, a call one torch function call, which 
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from recipe_lib.external.tensor_plan.axes import AxisNode, find_segments, has_axis, have_axis
 from recipe_lib.external.tensor_plan.forward_trace import (
@@ -58,12 +59,12 @@ def follow_axis(
     return follower.axis
 
 
+@dataclass(eq=False)
 class _AxisFollower:
     """Follows one axis through one trace; there is a method for each kind of operator it meets."""
 
-    def __init__(self, trace: ForwardTrace, axis: ShardedAxis) -> None:
-        self.trace = trace
-        self.axis = axis
+    trace: ForwardTrace
+    axis: ShardedAxis  # what is found is noted in it
 
     def follow(self, records: Iterable[OperatorCall]) -> None:
         """Note all tensors that are sharded, and all boundaries, in `self.axis`.

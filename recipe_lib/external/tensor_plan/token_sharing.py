@@ -181,6 +181,7 @@ class TokenFlow:
     """The state of one search: which tensors and calls have a rank's tokens alone.
 
     `spread` computes it from `whole` and `stopped`, which the caller enlarges between two rounds.
+    The arguments are those of `share_tokens`.
     """
 
     def __init__(
@@ -190,7 +191,6 @@ class TokenFlow:
         rewrites: dict[Attribute, AttributeDivision],
         unsteady: frozenset[str] = frozenset(),
     ):
-        """Prepare for `spread`. Arguments as of `share_tokens`."""
         self.trace = trace
         self.sharded_axes = sharded_axes
         self.rewrites = rewrites
@@ -608,7 +608,10 @@ def _collect_shared(flow: TokenFlow) -> SharedTokens:
 
 
 class _SharedSizes(LocalSizes):
-    """Sizes of tensors on one rank, where ranks share axes and tokens."""
+    """Sizes of tensors on one rank, where ranks share axes and tokens.
+
+    `compute_size` returns that of a tensor as the call `at` gets or makes it.
+    """
 
     def __init__(self, flow: TokenFlow):
         super().__init__(flow.sharded_axes)
@@ -622,13 +625,11 @@ class _SharedSizes(LocalSizes):
         }
 
     def compute_size(self, tensor: TracedTensor, node: AxisNode) -> int:
-        """Return the size of a dimension of a tensor as the call `at` gets or makes it."""
         size = super().compute_size(tensor, node)
         layout = self.flow.get_layout(self.at, tensor)
         return size // _RANKS if layout is not None and tensor.dims[layout.dim] is node else size
 
     def read_size(self, size: Size) -> int:
-        """Return what the forward on a rank reads as the size of a dimension."""
         axis_size = super().compute_size(size.tensor, size.tensor.dims[size.dimension])
         return axis_size // (_RANKS if self.flow.is_seen_cut(size.tensor, size.dimension) else 1)
 

@@ -55,11 +55,10 @@ class _Watch(TorchFunctionMode):
         trace: ForwardTrace,
         known: Callable[[torch.Tensor], TracedTensor],
     ):
-        """Watch a model. trace: is filled in. known: returns what is known of a tensor."""
         super().__init__()
         self.model = model
-        self.trace = trace
-        self.known = known
+        self.trace = trace  # is filled in
+        self.known = known  # returns what is known of a tensor
         self.current = -1  # number of the call that is running
         self.last = ""  # path of the module that made the latest call; for errors
         self.inside = tuple(f"{name}." for name in list_layer_names(model))  # prefixes in layers
