@@ -174,10 +174,6 @@ class ExternalModel(LanguageModel):
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
     ) -> Tensor:
-        """Run what follows the layers; return logits, or the loss, as `forward` does.
-
-        hidden: the hidden states after the last layer, `[b, s, d]`. tokens: `[b, s]`.
-        """
         with run_only(
             self, parts=self.find_stage_parts(), hidden=hidden, tokens=tokens, layers=None
         ):

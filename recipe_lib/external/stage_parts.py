@@ -348,7 +348,6 @@ def _list_owners(model: Any, layers: list[str], not_text_parts: tuple[str, ...])
 
 
 def _make_random_tokens(model: Any, seed: int) -> Tensor:
-    """Make random token ids of `_TOKENS_SHAPE`."""
     vocab_size = model.spec.vocab_size
     # Not the first three ids: one may be padding, of which classes warn.
     return torch.randint(
