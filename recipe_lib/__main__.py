@@ -1,12 +1,12 @@
-"""The entry point of `tune` and `python -m recipe_lib`."""
+"""Start `tune`, also as `python -m recipe_lib`."""
 
 import sys
 
 
 def start() -> int:
-    """Run `tune` with the process's arguments; return the exit code."""
+    """Run `tune` with the process's arguments; return the exit code, 130 for Ctrl-C."""
     try:
-        # Here, so that Ctrl-C while it is imported is answered as well.
+        # Imported here, so that Ctrl-C during the import is answered as well.
         from recipe_lib.cli.main import main
 
         return main()

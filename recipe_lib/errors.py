@@ -1,8 +1,9 @@
-"""Errors that a user can cause, and the exit codes a run ends with.
+"""Define the errors that a user can cause, and end a run with its exit code.
 
-A user error is one line: the place (file, line or key), what was found, what was expected and what
-to do. `run_for_exit_code` turns it into standard error and an exit code; anything else is our own
-bug and keeps its traceback.
+A user error is one line: where (file, line or key), what was read, what was expected and what to
+do. The entry points of runs call `run_for_exit_code`, which writes it to standard error; any other
+exception is a bug of ours and keeps its traceback. A run may have several ranks on a machine: what
+all of them have to report is written by one.
 """
 
 import atexit
@@ -22,36 +23,36 @@ from typing import NoReturn, TextIO
 
 from recipe_lib.redaction import redact
 
-# Names the temporary folder that `tune run` shares with the ranks it has launched; unset without a
-# launcher.
+# Environment variable: path of the temporary folder that `tune run` shares with the ranks that it
+# has launched; unset without a launcher.
 FOLDER_VARIABLE = "TUNE_LAUNCH_FOLDER"
-# Lies in it when a rank has said why the run ends on this machine, in place of the launcher.
+# File in that folder: a rank has reported why the run ends on this machine, so that the launcher
+# need not.
 SAID_FILE = "said_why_all_end"
 
 # Exit codes. 1 is Python's own, of a traceback.
 DONE = 0
 USER_ERROR = 2
-STOPPED_AND_SAVED = 3
+STOPPED_AND_SAVED = 3  # by a signal; the run can be resumed
 DIVERGED = 4
 OUT_OF_MEMORY = 5
-STORAGE = 6
-# Of a rank that ends because another one has failed or hangs.
-PEER_FAILED = 7
+STORAGE = 6  # the disk is full or refuses a write
+PEER_FAILED = 7  # of a rank that ends because another one has failed or hangs
 
 # Printable to str.isprintable(), though they show nothing: Hangul fillers, and the supplementary
 # variation selectors.
 _BLANKS = re.compile("[\u115f\u1160\u3164\uffa0\U000e0100-\U000e01ef]")
 # Format characters with their own shape (Arabic, Syriac and Kaithi number and verse signs).
 _SIGNS = re.compile("[\u0600-\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd]")
-_JOINERS = "\u200c\u200d"
+_JOINERS = "\u200c\u200d"  # zero-width non-joiner and joiner
 
 
 def escape_invisible(text: str, keep: str = "") -> str:
     """Return the text with all that a terminal would obey or not show written out: `\\x1b`, `\\n`.
 
-    Control and format characters (also those that turn the direction of writing), line and
-    paragraph separators, letters of private use, not in Unicode yet, or blank. keep: characters
-    that stay.
+    These are control and format characters (also those that turn the direction of writing), line
+    and paragraph separators, characters of private use, those not in Unicode yet, and blank ones.
+    keep: characters that stay.
     """
     hidden = "".join(
         letter
@@ -64,10 +65,11 @@ def escape_invisible(text: str, keep: str = "") -> str:
 
 
 def _escape_at(text: str, index: int) -> str:
-    """Return the letter at a place of the text, written out unless it has to stay there."""
+    """Return the character at `index`, written out unless writing systems need it there."""
     letter = text[index]
     if letter in _JOINERS:
-        # Between two characters beyond ASCII Persian, the scripts of India and emoji need it.
+        # Persian, the scripts of India and emoji need a joiner between two characters that are not
+        # ASCII.
         neighbors = text[max(0, index - 1) : index] + text[index + 1 : index + 2]
         stays = len(neighbors) == 2 and not any(
             neighbor.isascii() or neighbor in _JOINERS for neighbor in neighbors
@@ -79,18 +81,20 @@ def _escape_at(text: str, index: int) -> str:
 
 
 def _escape_letter(letter: str) -> str:
+    """Return a character as Python's escape sequence, such as `\\x1b`."""
     escaped = repr(letter)[1:-1]
+    # `repr` leaves what `str.isprintable` calls printable as it is.
     return escaped if escaped != letter else letter.encode("unicode_escape").decode("ascii")
 
 
 def get_first_line(error: BaseException, most: int = 200) -> str:
-    """Return the first line of an error's text, so many letters of it; its type if it has none."""
+    """Return the first line of an error's text, cut to `most` characters; its type without text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
 def find_lines_in(error: BaseException, file: str | os.PathLike[str]) -> list[int]:
-    """Return the lines of a Python file that an error came through, outermost first."""
-    # By absolute paths: a frame has the file's path as it was written when it was run.
+    """Return the line numbers of a Python file that an error came through, outermost first."""
+    # A frame has the file's path as it was given when it was run, so both are made absolute.
     path = os.path.abspath(file)
     return [
         frame.lineno
@@ -100,9 +104,9 @@ def find_lines_in(error: BaseException, file: str | os.PathLike[str]) -> list[in
 
 
 class UserError(Exception):
-    """A mistake that the user can correct; `str(error)` is a line a fault, without secrets."""
+    """A mistake that the user can correct; `str(error)` has a line for each fault, no secrets."""
 
-    exit_code = USER_ERROR
+    exit_code = USER_ERROR  # of the process that it ends
 
     def __init__(self, *faults: str):
         """Take faults, one line each; several are reported together."""
@@ -133,7 +137,7 @@ class DivergedError(UserError):
 
 
 class OutOfMemoryError(UserError):
-    """The device has no room; the line names the phase, the peak and the levers."""
+    """The device has no room; the line names the phase, the peak and config keys that lower it."""
 
     exit_code = OUT_OF_MEMORY
 
@@ -145,11 +149,11 @@ class StorageError(UserError):
 
 
 class StoppedAndSaved(Exception):  # noqa: N818  (an outcome, not an error)
-    """A stop signal came, the state was saved at the step boundary, and the run ends."""
+    """A stop signal came, the state was saved after the step, and the run ends."""
 
 
 def raise_faults(kind: type[UserError], faults: Iterable[str | None]) -> None:
-    """Raise one error with all faults, a line each, if there are any; None is no fault."""
+    """Raise one error of class `kind` with all faults, a line each, if any is not None."""
     lines = [fault for fault in faults if fault is not None]
     if lines:
         raise kind(*lines)
@@ -158,8 +162,10 @@ def raise_faults(kind: type[UserError], faults: Iterable[str | None]) -> None:
 def run_for_exit_code(main: Callable[[], int | None]) -> int:
     """Run `main` and return the exit code of the process.
 
-    User errors become lines on standard error and their exit code, without a traceback. The
-    traceback of anything else carries no secret either.
+    User errors become lines on standard error and their exit code, without a traceback. Any other
+    exception is raised; its traceback is printed without secrets.
+
+    main: returns an exit code; None: DONE.
     """
     sys.excepthook = _show_uncaught
     threading.excepthook = _show_uncaught_of_thread
@@ -169,19 +175,19 @@ def run_for_exit_code(main: Callable[[], int | None]) -> int:
         _say_once("".join(f"error: {fault}\n" for fault in error.faults))
         return error.exit_code
     except OSError as error:
-        # A name that no file can have, or links in a circle: the user's own value, wherever it was
-        # first used.
+        # A name that is too long, or links in a circle: the user has given it, and any part of the
+        # code may be the first to use it.
         is_name_fault = error.errno in (errno.ENAMETOOLONG, errno.ELOOP)
         if not is_name_fault or not isinstance(error.filename, str):
             raise
         name = error.filename
-        shown = f"{name[:60]}...{name[-17:]}" if len(name) > 80 else name
-        _say_once(f"error: {escape_invisible(shown)}: {error.strerror}; choose another name\n")
+        shown_name = f"{name[:60]}...{name[-17:]}" if len(name) > 80 else name
+        _say_once(f"error: {escape_invisible(shown_name)}: {error.strerror}; choose another name\n")
         return USER_ERROR
     except SystemExit as error:
         if error.code != STOPPED_AND_SAVED:
             raise
-        # Its code would be taken for that of a run that can be resumed.
+        # A launcher would take its code for that of a run that can be resumed.
         _say_once(
             "error: a part of the run called SystemExit(3), the code of a run that has stopped and"
             " saved\n"
@@ -196,28 +202,29 @@ def run_for_exit_code(main: Callable[[], int | None]) -> int:
 def _show_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    """Print the traceback of an exception without secrets: a `sys.excepthook`."""
     sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
 
 
 def _show_uncaught_of_thread(failed: threading.ExceptHookArgs) -> None:
+    """Print the traceback of a thread's exception; SystemExit ends a thread silently."""
     if failed.exc_type is not SystemExit and failed.exc_value is not None:
         _show_uncaught(failed.exc_type, failed.exc_value, failed.exc_traceback)
 
 
-# `end_process` calls them itself: os._exit runs nothing of atexit's.
+# What `call_at_end` was given. `end_process` calls it, as os._exit runs no function of atexit.
 _at_end: list[Callable[[], None]] = []
 
 
 def call_at_end(callback: Callable[[], None]) -> None:
-    """Have it called when the process ends, by `end_process` or as Python does, unless killed."""
+    """Have `callback` called when the process ends, by `end_process` or in Python's own way."""
     _at_end.append(callback)
     atexit.register(callback)
 
 
 def end_process(code: int) -> NoReturn:
-    """End a rank at once with `code`, its output flushed, what `call_at_end` was given called."""
-    # Without Python's own shutdown, during which a thread of gloo may still drop its last tensor,
-    # and abort.
+    """End a rank at once with exit code `code`, after the callbacks of `call_at_end`."""
+    # Python's own shutdown is left out: a thread of gloo may drop its last tensor in it, and abort.
     for callback in _at_end:
         callback()
     logging.shutdown()
@@ -227,7 +234,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def _say_once(lines: str) -> None:
-    """Write to standard error, unless another rank on this machine has said the same."""
+    """Write lines to standard error, unless another rank on this machine has written the same."""
     folder = os.environ.get(FOLDER_VARIABLE)
     lines = redact(lines)
     if not lines:
@@ -235,7 +242,7 @@ def _say_once(lines: str) -> None:
     if folder and os.path.isdir(folder):
         digest = hashlib.sha256(lines.encode()).hexdigest()
         try:
-            # Exclusive: of all ranks one makes the file, and speaks.
+            # Exclusive: of all ranks only one can make the file, and it writes the lines.
             open(os.path.join(folder, f"said_{digest}"), "x").close()
         except FileExistsError:
             return
@@ -245,9 +252,9 @@ def _say_once(lines: str) -> None:
 
 
 def say(text: str) -> None:
-    """Write to standard error; where that fails, nothing is said and nothing raised."""
-    # The exit code is not to change where standard error is closed, or a file on a full disk.
-    if sys.stderr is None:
+    """Write to standard error; a failure raises nothing and drops the text."""
+    # A closed standard error, or one on a full disk, is not to change the exit code.
+    if sys.stderr is None:  # closed before the process began
         return
     try:
         sys.stderr.write(text)  # in one piece: ranks share the terminal
@@ -257,9 +264,10 @@ def say(text: str) -> None:
 
 
 def send_nowhere(*outputs: TextIO | int) -> None:
-    """Send what is still written to streams or descriptors nowhere, also by Python's flush at exit.
+    """Send all further output of streams or descriptors to the null device.
 
-    A stream in memory has no descriptor, and stays as it is.
+    Python flushes its streams at exit, which then cannot fail. A stream in memory has no descriptor
+    and stays as it is.
     """
     devnull = os.open(os.devnull, os.O_WRONLY)
     for output in outputs:

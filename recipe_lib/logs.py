@@ -1,7 +1,7 @@
-"""Log lines of all that runs: `get_logger().info(...)`.
+"""Write the log lines of runs and commands: `get_logger().info(...)`.
 
-Only the main rank speaks, other ranks have warnings alone. No line carries a secret. On a terminal
-warnings and errors have a color, and lines are broken between words.
+Rank 0 writes all lines to standard error, other ranks only warnings and errors. Secrets in a line
+are replaced. On a terminal warnings and errors have a color, and lines are broken between words.
 """
 
 import logging
@@ -13,12 +13,13 @@ from typing import TextIO
 
 from recipe_lib.redaction import redact
 
-# `quiet`: warnings and errors alone; `verbose`: more. Set by -q and -v, for ranks too.
+# Environment variable that -q and -v set, so that a launcher's ranks have it, too.
 VERBOSITY_VARIABLE = "TUNE_VERBOSITY"
-QUIET = "quiet"
-VERBOSE = "verbose"
+QUIET = "quiet"  # warnings and errors alone
+VERBOSE = "verbose"  # all lines of all ranks
+# Option of a command -> value of the variable.
 VERBOSITY = {"-q": QUIET, "--quiet": QUIET, "-v": VERBOSE, "--verbose": VERBOSE}
-# A record's `style` or level -> parameter of ECMA-48's escape sequence.
+# A record's `style` or level -> color: parameter of ECMA-48's escape sequence.
 _STYLES = {"dim": "2", logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
 
 
@@ -28,7 +29,7 @@ def is_quiet() -> bool:
 
 
 def is_verbose() -> bool:
-    """Return True if all ranks speak, every phase has its seconds, errors their tracebacks."""
+    """Return True if all ranks log, phases with their seconds, and errors with tracebacks."""
     return os.environ.get(VERBOSITY_VARIABLE) == VERBOSE
 
 
@@ -39,18 +40,22 @@ def wants_color(stream: TextIO) -> bool:
 
 
 def set_verbosity(verbosity: str) -> None:
-    """Set `quiet` or `verbose`, in this process and in those that it starts."""
+    """Set QUIET or VERBOSE, in this process and in those that it starts."""
     os.environ[VERBOSITY_VARIABLE] = verbosity
     logging.getLogger("tune").setLevel(_choose_level())
 
 
 def _choose_level() -> int:
+    """Return the lowest level that this rank logs."""
     speaks = os.environ.get("RANK", "0") == "0" or is_verbose()
     return logging.INFO if speaks and not is_quiet() else logging.WARNING
 
 
 def wrap_lines(text: str, columns: int) -> str:
-    """Return lines broken between words for a terminal; what a line goes on with is indented."""
+    """Return lines broken between words for a terminal; continuation lines are indented.
+
+    columns: of the terminal; lines are one shorter, and not below 40.
+    """
     return "\n".join(
         textwrap.fill(
             line,
@@ -87,9 +92,10 @@ class _Formatter(logging.Formatter):
 
 
 class _StandardError(logging.StreamHandler):
-    """Writes to what `sys.stderr` is at that time: while something is drawn, it is replaced."""
+    """Writes to the current `sys.stderr`, which is replaced while a progress line is drawn."""
 
     def __init__(self) -> None:
+        # Not the StreamHandler's, which would set `stream`.
         logging.Handler.__init__(self)
 
     @property
@@ -98,28 +104,28 @@ class _StandardError(logging.StreamHandler):
 
 
 def silence_torchao() -> None:
-    """Drop the lines that importing torchao prints about kernels nobody asked for.
+    """Drop the lines that importing torchao logs about kernels that are not used here.
 
-    To be called before the import, which transformers and PEFT do as well. Other lines of the two
-    loggers stay.
+    Call it before the import, also of transformers and PEFT, which import torchao. Other lines of
+    the two loggers stay.
     """
     for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).addFilter(_is_useful)  # added once, however often this is called
+        logging.getLogger(name).addFilter(_is_useful)  # a second call adds nothing
 
 
 def _is_useful(record: logging.LogRecord) -> bool:
-    """Return False, which drops the record, for what torchao's import prints."""
+    """Return False, which drops the record, for lines that torchao's import logs."""
     message = record.getMessage()
-    # Libraries of its wheel that were built for another torch or GPU.
+    # On libraries of its wheel that were built for another torch or GPU.
     is_library = message.startswith("Failed to load ") and "torchao" in message
-    # A deprecation of torch's that torchao's enums meet.
+    # Torch's warning of a deprecated call that torchao makes for its enums.
     is_enum = "KernelPreference" in message or "ScaleCalculationMode" in message
     is_deprecation = is_enum and "register_constant() on Enum" in message
     return not ((is_library and ".so" in message) or is_deprecation)
 
 
 def warn_on_first_rank(message: str, *args: object) -> None:
-    """Warn of what every rank sees alike: the first one says it, with --quiet too."""
+    """Log on rank 0 a warning that all ranks would log alike; it is shown with --quiet, too."""
     if os.environ.get("RANK", "0") == "0":
         get_logger().warning(message, *args)
 
@@ -127,7 +133,7 @@ def warn_on_first_rank(message: str, *args: object) -> None:
 def get_logger() -> logging.Logger:
     """Return the logger of the project, which writes plain lines to standard error."""
     logger = logging.getLogger("tune")
-    # With the first call: the rank is known by then.
+    # The handler is added by the first call, not on import: the rank is known by then.
     if not any(isinstance(handler, _StandardError) for handler in logger.handlers):
         handler = _StandardError()
         rank = int(os.environ.get("RANK", "0"))

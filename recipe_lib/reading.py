@@ -1,9 +1,8 @@
-"""Reads files that somebody else has made, without blocking and within a bound of memory.
+"""Read files that somebody else has made, without blocking and with a limit of memory.
 
-A FIFO blocks whoever opens it and a device may never end, so only regular files are opened (links
-to them count). Everything here raises OSError, whose `strerror` says what is wrong, so that a
-caller needs one `except` for a file that is missing and for one that is not a file. JSON that
-cannot be read is a ValueError with one line.
+A FIFO blocks whoever opens it and a device may never end, so only regular files are opened, and
+links to them. A missing file and one that is not regular both raise OSError, whose `strerror` says
+in words for a user what is wrong. JSON that cannot be read raises ValueError with one line.
 """
 
 import errno
@@ -15,10 +14,11 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-# Bytes. The largest tokenizer.json in use has some 35 MiB.
+# Most bytes of a JSON file that is read. The largest tokenizer.json in use has some 35 MiB.
 JSON_LIMIT = 2**28
-# Of what a person has written: a config, a recipe, a template.
+# Most bytes of a file that a person has written: a config, a recipe, a template.
 TEXT_LIMIT = 2**22
+# (test of a file's mode, text for the error, its number) of files that are not regular.
 _KINDS = (
     (stat.S_ISDIR, "is a folder", errno.EISDIR),
     (stat.S_ISFIFO, "is a FIFO", errno.EINVAL),
@@ -26,6 +26,7 @@ _KINDS = (
     (stat.S_ISBLK, "is a device", errno.EINVAL),
     (stat.S_ISSOCK, "is a socket", errno.EINVAL),
 )
+# Number of the system's error -> what the user can do.
 _REMEDIES = {
     errno.EACCES: "check its permissions",
     errno.EPERM: "check its permissions",
@@ -37,20 +38,21 @@ _REMEDIES = {
 def check_regular(path: Path | str) -> int:
     """Return the size in bytes of a regular file.
 
-    Raises OSError for anything else, also for a name that is none.
+    Raises OSError for anything else, and for a name that no file can have.
     """
     try:
         status = os.stat(path)
-    except ValueError:  # a NUL inside
+    except ValueError:  # the name has a NUL character
         raise OSError(errno.EINVAL, "the name holds a NUL character", str(path)) from None
     return _check_size(status, path)
 
 
 def open_regular(path: Path | str) -> BufferedReader:
     """Return a regular file, opened for reading. Raises OSError like `check_regular`."""
-    # Before opening: opening a device may do something, as rewind a tape.
+    # Checked before it is opened: opening a device may do something, such as rewind a tape.
     check_regular(path)
-    # Non-blocking: the name may have become a FIFO since, which waits for a writer.
+    # Non-blocking, and checked again: the name may have become a FIFO since, whose open would wait
+    # for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_size(os.fstat(descriptor), path)
@@ -61,9 +63,9 @@ def open_regular(path: Path | str) -> BufferedReader:
 
 
 def read_bytes(path: Path | str, limit: int) -> bytes:
-    """Return all of a regular file of at most `limit` bytes. Raises OSError."""
+    """Return all of a regular file. Raises OSError for one of more than `limit` bytes."""
     with open_regular(path) as file:
-        # By its size first, without reading so much of it; it may grow while it is read.
+        # The size is checked before anything is read, and again after, as the file may have grown.
         is_larger = os.fstat(file.fileno()).st_size > limit
         content = b"" if is_larger else file.read(limit + 1)
     if is_larger or len(content) > limit:
@@ -73,7 +75,10 @@ def read_bytes(path: Path | str, limit: int) -> bytes:
 
 
 def read_end(path: Path | str, limit: int) -> bytes:
-    """Return the last `limit` bytes of a regular file, all of a smaller one. Raises OSError."""
+    """Return the last `limit` bytes of a regular file, all of a smaller one.
+
+    Raises OSError like `check_regular`.
+    """
     with open_regular(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
         return file.read(limit)
@@ -82,7 +87,7 @@ def read_end(path: Path | str, limit: int) -> bytes:
 def read_text(path: Path | str, limit: int = TEXT_LIMIT) -> str:
     """Return the text of a UTF-8 file without its byte order mark.
 
-    Raises OSError, and ValueError for a file that is no UTF-8.
+    Raises OSError like `read_bytes`, and ValueError for a file that is not UTF-8.
     """
     return _decode(read_bytes(path, limit))
 
@@ -90,7 +95,8 @@ def read_text(path: Path | str, limit: int = TEXT_LIMIT) -> str:
 def read_object(path: Path | str, limit: int = JSON_LIMIT) -> dict[str, Any]:
     """Return the object that a JSON file holds.
 
-    Raises OSError, and ValueError for a file that holds none.
+    Raises OSError like `read_bytes`, and ValueError for a file that is not JSON or holds a list, a
+    text or a number.
     """
     value = read_json(path, limit)
     if not isinstance(value, dict):
@@ -99,7 +105,7 @@ def read_object(path: Path | str, limit: int = JSON_LIMIT) -> dict[str, Any]:
 
 
 def find_object(path: Path | str) -> dict[str, Any]:
-    """Return the object that a JSON file holds; empty if there is no such file or object."""
+    """Return the object that a JSON file holds; {} where `read_object` raises an error."""
     try:
         return read_object(path)
     except (OSError, ValueError):
@@ -107,7 +113,7 @@ def find_object(path: Path | str) -> dict[str, Any]:
 
 
 def read_json(path: Path | str, limit: int = JSON_LIMIT) -> Any:
-    """Return what a JSON file holds.
+    """Return the value that a JSON file holds.
 
     Raises OSError like `read_bytes`, ValueError like `parse_json`.
     """
@@ -119,9 +125,9 @@ def parse_json(
 ) -> Any:
     """Return the value of a JSON text.
 
-    make_object: makes the value of an object from its keys and values, in their order; default:
-    `dict`.
-    Raises ValueError, in one line, for whatever keeps the text from being JSON.
+    make_object: makes the value of an object from its (key, value) pairs, in their order; None:
+    `dict`, in which the last of equal keys stays. Raises ValueError with one line for a text that
+    is not JSON in UTF-8, is nested too deep, or has a number with too many digits.
     """
     text = content if isinstance(content, str) else _decode(content)
     try:
@@ -137,7 +143,7 @@ def parse_json(
 
 
 def describe_fault(error: OSError | ValueError) -> str:
-    """Return what keeps a file from being read, as the functions here raise it."""
+    """Return in words why a file cannot be read. error: raised by a function of this module."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
@@ -147,6 +153,7 @@ def suggest_remedy(error: OSError) -> str:
 
 
 def _decode(content: bytes) -> str:
+    """Return UTF-8 as text without its byte order mark; ValueError for other bytes."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -154,6 +161,7 @@ def _decode(content: bytes) -> str:
 
 
 def _check_size(status: os.stat_result, path: Path | str) -> int:
+    """Return the size in bytes of a regular file; OSError that names `path` for anything else."""
     if stat.S_ISREG(status.st_mode):
         return status.st_size
     for test, words, number in _KINDS:

@@ -1,12 +1,8 @@
 """Find secrets in text, and replace them.
 
-They are the shapes of known tokens, passwords in addresses, and what secret environment variables
-hold. Errors, logs and what a run writes go through `redact`; config/load.py refuses a config for
-which `has_secret` is true.
-
-A shape counts only between word borders and at its full length: `task-classification-v2`,
-`sk-learn-data`, `hf_models/7b` and folders named by a hash are ordinary text. A bare 40-digit hash
-(the older keys of Weights & Biases) is a secret only where a word such as `key=` says so.
+A secret is a token of a known shape, a password in an address, or the value of an environment
+variable with a name such as HF_TOKEN. Errors, logs and what a run writes go through `redact`;
+config/load.py refuses a config for which `has_secret` is true.
 """
 
 import os
@@ -19,7 +15,9 @@ SECRET = "[secret]"
 # No character of a word stands directly before, or directly behind.
 _WORD_BEGINS = r"(?<![A-Za-z0-9_-])"
 _WORD_ENDS = r"(?![A-Za-z0-9])"
-# A new shape needs its beginning in `_TOKEN_BEGINNINGS`, or it is never searched for.
+# Tokens count only as whole words and at full length: `task-classification-v2`, `sk-learn-data` and
+# `hf_models/7b` are ordinary text. A new shape needs its beginning in `_TOKEN_BEGINNINGS`, or it is
+# never searched for.
 _TOKEN = re.compile(
     "|".join(
         rf"{_WORD_BEGINS}{shape}{_WORD_ENDS}"
@@ -43,8 +41,9 @@ _TOKEN = re.compile(
         )
     )
 )
-# The named group stays in the text, the secret is what follows it. A new one needs its word in
-# `_CONTEXT_WORDS`, in lower case.
+# Secrets that only the words before them tell. The named group stays in the text, what follows it
+# is replaced. A new one needs its word in `_CONTEXT_WORDS`, in lower case. The last group is for
+# the older keys of Weights & Biases: 40 digits, which without such a word may be any hash.
 _IN_CONTEXT = re.compile(
     r"(?P<address>://)[^/\s@'\"\\]*:[^/\s@'\"\\]+(?=@)"
     r"|(?P<header>(?i:\bauthorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token)\s+)?))"
@@ -103,7 +102,7 @@ def redact(text: str) -> str:
         ):
             continue
         if value.startswith(("/", "~", ".")):
-            continue  # the path of a file that holds it
+            continue  # the value is the path of a file that holds the secret
         if len(value) >= _MIN_CHARACTERS_IN_WORDS:
             text = text.replace(value, SECRET)
         else:
@@ -119,9 +118,9 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """Redact every text in nested tables and lists; their keys stay as they are.
+    """Return nested mappings and lists with every text in them redacted; keys stay as they are.
 
-    The result is what JSON holds: tables are dicts, tuples have become lists.
+    The result is what JSON can hold: mappings have become dicts, tuples lists.
     """
     if isinstance(value, Mapping):
         return {key: redact_values(inner) for key, inner in value.items()}

@@ -1,20 +1,19 @@
-"""Formats bytes, counts and seconds as people read them.
+"""Format bytes, counts and seconds as people read them.
 
-Inside the code everything is in bytes, tokens and seconds; GiB is 1024^3 bytes. `Bytes`, `Seconds`
-and `Count` are numbers that tables show with their units.
+Reports, logs and errors call these functions; all other code computes in bytes, tokens and seconds.
+`Bytes`, `Seconds` and `Count` are numbers that tables show with their units.
 """
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
-GIB = 1024**3
-MIB = 1024**2
-# (bytes of one, name).
-Unit = tuple[int, str]
+GIB = 1024**3  # bytes
+MIB = 1024**2  # bytes
+Unit = tuple[int, str]  # (bytes of one, name): (GIB, "GiB")
 
 
 def convert_to_gib(num_bytes: float) -> float:
-    """Return bytes as GiB (1024^3)."""
+    """Return a number of bytes in GiB (1024^3 bytes)."""
     return num_bytes / GIB
 
 
@@ -88,7 +87,10 @@ class Count(float):
 
 
 def format_change(change: Any) -> str:
-    """Return a typed difference with its sign: `+1.20 GiB`, `-12.4 ms`, `none`."""
+    """Return a difference with its sign: `+1.20 GiB`, `-12.4 ms`, `none` for 0.
+
+    change: a `Bytes`, `Seconds` or `Count`, whose type gives the unit.
+    """
     return f"{'+' if change > 0 else '-'}{type(change)(abs(change))}" if change else "none"
 
 
@@ -98,9 +100,9 @@ def pluralize(count: int, noun: str) -> str:
 
 
 def name_first(names: Collection[str], one: str = "", many: str = "") -> str:
-    """Return `a.weight and 3 more are`: the first of some names, and how many others there are.
+    """Return `a.weight and 3 more are`: the first name by the alphabet, and how many others are.
 
-    one, many: the verb for a single name and for several.
+    one, many: the verb for a single name and for several; "": none.
     """
     if len(names) == 1:
         return f"{min(names)} {one}".rstrip()
@@ -108,7 +110,7 @@ def name_first(names: Collection[str], one: str = "", many: str = "") -> str:
 
 
 def choose_lines(*lines: tuple[object, str]) -> list[str]:
-    """Return the lines whose count, or whatever they are about, is not nothing."""
+    """Return the text of each (count, text) whose count is true: not 0, None or empty."""
     return [line for count, line in lines if count]
 
 
@@ -124,8 +126,10 @@ def format_ranges(numbers: Iterable[int]) -> str:
 
 
 def choose_unit(largest: int) -> Unit:
-    """Return GiB, or for small sums MiB or KiB."""
-    # One unit for all figures of a report that are added up, by the largest of them.
+    """Return the unit for figures of which `largest` bytes is the largest: GiB, MiB or KiB.
+
+    Figures that are added up in a report have one unit.
+    """
     if largest >= GIB // 4:
         return GIB, "GiB"
     return (MIB, "MiB") if largest >= MIB // 4 else (1024, "KiB")
@@ -142,16 +146,16 @@ def format_hundredths(number: int, unit: Unit | None = None) -> str:
 
 
 def share_out(total: int, parts: list[int]) -> list[int]:
-    """Return integers in the proportion of `parts` whose sum is `total` (largest remainder).
+    """Return integers in the proportion of `parts` whose sum is `total` (largest-remainder method).
 
-    Each is less than 1 off its exact share. So rounded figures in a report add up to the rounded
-    figure above them.
+    Each is less than 1 off its exact share, so that rounded figures in a report add up to the
+    rounded figure above them. Return zeros if the parts add up to 0.
     """
     parts_sum = sum(parts)
     if not parts_sum:
         return [0] * len(parts)
     shares = [total * part // parts_sum for part in parts]
-    # What rounding down has left over goes to the parts that it took the most from.
+    # Rounding down leaves some units over: they go to the parts that lost the most.
     remainders = [total * part % abs(parts_sum) for part in parts]
     by_remainder = sorted(range(len(parts)), key=remainders.__getitem__, reverse=True)
     for index in by_remainder[: total - sum(shares)]:

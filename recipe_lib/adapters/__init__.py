@@ -1,6 +1,4 @@
-"""Adapters: LoRA and DoRA on frozen, perhaps quantized weights; merging; the names that PEFT gives
-them.
-"""
+"""Train LoRA and DoRA adapters on frozen, perhaps quantized weights, with PEFT's names."""
 
 from recipe_lib.adapters.lora import (
     add_adapters,

@@ -1,13 +1,8 @@
-"""Modules with a frozen weight and a trained adapter: linears, experts, the embedding, the head.
+"""Build modules with a frozen weight and a trained adapter: LoRA or DoRA, as PEFT computes them.
 
-`adapt(module, settings)` returns what takes a module's place. The adapter of a matrix W `[out, in]`
-is `scaling * B A`, with A `[r, in]` and B `[out, r]` (LoRA, arXiv 2106.09685). DoRA (arXiv
-2402.09353) also trains the magnitude m `[out]` of every row: the matrix is
-`m * (W + scaling * B A) / norms`, where the norms are those of the rows of `W + scaling * B A`, and
-no gradient flows through them.
-
-Parameters have PEFT's names after the module's: `lora_A.weight`, `lora_B.weight`,
-`lora_magnitude_vector`, `lora_embedding_A`, `lora_embedding_B`; the frozen ones keep theirs.
+`adapters.lora` calls `adapt(module, settings)` for each linear, router, experts, embedding and head
+that gets an adapter or is quantized, and puts the result in the module's place. Experts are the
+matrices of a mixture-of-experts layer, stacked to `[E, out, in]`; its router chooses among them.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,6 +32,12 @@ from recipe_lib.ops.fused_kernels import make_opaque_node
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 from recipe_lib.ops.mlp import Groups, grouped_linear, grouped_matmul, sum_token_rows, take_rows
 
+# The adapter of a matrix W `[out, in]` is `scaling * B A`, with A `[r, in]` and B `[out, r]` (LoRA,
+# arXiv 2106.09685). DoRA (arXiv 2402.09353) also trains the magnitude m `[out]` of every row: the
+# matrix is `m * (W + scaling * B A) / norms`, with the norms of the rows of `W + scaling * B A`,
+# through which no gradient flows. Parameters have PEFT's names after the module's, listed in
+# `AdaptedModule.adapter_tensors`; the frozen ones keep theirs.
+
 _NORM_ELEMENTS = 2**24  # elements of W + scaling * B A that exist at a time: 64 MiB in fp32
 
 
@@ -44,10 +45,10 @@ _NORM_ELEMENTS = 2**24  # elements of W + scaling * B A that exist at a time: 64
 class AdapterSettings:
     """The settings that all adapters of a model share."""
 
-    rank: int
-    scaling: float  # of the product B A
-    dropout: float  # of the adapter's input
-    dora: bool
+    rank: int  # r
+    scaling: float  # factor of the product B A
+    dropout: float  # probability, applied to the adapter's input
+    dora: bool  # False: LoRA
     dtype: torch.dtype  # of the adapters' parameters
 
 
@@ -58,6 +59,7 @@ class AdaptedModule(nn.Module):
     part. Adapters are made on the meta device.
     """
 
+    # Names of all tensors that adapters have; a module has some of them.
     adapter_tensors = (
         "lora_A.weight",
         "lora_B.weight",
@@ -66,14 +68,14 @@ class AdaptedModule(nn.Module):
         "lora_embedding_B",
     )
     settings: AdapterSettings
-    is_off: bool = False
+    is_off: bool = False  # True: forward computes the frozen part alone (`lora.disable_adapters`)
     transposed: bool = False  # the frozen weight is `[in, out]`
-    lora_magnitude_vector: nn.Parameter | None
-    # Norms of the rows of the adapted matrix, in their order and type; no gradient.
+    lora_magnitude_vector: nn.Parameter | None  # DoRA's m, by output channel; None: LoRA
+    # Returns the norms that DoRA divides by, in the magnitudes' order and type, without gradient.
     compute_weight_norms: Callable[[], Tensor]
 
     def __init__(self, base: nn.Module, settings: AdapterSettings) -> None:
-        """Take over what `base` holds, which is not to be used any more."""
+        """Take over all that `base` holds, which is not to be used afterwards."""
         nn.Module.__init__(self)
         # Copies of the dicts: what is registered here must not appear in base too.
         members = {
@@ -83,15 +85,13 @@ class AdaptedModule(nn.Module):
         self.settings = settings
 
     def compute_relative_lengths(self) -> Tensor | None:
-        """Return DoRA's factors of the output channels: trained magnitudes over present norms.
-
-        None: LoRA.
-        """
+        """Return DoRA's factors of the output channels, `m / norms`; None: LoRA."""
         if self.lora_magnitude_vector is None:
             return None
         return self.lora_magnitude_vector / self.compute_weight_norms()
 
     def _add_magnitude(self, width: int) -> None:
+        """Add DoRA's magnitudes if the settings have it; width: the number of output channels."""
         self.lora_magnitude_vector = None
         if self.settings.dora:
             self.lora_magnitude_vector = nn.Parameter(
@@ -102,12 +102,12 @@ class AdaptedModule(nn.Module):
 class AdaptedMatrix(AdaptedModule):
     """An adapted matrix that hidden states are multiplied by."""
 
-    bias: Tensor | None
+    bias: Tensor | None  # of the frozen part
 
     def __init__(
         self, base: Any, settings: AdapterSettings, shape: tuple[int, int] | None = None
     ) -> None:
-        """shape: of the matrix, where base does not say it."""
+        """Add A, B and with DoRA m. shape: (out, in), for a base without those attributes."""
         super().__init__(base, settings)
         outputs, inputs = shape or (base.out_features, base.in_features)
         self.lora_A = nn.Linear(
@@ -119,7 +119,7 @@ class AdaptedMatrix(AdaptedModule):
         self._add_magnitude(outputs)
 
     def get_frozen_rows(self, start: int, stop: int) -> Tensor:
-        """Return rows of W `[stop - start, in]`."""
+        """Return rows of W `[stop - start, in]`, for DoRA's norms."""
         weight: Any = self.weight
         return weight[start:stop]
 
@@ -129,15 +129,16 @@ class AdaptedMatrix(AdaptedModule):
 
     @torch.no_grad()
     def compute_weight_norms(self) -> Tensor:
-        """Return the norms `[out]` of the rows of `W + scaling * B A`, made some rows at a time."""
+        """Return the norms `[out]` of the rows of `W + scaling * B A`, computed some at a time."""
         return self.compute_norms_with(self.get_frozen_rows, self.lora_A.weight, self.lora_B.weight)
 
     def compute_norms_with(
         self, read_rows: Callable[[int, int], Tensor], lora_a: Tensor, lora_b: Tensor
     ) -> Tensor:
-        """Return the norms of the rows of a part of the adapted matrix.
+        """Return the norms of the rows of a part of `W + scaling * B A`, such as a rank's.
 
-        read_rows: gives rows of that part of W. lora_a, lora_b: what A and B have for it.
+        read_rows: `fn(start, stop)` returns rows of that part of W. lora_a, lora_b: the parts of A
+        and B whose product is that part of `B A`.
         """
         wide = torch.promote_types(lora_b.dtype, torch.float32)
         rows = max(1, _NORM_ELEMENTS // lora_a.shape[1])
@@ -169,15 +170,16 @@ class AdaptedMatrix(AdaptedModule):
     ) -> Tensor:
         """Return `[..., out]` of hidden `[..., in]` with these A, B and factors.
 
-        factors: those of `compute_relative_lengths`. frozen: in place of `frozen_forward`, where
-        the module has another weight by the time it is called.
+        factors: from `compute_relative_lengths`; None: LoRA. frozen: computes the frozen part in
+        place of `frozen_forward`, for a call at a time when the module may have another weight.
         """
         rate = self.settings.dropout
         frozen = frozen or self.frozen_forward
         plain = frozen(hidden)
         dropped = hidden
         if rate and self.training:
-            # An inferred plan does not count it: its calls are those of a forward without dropout.
+            # Hidden from a torch function mode that numbers the calls of a forward, to apply a
+            # tensor-parallel plan to another library's model: it was made without dropout.
             is_counted = torch.compiler.is_dynamo_compiling() or not has_torch_function((hidden,))
             with nullcontext() if is_counted else torch._C.DisableTorchFunction():
                 dropped = F.dropout(hidden, rate)
@@ -190,8 +192,7 @@ class AdaptedMatrix(AdaptedModule):
             product = plain if self.bias is None else plain - self.bias
             scaled = factors * (product + update)
             return (scaled if self.bias is None else scaled + self.bias).to(plain.dtype)
-        # With dropout the frozen part sees all of the input with factor 1, and what is left of it
-        # with the change of the factor, as in PEFT.
+        # As in PEFT: W x + b + (factors - 1) W dropout(x) + factors * scaling * B A dropout(x).
         product = frozen(dropped)
         product = product if self.bias is None else product - self.bias
         return (plain + (factors - 1) * product + factors * update).to(plain.dtype)
@@ -206,17 +207,17 @@ def add_scaled(tensor: Tensor, update: Tensor, scaling: float) -> Tensor:
 
 
 def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return `hidden.to(weight.dtype) @ weight.T`; hidden is saved for backward as it came."""
+    """Return `hidden.to(weight.dtype) @ weight.T`; hidden is saved for backward unconverted."""
     if hidden.dtype == weight.dtype:
         return F.linear(hidden, weight)
-    # To a function mode it is one call of `linear`.
+    # A torch function mode sees one call, of `linear`, in place of a conversion and a product.
     if not torch.compiler.is_dynamo_compiling() and has_torch_function((hidden, weight)):
         return cast(Tensor, handle_torch_function(linear, (hidden, weight), hidden, weight))
     return linear(hidden, weight)
 
 
 def linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return `hidden.to(weight.dtype) @ weight.T` of two types."""
+    """Return `hidden.to(weight.dtype) @ weight.T`, for operands of two dtypes."""
     return linear_in_dtype(hidden, weight, weight.dtype)
 
 
@@ -232,13 +233,14 @@ class AdaptedQuantizedLinear(AdaptedMatrix, QuantizedLinear):
     """A linear with a frozen weight of 4 or 8 bits and an adapter."""
 
     def get_frozen_rows(self, start: int, stop: int) -> Tensor:
+        """Return rows of W `[stop - start, in]`, dequantized."""
         return self.dequantize_weight_rows(start, stop)
 
 
 class AdaptedHead(AdaptedMatrix, OutputHead):
     """The output head with a frozen weight and an adapter.
 
-    As without one, the loss comes without the logits of all tokens at a time.
+    With labels it returns the loss without ever having the logits of all tokens.
     """
 
     def __init__(self, base: OutputHead, settings: AdapterSettings) -> None:
@@ -255,16 +257,20 @@ class AdaptedHead(AdaptedMatrix, OutputHead):
         """Return the logits `[..., v]` of the frozen part alone, without the cap."""
         return F.linear(hidden, self.weight)
 
-    def forward(  # type: ignore[override]  # that of a head
+    def forward(  # type: ignore[override]  # OutputHead's signature
         self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
     ) -> Tensor:
+        """Return logits `[..., v]`, or with labels the result of `head_loss`.
+
+        head_loss: see `ops.head_losses`; None: the sum of the tokens' cross-entropies.
+        """
         if self.is_off:
             return OutputHead.forward(self, hidden, labels=labels, head_loss=head_loss)
         trained = (self.lora_A.weight, self.lora_B.weight, self.compute_relative_lengths())
         if labels is None:
             return self.finish(self.apply_adapter(hidden, *trained))
-        # Backward projects again, when a tied and sharded weight is no longer this module's: so the
-        # frozen part is bound to the weight of now.
+        # Backward may project again, when this module no longer has the gathered weight (a tied one
+        # of a sharded model): the frozen part is bound to the weight of now.
         adapter = OutputAdapter(self.apply_adapter, trained, partial(F.linear, weight=self.weight))
         return run_head_loss(
             head_loss,
@@ -279,11 +285,13 @@ class AdaptedHead(AdaptedMatrix, OutputHead):
 class AdaptedEmbedding(AdaptedModule, nn.Embedding):
     """An embedding with a frozen weight `[v, d]` and an adapter.
 
-    DoRA's magnitudes are those of its d columns. Dropout does not apply: the input is tokens.
+    A is `[r, v]` and B `[d, r]`, of the transposed matrix, as in PEFT: DoRA's magnitudes are those
+    of the d columns. Dropout does not apply, as the input is tokens.
     """
 
     def __init__(self, base: nn.Embedding, settings: AdapterSettings) -> None:
         super().__init__(base, settings)
+        # Factor of the embeddings (Gemma); None: 1. Forward rounds it to their dtype first.
         self.scale = base.scale if isinstance(base, ScaledEmbedding) else None
         rank = settings.rank
         width = base.embedding_dim
@@ -295,7 +303,7 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
 
     @torch.no_grad()
     def compute_weight_norms(self) -> Tensor:
-        """Return the norms `[d]` of the columns of `W + scaling * (B A).T`, made in pieces."""
+        """Return the norms `[d]` of the columns of `W + scaling * (B A).T`, some rows at a time."""
         lora_a = self.lora_embedding_A
         lora_b = self.lora_embedding_B
         wide = torch.promote_types(lora_b.dtype, torch.float32)
@@ -315,8 +323,8 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
         plain = plain if scale is None else plain * scale
         if self.is_off:
             return plain
-        # Backward reads a copy of B, which is small, so that sharding need not gather the whole
-        # embedding for it.
+        # A copy of B, which is small: backward reads the copy, so that FSDP need not gather the
+        # whole embedding for it.
         lora_b = self.lora_embedding_B.clone()
         update = F.linear(F.embedding(tokens, self.lora_embedding_A.t()), lora_b)
         update = update * self.settings.scaling
@@ -329,21 +337,25 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
 
 # The weights `[E, o, i]` of all experts are quantized as one matrix `[E o, i]`, see
 # `recipe_lib.adapters.quantized`; no block of it reaches from one expert into the next. An adapter
-# has factors of its own for each expert, A `[E, r, i]` and B `[E, o, r]`: two more grouped matmuls.
+# has an A and a B for each expert, A `[E, r, i]` and B `[E, o, r]`: two more grouped matmuls. The m
+# rows are the n tokens, once for each expert that they chose, sorted by expert.
 
 
 class QuantizedExperts(QuantizedLinear):
     """Experts whose frozen weights are kept in 4 or 8 bits.
 
-    They are dequantized in passing, and once more by backward. `out_features` counts the rows of
-    all experts.
+    They are dequantized for each product, and once more by backward. `out_features` counts the rows
+    of all experts together.
     """
 
-    # (rank, size): which part of how many of each run of rows, see `take_part_of_runs`; None: all
+    # (rank, size) of the tensor-parallel group, see `take_part_of_runs`; None: not divided
     cut: tuple[int, int] | None = None
 
     def __init__(self, base: ExpertLinear, kind: str) -> None:
-        """Take the place of `base`, on the meta device, and take over its bias. kind: of KINDS."""
+        """Take the place of `base`, on the meta device, and take over its bias.
+
+        kind: `nf4` or `int8`.
+        """
         matrix = nn.Linear(
             base.in_features,
             base.num_experts * base.out_features,
@@ -353,15 +365,15 @@ class QuantizedExperts(QuantizedLinear):
         )
         QuantizedLinear.__init__(self, matrix, kind)
         self.num_experts = base.num_experts
-        self.expert_rows = base.out_features
+        self.expert_rows = base.out_features  # rows of one expert
         self.bias = base.bias
 
     def take_part_of_runs(self, runs: int, rank: int, size: int) -> None:
-        """Compute with part `rank` of `size` of each of so many runs of rows from now on.
+        """Compute with part `rank` of `size` of each run of consecutive rows from now on.
 
-        For a tensor-parallel group, on the meta device, of NF4. Blocks of a run follow one another:
-        codes and scales are then `[runs, blocks, 32]` and `[runs, blocks]`, to be divided by their
-        second dimension.
+        runs: how many equal runs the rows of all experts are cut into. For a tensor-parallel group,
+        on the meta device, of NF4, whose blocks have 64 elements each. Codes and scales become
+        `[runs, blocks, 32]` and `[runs, blocks]`: the caller shards their second dimension.
         """
         assert self.weight_scales is not None
         self.cut = (rank, size)
@@ -373,6 +385,7 @@ class QuantizedExperts(QuantizedLinear):
         self.weight_scales = make_frozen_parameter(shape, self.weight_scales.dtype, device)
 
     def _get_block_place(self) -> list[int]:
+        """Return which blocks the part has, see `QuantizedLinear._get_block_place`."""
         if self.cut is None:
             return super()._get_block_place()
         rank, size = self.cut
@@ -383,6 +396,7 @@ class QuantizedExperts(QuantizedLinear):
     def _read_blocks(
         self, read_rows: Callable[[int, int, slice], Tensor], start: int, stop: int
     ) -> Tensor:
+        """Return the elements of this rank's part of runs `start` to `stop` (exclusive), flat."""
         if self.cut is None:
             return super()._read_blocks(read_rows, start, stop)
         rank, size = self.cut
@@ -396,15 +410,17 @@ class QuantizedExperts(QuantizedLinear):
         ]
         return torch.cat(runs)
 
-    def forward(  # type: ignore[override]  # called as experts are
+    def forward(  # type: ignore[override]  # ExpertLinear's signature
         self, rows: Tensor, groups: Groups, *, of_tokens: bool = False
     ) -> Tensor:
+        """Return `grouped_product`, `[m, o]`."""
         return self.grouped_product(rows, groups, of_tokens)
 
     def grouped_product(self, rows: Tensor, groups: Groups, of_tokens: bool) -> Tensor:
-        """Return `[m, o]` of rows `[m, i]`, or of tokens `[n, i]`.
+        """Return rows `[m, i]`, sorted by expert, times the matrix of each one's expert: `[m, o]`.
 
-        By the weights that this process computes with, which may be a part.
+        of_tokens: `rows` are the tokens `[n, i]`, from which the m rows are gathered. o counts the
+        output channels that this process computes, which may be a part.
         """
         first, last = self.columns
         codes, scales, factors = self._get_local_storage()
@@ -430,7 +446,7 @@ def _dequantize_experts(
 ) -> Tensor:
     """Return the dequantized weights `[E, o, i]`.
 
-    shape: E and i. settings: the type and the place of blocks, see `dequantize`.
+    shape: (E, i). settings: (dtype, place) of `adapters.quantized.dequantize`.
     """
     experts, columns = shape
     return dequantize(codes, scales, factors, columns, *settings).view(experts, -1, columns)
@@ -450,6 +466,11 @@ def _multiply_groups(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
+    """Return `QuantizedExperts.grouped_product`.
+
+    codes, scales, factors, dtype, place: see `adapters.quantized.dequantize`. tokens, places, ends,
+    choices: of `Groups`; choices 0: `rows` are rows, else tokens. experts: E. columns: i.
+    """
     weights = _dequantize_experts(
         codes, scales=scales, factors=factors, shape=(experts, columns), settings=(dtype, place)
     ).to(rows.dtype)
@@ -469,6 +490,7 @@ def _multiply_groups_gradient(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
+    """Return the gradient of `rows`, given that of the result `[m, o]`; see `_multiply_groups`."""
     weights = _dequantize_experts(
         codes, scales=scales, factors=factors, shape=(experts, columns), settings=(dtype, place)
     ).to(gradient.dtype)
@@ -477,7 +499,8 @@ def _multiply_groups_gradient(
     return sum_token_rows(rows_grad, places, choices) if choices else rows_grad
 
 
-# Saves the codes for backward, which are parameters anyway, and neither rows nor weights.
+# Saves the codes for backward, which are parameters anyway, and neither rows nor weights. `kept`
+# are the indices of the arguments of `function` that follow `gradient` in its backward.
 multiply_groups = make_opaque_node(
     "quantized_experts",
     function=_multiply_groups,
@@ -494,14 +517,15 @@ multiply_groups = make_opaque_node(
 
 
 class AdaptedExpertModule(AdaptedModule):
-    """Experts with an adapter; a class derived from it says what the frozen part is."""
+    """Experts with an adapter; derived classes add the frozen part."""
 
-    lora_magnitude_vector = None
+    lora_magnitude_vector = None  # no DoRA
 
     def __init__(self, base: Any, settings: AdapterSettings) -> None:
         """Add A and B for each expert.
 
-        Raises ValueError for DoRA and dropout, which PEFT's adapters of parameters lack too.
+        Raises ValueError if `settings` has DoRA or dropout, which PEFT's adapters of parameters
+        lack too.
         """
         if settings.dora or settings.dropout:
             raise ValueError("adapters of experts have neither DoRA's lengths nor dropout")
@@ -521,6 +545,11 @@ class AdaptedExpertModule(AdaptedModule):
         self.lora_B = lora_b.to(settings.dtype)
 
     def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
+        """Return rows times the adapted matrix of each one's expert, `[m, o]`.
+
+        rows: sorted by expert, `[m, i]`; with of_tokens the tokens `[n, i]`, from which they are
+        gathered. groups: the expert and token of each row.
+        """
         plain = super().forward(rows, groups, of_tokens=of_tokens)
         return self.add_update(
             plain,
@@ -540,7 +569,10 @@ class AdaptedExpertModule(AdaptedModule):
         lora_a: Tensor,
         lora_b: Tensor,
     ) -> Tensor:
-        """Return the frozen part's output `[m, o]` plus what the adapter of these A and B adds."""
+        """Return `plain`, the frozen part's output `[m, o]`, plus the adapter's with these A and B.
+
+        rows, groups, of_tokens: see `forward`.
+        """
         if self.is_off:
             return plain
         narrow = grouped_linear(rows, lora_a, groups, of_tokens=of_tokens) * self.settings.scaling
@@ -555,8 +587,8 @@ class AdaptedQuantizedExperts(AdaptedExpertModule, QuantizedExperts):  # type: i
     """Experts with frozen weights of 4 or 8 bits and adapters."""
 
 
-# By the class of a module: the class that takes its place. Derived classes stand before their
-# base.
+# Class of a module -> class that takes its place. Derived classes stand before their base: the
+# first match counts.
 _ADAPTED: dict[type[nn.Module], Callable[[Any, AdapterSettings], AdaptedModule]] = {
     QuantizedExperts: AdaptedQuantizedExperts,
     QuantizedLinear: AdaptedQuantizedLinear,
@@ -569,10 +601,10 @@ _ADAPTED: dict[type[nn.Module], Callable[[Any, AdapterSettings], AdaptedModule]]
 
 
 def adapt(base: Any, settings: AdapterSettings | None, quantize: str = "none") -> nn.Module:
-    """Return what takes the place of a linear, experts, a router, the head or the embedding.
+    """Return the module that takes the place of a linear, experts, a router, head or embedding.
 
-    settings: None for a module without an adapter. quantize: of linears and experts, as
-    lora.quantize_base.
+    settings: of the adapter; None: no adapter. quantize: `none`, `nf4` or `int8`, for linears and
+    experts; a weight that `can_quantize` refuses stays as it is.
     """
     if quantize != "none" and can_quantize(base.in_features, base.out_features, quantize):
         storage = QuantizedExperts if isinstance(base, ExpertLinear) else QuantizedLinear

@@ -1,10 +1,8 @@
-"""Adapters for a decoder: where they go, how they begin, and the model without them.
+"""Add LoRA or DoRA adapters to a model, initialize them, and run the model without them.
 
-A recipe calls, in this order:
-
-    add_adapters(model, cfg.lora, dtype)   # a meta model, before checkpointing, compiling, sharding
-    load_weights(model, ...)               # the frozen weights, once there is memory
-    init_adapters(model, seed)             # then the adapters: the model begins as what was loaded
+A recipe calls `add_adapters` on a meta model, before checkpointing, compiling and sharding. It
+loads the frozen weights once there is memory, and then calls `init_adapters`: the model begins as
+the one that was loaded. `measure_coverage` counts what has an adapter, for the log and for errors.
 """
 
 import math
@@ -39,8 +37,8 @@ from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.units import format_bytes
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# By the word that lora.target_modules has for a layer's linear: its owner and its name there.
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by value of `lora.dtype`
+# Word of lora.target_modules -> (module of a layer, its linear).
 LINEARS = {
     "q": ("self_attn", "q_proj"),
     "k": ("self_attn", "k_proj"),
@@ -51,7 +49,7 @@ LINEARS = {
     "down": ("mlp", "down_proj"),
 }
 
-# By the last two parts of a module's name: the word of lora.target_modules.
+# Last two parts of a module's name -> word of lora.target_modules.
 TARGETS_BY_MODULE = {f"{owner}.{child}": word for word, (owner, child) in LINEARS.items()} | {
     "mlp.router": "router",
     "experts.gate_up_proj": "experts",
@@ -64,13 +62,14 @@ TARGETS_BY_MODULE = {f"{owner}.{child}": word for word, (owner, child) in LINEAR
 def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
     """Freeze a meta model and put adapters on its `cfg.targets`, in place.
 
-    An external model's are on the linears of its layers that `cfg.target_modules` names. Frozen
-    parameters keep names and types, also those that the embedding and the head share; with
-    `cfg.quantize_base` all linears of the layers, adapted or not, get quantized storage.
+    In an external model (another library's) they go on the linears of its layers that
+    `cfg.target_modules` names. Frozen parameters keep names and dtypes, also those that the
+    embedding and the head share. With `cfg.quantize_base` all linears of the layers, adapted or
+    not, are quantized.
 
-    dtype: of the adapters unless `cfg.dtype` says one. Raises ConfigError for a target that no
-    layer has, where `cfg.quantize_base` would leave most of the layers' weights as they are, and
-    for a model that `parallelize` has sharded already.
+    dtype: of the adapters if `cfg.dtype` is None. Raises ConfigError for a target that no layer
+    has, if `cfg.quantize_base` would leave most of the layers' weights unquantized, and for a model
+    that `parallelize` has sharded already.
     """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ConfigError(
@@ -110,22 +109,23 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
 
 
 def quantize_frozen(model: Decoder, kind: str, dtype: torch.dtype) -> None:
-    """Freeze a meta model and keep its layers' linears in `kind`, without adapters.
+    """Freeze a meta model and quantize its layers' linears, without adapters.
 
-    kind: as `lora.quantize_base`. Raises ConfigError where that would leave most of their weights
-    as they are.
+    kind: `nf4`, `int8` or `none`. dtype: has no effect without adapters. Raises ConfigError if most
+    of the layers' weights would stay unquantized.
     """
     add_adapters(model, LoraConfig(target_modules=[], quantize_base=kind), dtype)
 
 
 def _find_mixtures(layers: list[nn.Module]) -> list[Mixture]:
+    """Return the mixture-of-experts modules of the layers."""
     return [module for module in nn.ModuleList(layers).modules() if isinstance(module, Mixture)]
 
 
 def _adapt_mixtures(layers: list[nn.Module], cfg: LoraConfig, settings: AdapterSettings) -> None:
-    """Put adapters on routers and experts of the layers.
+    """Put adapters on routers and experts of the layers, and quantize experts.
 
-    Raises ConfigError where one is a target and no layer has it.
+    Raises ConfigError if one of them is a target and no layer has experts.
     """
     mixtures = _find_mixtures(layers)
     targets = [target for target in MIXTURE_TARGETS if target in cfg.target_modules]
@@ -144,7 +144,7 @@ def _adapt_mixtures(layers: list[nn.Module], cfg: LoraConfig, settings: AdapterS
 
 
 def build_adapter_settings(cfg: LoraConfig, dtype: torch.dtype) -> AdapterSettings:
-    """Return the settings of the config's adapters; dtype: see `add_adapters`."""
+    """Return the settings of the config's adapters; dtype: used if `cfg.dtype` is None."""
     return AdapterSettings(
         rank=cfg.rank,
         scaling=cfg.alpha / (math.sqrt(cfg.rank) if cfg.rslora else cfg.rank),
@@ -158,12 +158,12 @@ def build_adapter_settings(cfg: LoraConfig, dtype: torch.dtype) -> AdapterSettin
 def init_adapters(model: nn.Module, seed: int) -> None:
     """Fill the adapters of a model whose frozen weights are loaded.
 
-    The model then computes what it did without them. As in PEFT: A uniform within 1 / sqrt(in), B
-    zero; of an embedding A zero, B normal. A parameter's values follow from (seed, its name, its
-    full shape) alone. DoRA's magnitudes are those of the loaded weights (a collective).
+    The model then computes what it did without them. As in PEFT, A is uniform within 1 / sqrt(in)
+    and B zero; for an embedding A is zero and B normal. A parameter's values follow from seed, name
+    and full shape alone. With DoRA it is a collective: magnitudes are norms of the loaded weights.
     """
     for name, parameter in get_adapter_parameters(model).items():
-        # The seed has the name, so that the values are the same on any number of ranks.
+        # With the name and not a running number: a rank of a pipeline has some of the parameters.
         key = f"{seed}/{name}"
         for local, offset in list_local_parts(model, name, parameter):
             if name.endswith("lora_A.weight"):
@@ -177,18 +177,20 @@ def init_adapters(model: nn.Module, seed: int) -> None:
 
 
 def _draw_normal(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Fill values with normal random numbers, in place, for `fill_random`."""
     return values.normal_(generator=generator)
 
 
 def _make_uniform(bound: float) -> Callable[[Tensor, torch.Generator], Tensor]:
+    """Return a function like `_draw_normal`, for uniform numbers within -bound and bound."""
     return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
 
 
 @torch.no_grad()
 def init_lengths(model: nn.Module) -> None:
-    """Set DoRA's magnitudes to the norms of the adapted weights, in place; without DoRA nothing.
+    """Set DoRA's magnitudes to the norms of the adapted weights, in place; without DoRA do nothing.
 
-    A collective: the weights of one FSDP unit are gathered at a time.
+    A collective: the weights of one FSDP unit (a module wrapped by itself) are gathered at a time.
     """
     for unit, members in _group_by_unit(model):
         if unit is not None:
@@ -196,7 +198,7 @@ def init_lengths(model: nn.Module) -> None:
         norms = [module.compute_weight_norms() for module in members]
         if unit is not None:
             unit.reshard()
-        # Written after resharding: what is written to a gathered parameter is lost.
+        # Written after resharding, which discards what is written to a gathered parameter.
         for module, lengths in zip(members, norms, strict=True):
             local, offset = locate_local_part(module.lora_magnitude_vector)
             local.copy_(lengths[offset[0] : offset[0] + local.shape[0]])
@@ -205,7 +207,7 @@ def init_lengths(model: nn.Module) -> None:
 def _group_by_unit(model: nn.Module) -> list[tuple[FSDPModule | None, list[AdaptedModule]]]:
     """Return the modules with DoRA's magnitudes, by the FSDP unit that holds their parameters.
 
-    None: not sharded.
+    A unit None has those that are not sharded.
     """
     units = {
         name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
@@ -227,16 +229,16 @@ def is_adapter(name: str) -> bool:
 def get_adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the adapters' parameters by name, in the model's order.
 
-    They are all that is trained, but for what a recipe adds.
+    They are all that is trained, but for parameters that a recipe unfreezes.
     """
     return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
 
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Let the model compute what its frozen weights give, without gradients, inside the block.
+    """Let the model compute with its frozen weights alone, without gradients, inside the block.
 
-    All ranks must do so alike.
+    All ranks must enter it together. Blocks must not be nested.
     """
     modules = [module for module in model.modules() if isinstance(module, AdaptedModule)]
     for module in modules:
@@ -253,7 +255,10 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _swap_base_weights(model: nn.Module) -> None:
-    """Exchange the parameters that an adapter's file brought along for the base's."""
+    """Exchange parameters that an adapter's file replaced in full for the base's, or back.
+
+    `model.base_weights` has the ones that are not in use, by name.
+    """
     replaced: dict[str, nn.Parameter] = {}
     for name, parameter in getattr(model, "base_weights", {}).items():
         owner, _, leaf = name.rpartition(".")
@@ -266,8 +271,8 @@ def _swap_base_weights(model: nn.Module) -> None:
 def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     """Return in one line, for the log, what is trained and what is frozen.
 
-    Counted on the modules, which may be sharded; of a pipeline those of this rank. Where all
-    linears are targets, also what of the layers has no adapter, such as experts.
+    It counts full parameters, also of a sharded model; in a pipeline those of this rank. If all
+    linears are targets, it also names matrices of the layers without adapter, such as experts.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -296,29 +301,30 @@ def _format_size(parameters: Iterable[Tensor]) -> str:
     return format_bytes(sum(parameter.nbytes for parameter in parameters))
 
 
-_NAMED = 3  # kinds of matrices that a line names
-_SMALL = 0.005  # share of the layers' weights below which what is left out is not worth a word
+_NAMED = 3  # the most kinds of matrices that a log line names
+_SMALL = 0.005  # share of the layers' weights below which matrices left out are not mentioned
 
 
 @dataclass(frozen=True)
 class Coverage:
     """The frozen matrices of a model's layers, by whether they are adapted and quantized.
 
-    A kind is a matrix's name without the numbers of layers, see `get_matrix_kind`.
+    A kind is a matrix's name without the numbers of layers, such as `mlp.up_proj`, see
+    `get_matrix_kind`.
     """
 
-    # By kind of module: in how many layers it is adapted, and the length of the lists of layers
-    # that have such a one.
+    # Kind -> (number of layers where it is adapted, length of the lists of layers that have it).
     adapted: Mapping[str, tuple[int, int]]
     outside: tuple[str, ...]  # names of adapted modules outside of the layers
     quantized: int  # modules that are kept in fewer bits
     numbers: int  # elements of all matrices of the layers
-    bare: Mapping[str, int]  # by kind: elements without an adapter
-    wide: Mapping[str, int]  # by kind: elements in their own type
+    bare: Mapping[str, int]  # kind -> elements without an adapter
+    wide: Mapping[str, int]  # kind -> elements that are not quantized
 
 
 def measure_coverage(model: nn.Module) -> Coverage:
-    """Count modules and elements of a model, sharded or not."""
+    """Count the adapted and quantized matrices of a model's layers, sharded or not."""
+    # Other parts, such as the image encoder of a multimodal model, are not counted.
     other_parts = model.other_parts if isinstance(model, LanguageModel) else ()
     prefixes = tuple(f"{part}." for part in other_parts)
     names = [name for name in list_layer_names(model) if not name.startswith(prefixes)]
@@ -326,10 +332,11 @@ def measure_coverage(model: nn.Module) -> Coverage:
     bare: Counter[str] = Counter()
     wide: Counter[str] = Counter()
     quantized: list[int] = []
-    lists = Counter(map(_get_list_name, names))  # a model may have lists besides that of its layers
+    # Number of layers by list of layers, of which a model may have several.
+    lists = Counter(map(_get_list_name, names))
     for layer in names:
         for name, module in model.get_submodule(layer).named_modules():
-            # A layer that is a linear itself is named by its list.
+            # A layer that is itself a linear has the name of its list.
             name = name or _get_list_name(layer).rpartition(".")[2]
             matrices: dict[str, int] = {}
             if isinstance(module, QuantizedLinear):
@@ -361,7 +368,7 @@ def measure_coverage(model: nn.Module) -> Coverage:
 
 
 def refuse_unquantized(model: nn.Module, kind: str) -> None:
-    """Raise ConfigError where `kind` would leave most of the layers' weights as they are."""
+    """Raise ConfigError if most of the layers' weights are not quantized; kind `none`: never."""
     coverage = measure_coverage(model)
     if kind != "none" and sum(coverage.wide.values()) > coverage.numbers / 2:
         raise ConfigError(
@@ -377,12 +384,12 @@ def refuse_unquantized(model: nn.Module, kind: str) -> None:
 def describe_targets(coverage: Coverage, words: Mapping[str, str]) -> str:
     """Return the modules with an adapter: `q_proj, v_proj, up_proj (in 1 of 4 layers)`.
 
-    words: shorter names by kind.
+    words: kind -> the name to show, for kinds that have a shorter one.
     """
     leaves = [kind.rpartition(".")[2] for kind in coverage.adapted]
     descriptions = []
     for (kind, (count, total)), leaf in zip(coverage.adapted.items(), leaves, strict=True):
-        # The last part of the name will do where it is no other kind's, and no number.
+        # The last part of the name alone, if no other kind has it and it is no number.
         name = leaf if leaves.count(leaf) == 1 and not leaf.isdigit() else kind
         share = "" if count == total else f" (in {count} of {total} layers)"
         descriptions.append(words.get(kind, name) + share)
@@ -391,7 +398,7 @@ def describe_targets(coverage: Coverage, words: Mapping[str, str]) -> str:
 
 
 def get_matrix_kind(name: str) -> str:
-    """Return the last two parts of a name within a layer, without numbers, such as an expert's."""
+    """Return the last two parts of a name within a layer, without numbers such as an expert's."""
     *before, last = name.split(".")
     return ".".join([*(part for part in before if not part.isdigit()), last][-2:])
 
@@ -402,11 +409,15 @@ def _get_list_name(layer: str) -> str:
 
 
 def _is_worth_naming(numbers: Mapping[str, int], total: int) -> bool:
+    """Return True if the elements of all kinds are more than _SMALL of the layers' `total`."""
     return sum(numbers.values()) > _SMALL * total
 
 
 def _describe_share(numbers: Mapping[str, int], total: int) -> str:
-    """Return `gate_up_proj, down_proj and 2 more (96.1 % of the layers' weights)`."""
+    """Return `gate_up_proj, down_proj, q_proj and 2 more (96.1% of the layers' weights)`.
+
+    numbers: kind -> elements. total: elements of all matrices of the layers.
+    """
     more = len(numbers) - _NAMED
     rest = f" and {more} more" if more > 0 else ""
     largest = sorted(numbers, key=lambda kind: (-numbers[kind], kind))[:_NAMED]
@@ -416,7 +427,7 @@ def _describe_share(numbers: Mapping[str, int], total: int) -> str:
 
 
 def _describe_dtype(model: nn.Module) -> str:
-    """Return the type of the weights that are neither quantized nor an adapter's."""
+    """Return the dtype of the weights that are neither quantized nor an adapter's, for messages."""
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
     frozen = (weight for name, weight in model.named_parameters() if "lora_" not in name)
     # Quantized weights are carried as floating-point numbers of 8 bits.

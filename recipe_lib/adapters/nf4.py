@@ -1,11 +1,9 @@
-"""NF4: 64 elements as 4-bit codes and one scale, the scales in 8 bits themselves (QLoRA, arXiv
-2305.14314).
+"""Quantize to NF4 and back: 64 elements are 4-bit codes and one scale (QLoRA, arXiv 2305.14314).
 
-`quantize_blocks` and `quantize_scales` give what `dequantize` takes. Quantizing is torchao's,
-element for element; this is the only module that knows where torchao keeps it. Dequantizing is
-ours, because it runs in every step: for 112 MiB of bf16 (4096 x 14336) torchao's has 786 MiB alive,
-8-byte indices of the whole matrix among them, this, which works in pieces, 146 MiB, and both give
-the same bits (docs/measurements/torchao.md).
+The scales are themselves kept in 8 bits. `adapters.quantized` calls `quantize_blocks` and
+`quantize_scales`, which give what `dequantize` takes. Quantizing is torchao's, element for element.
+Dequantizing is ours, to the same bits: it runs in every step, and for 112 MiB of bf16 takes 146 MiB
+where torchao's takes 786 MiB (docs/measurements/torchao.md).
 """
 
 import importlib
@@ -23,27 +21,28 @@ from recipe_lib.logs import silence_torchao
 from recipe_lib.ops.fused_kernels import register_fused, should_fuse
 
 BLOCK = 64  # elements that share a scale
-SCALES_PER_FACTOR = 256  # scales that share a factor, at most
-# Where the normal distribution's quantiles lie, as torchao rounds them; zero is one of them.
+SCALES_PER_FACTOR = 256  # the most consecutive scales that share a factor (a group of scales)
+# The value, over its block's scale, of each code: quantiles of the normal distribution, as torchao
+# rounds them; zero is one of them.
 LEVELS = (
     -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
     0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
 )  # fmt: skip
 _PIECE_BLOCKS = 2**17  # blocks dequantized at a time: indices of 16 MiB
-# For each type the integer that is as wide as two of its elements
+# dtype -> the integer that is as wide as two of its elements
 _PAIRS = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}
-DTYPES = frozenset(_PAIRS)  # what arithmetic can be done in; factors are kept in fp32
+DTYPES = frozenset(_PAIRS)  # of weights that can be quantized, and of their arithmetic
 
-# False in a simulation, where tensors have sizes alone.
+# False while `tune plan` simulates a run, on tensors without values.
 _has_values: ContextVar[bool] = ContextVar("has_values", default=True)
 
 
 @contextmanager
 def make_tables_anew(*, has_values: bool = True) -> Iterator[None]:
-    """Make the cached tables anew where they are first needed inside the block.
+    """Clear the cached tables at the beginning and the end of the block.
 
-    has_values: False in a simulation: quantizing then looks at no values, and torchao is not
-    imported.
+    The block is a simulation of `tune plan`, whose tables must not be used outside of it.
+    has_values: False: quantizing looks at no values, and torchao is not imported.
     """
     tables = (_make_pair_table, _make_levels)
     for table in tables:
@@ -58,10 +57,7 @@ def make_tables_anew(*, has_values: bool = True) -> Iterator[None]:
 
 
 def count_factors(blocks: int) -> int:
-    """Return the length of `factors` for so many blocks.
-
-    There is one for each group of scales, and the mean of all scales.
-    """
+    """Return the length of `factors` for so many blocks: one a group of scales, and their mean."""
     return blocks // _get_group_size(blocks) + 1
 
 
@@ -69,10 +65,10 @@ def quantize_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes and largest magnitudes `[n]` of blocks of elements `[n, 64]`.
 
     Codes are uint8 `[n, 32]`, the first of two elements in the high bits. A block's codes depend on
-    that block alone. values: of the type that arithmetic is done in (bf16 or fp32).
+    that block alone. values: in one of DTYPES.
     """
     largest = values.abs().amax(dim=1)
-    # A block of zeros stays zeros: torchao takes its 0 / 0 for the lowest level.
+    # A block of zeros stays zeros: torchao takes 0 / 0 for the lowest level.
     shares = (values / largest.unsqueeze(1)).nan_to_num_(nan=0.0)
     borders = (
         _find_borders(values.dtype)
@@ -84,9 +80,10 @@ def quantize_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales, int8 `[n]`, and fp32 factors `[n / group + 1]`, the last the scales' mean.
+    """Return int8 scales `[n]` and fp32 factors `[n / group + 1]`, of which the last is the mean.
 
-    largest: largest magnitudes of every block of the matrix `[n]`.
+    A block's scale is `scales / factor of its group + mean`. largest: largest magnitudes of all
+    blocks of the matrix `[n]`.
     """
     if not _has_values.get():
         factors = largest.new_empty(count_factors(len(largest)), dtype=torch.float32)
@@ -94,8 +91,8 @@ def quantize_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
     scales, factors, mean = _import_nf4_tensor().double_quantize_scalers(
         largest, 1, _get_group_size(len(largest))
     )
-    # Scales that are all the same need nothing beyond the mean: zeros, in place of what torchao
-    # makes of 0 / 0.
+    # Scales that are all the same equal the mean: they are zeros, in place of what torchao makes of
+    # 0 / 0.
     scales = scales.masked_fill(factors.isinf().repeat_interleave(_get_group_size(len(largest))), 0)
     return scales, torch.cat([factors, mean.unsqueeze(0)]).float()
 
@@ -112,8 +109,8 @@ def dequantize(
     """Return the elements of blocks `first` to `last` (exclusive), `[last - first, 64]`.
 
     codes: uint8 `[n, 32]`. scales: int8 `[n]`. factors: fp32, of the whole matrix. dtype: that the
-    blocks were quantized from. place: which of the matrix's blocks the n are, if not all, see
-    `compute_block_numbers`.
+    blocks were quantized from. first, last: among the n blocks. place: which of the matrix's blocks
+    the n are, see `compute_block_numbers`; empty: all.
     """
     if should_fuse(codes.device):
         count = last - first
@@ -159,10 +156,11 @@ def dequantize(
 def _dequantize(
     codes: Tensor, scales: Tensor, factors: Tensor, levels: Tensor, place: Sequence[int], group: int
 ) -> Tensor:
-    """Return the elements of all given blocks `[n, 64]`, in the type of `levels` `[16]`.
+    """Return the elements of all given blocks `[n, 64]`, by one expression that can be fused.
 
-    By one expression that can be fused. place: the number of the first block in the part, then
-    begin, run and stride of `compute_block_numbers`. group: scales that share a factor.
+    levels: LEVELS `[16]`, in the dtype of the result. place: (number of the first block in the
+    part, begin, run, stride), the last three of `compute_block_numbers`. group: number of scales
+    that share a factor.
     """
     first, begin, run, stride = place
     numbers = compute_block_numbers(
@@ -179,11 +177,11 @@ def _dequantize(
 def compute_block_numbers(
     first: int, last: int, place: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Return the numbers in the whole matrix of blocks `first` to `last` of a part of it.
+    """Return the numbers in the whole matrix of blocks `first` to `last` (exclusive) of a part.
 
     place: (begin, run, stride, total). The part has `run` blocks from number `begin` on, then as
-    many from `begin + stride` on, and so forth; the matrix has `total`. (0, 2, 8, 16) are the first
-    two blocks of two rows of eight.
+    many from `begin + stride` on, and so forth; the matrix has `total`, which is not read here.
+    (0, 2, 8, 16) are the first two blocks of each of two rows of eight.
     """
     begin, run, stride = place[:3]
     numbers = torch.arange(first, last, device=device)
@@ -191,6 +189,7 @@ def compute_block_numbers(
 
 
 def _get_group_size(blocks: int) -> int:
+    """Return the number of scales that share a factor, which divides the number of blocks."""
     return math.gcd(blocks, SCALES_PER_FACTOR)
 
 
@@ -211,7 +210,7 @@ def _make_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @cache
 def _find_borders(dtype: torch.dtype) -> Tensor:
-    """Return the least value of `dtype` that torchao gives to each level but the first `[15]`.
+    """Return for each level but the first the least value that torchao rounds to it, `[15]`.
 
     torchao compares every element with all 16 levels; comparing with borders takes a tenth of the
     time, and of the memory.

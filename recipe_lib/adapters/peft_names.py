@@ -1,9 +1,9 @@
-"""The names of adapters in PEFT's files, and how they lie next to ours.
+"""Map the names of adapters in PEFT's files to modules of ours, and back.
 
-A file names an adapter after the Hugging Face module that it belongs to. That is a module of ours,
-but for models whose file fuses several linears into one (Phi 3): there one adapter of the file
-stands next to several of ours. `build_file_modules(spec)` has all modules that may have an adapter;
-`split_name` reads a tensor's name, `FileModule.shapes` says which tensors there are.
+A file names an adapter after the Hugging Face module that it belongs to. Where such a module fuses
+several linears of ours (Phi 3), one adapter of the file is for several modules of ours.
+`checkpoint.adapter_files` reads and writes adapters by `build_file_modules`, all modules that may
+have one, and `split_name`, which reads a tensor's name. Experts are those of a mixture of experts.
 """
 
 from collections.abc import Collection, Iterable
@@ -21,20 +21,21 @@ from recipe_lib.models.weight_names import (
     get_router_name,
 )
 
-PREFIX = "base_model.model."
-EMBEDDING = "model.embed_tokens"
+PREFIX = "base_model.model."  # PEFT's, of all names in a file
+EMBEDDING = "model.embed_tokens"  # names of modules, in files and in our models
 HEAD = "lm_head"
-TARGETS = (*LINEARS, *MIXTURE_TARGETS, "embedding", "head")
+TARGETS = (*LINEARS, *MIXTURE_TARGETS, "embedding", "head")  # words of lora.target_modules
 LINEAR = "all-linear"  # the target of every linear of an external model
 # Ends of the names of an adapter's tensors
 LORA_A = "lora_A.weight"
 LORA_B = "lora_B.weight"
 MAGNITUDE = "lora_magnitude_vector"
-BASE_WEIGHT = "base_layer.weight"
+BASE_WEIGHT = "base_layer.weight"  # of the base, saved along with its adapter
 EMBEDDING_A = "lora_embedding_A"
 EMBEDDING_B = "lora_embedding_B"
 SUFFIXES = (LORA_A, LORA_B, MAGNITUDE, BASE_WEIGHT, EMBEDDING_A, EMBEDDING_B)
-# What the decoder is called in multimodal models, older and newer releases of transformers.
+# Prefix of names in multimodal models, of older and newer releases of transformers -> in a model of
+# text alone.
 _MULTIMODAL = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -54,29 +55,30 @@ _EXPERTS = {"gate_up_proj": "base_layer", "down_proj": ""}
 
 @dataclass(frozen=True)
 class MergedRows:
-    """A module of ours and its rows of the file's matrix."""
+    """A module of ours, and its rows in the matrix of the file's module."""
 
-    module: str
+    module: str  # its name in our model
     target: str  # its word in lora.target_modules
     start: int  # the first row
-    rows: int
+    rows: int  # number of rows
 
 
 @dataclass(frozen=True)
 class FileModule:
-    """A module as files name it."""
+    """A module as files name it, which may have an adapter."""
 
-    name: str
-    rows: int  # of its matrix
-    columns: int
+    name: str  # in files, without PREFIX and suffix
+    rows: int  # of its matrix, or of one expert's
+    columns: int  # of the same
     parts: tuple[MergedRows, ...]  # one, or several that the file has fused
-    experts: int = 0  # matrices one below the other, each with an adapter; 0: not of experts
-    # The end of the name by which PEFT finds it, where that is a parameter and not a linear.
+    experts: int = 0  # number of matrices, each with an adapter; 0: not of experts
+    # For what PEFT adapts as a parameter (`target_parameters`): the end of the parameter's name.
+    # "": it is a module.
     parameter: str = ""
 
     @property
     def full_name(self) -> str:
-        """Return the whole name of what has the adapter: the parameter, where it is no linear's."""
+        """Return the full name of what PEFT adapts: the parameter, or the module."""
         inside = self.parameter.rpartition(".")[0]
         owner = self.name.removesuffix(".base_layer")
         return f"{owner.removesuffix(inside)}{self.parameter}" if self.parameter else self.name
@@ -87,7 +89,10 @@ class FileModule:
         return self.name == EMBEDDING
 
     def shapes(self, rank: int, dora: bool) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the adapter's tensors, by what follows the module's name."""
+        """Return the shapes of the adapter's tensors, by the end of their names.
+
+        rank: of one matrix's adapter. dora: True: with magnitudes.
+        """
         if self.is_embedding:
             shapes = {EMBEDDING_A: (rank, self.rows), EMBEDDING_B: (self.columns, rank)}
             return shapes | ({MAGNITUDE: (self.columns,)} if dora else {})
@@ -97,13 +102,13 @@ class FileModule:
 
 
 def unstack_expert_factors(lora_a: Tensor, lora_b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return A `[E, r, i]` and B `[E, o, r]` of PEFT's `[E r, i]` and `[o, r E]`."""
+    """Return A `[E, r, i]` and B `[E, o, r]`, given PEFT's A `[E r, i]` and B `[o, r E]`."""
     # In PEFT's B experts are the inner index.
     return lora_a.unflatten(0, (experts, -1)), lora_b.unflatten(1, (-1, experts)).permute(2, 0, 1)
 
 
 def stack_expert_factors(lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return PEFT's `[E r, i]` and `[o, r E]` of A `[E, r, i]` and B `[E, o, r]`."""
+    """Return PEFT's A `[E r, i]` and B `[o, r E]`, given A `[E, r, i]` and B `[E, o, r]`."""
     return lora_a.flatten(0, 1), lora_b.permute(1, 2, 0).flatten(1)
 
 
@@ -128,6 +133,7 @@ def build_file_modules(spec: ModelSpec) -> dict[str, FileModule]:
     if spec.tied:  # the head has no parameter of its own, and yet may have an adapter
         shapes[f"{HEAD}.weight"] = shapes[f"{EMBEDDING}.weight"]
     entries = {entry.our_name: entry for entry in build_weight_map(spec)}
+    # Name of the file's module -> our modules, several where the file fuses them.
     parts: dict[str, list[MergedRows]] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
@@ -135,7 +141,7 @@ def build_file_modules(spec: ModelSpec) -> dict[str, FileModule]:
         if not target or module == name:
             continue
         entry = None if target in MIXTURE_TARGETS else entries.get(name)
-        # Without an entry it is named after our module.
+        # Without an entry the file has our module's name.
         file_name = module if entry is None else entry.file_name.removesuffix(".weight")
         part = MergedRows(
             module, target=target, start=0 if entry is None else entry.start, rows=shape[0]
@@ -163,7 +169,10 @@ def build_file_modules(spec: ModelSpec) -> dict[str, FileModule]:
 def _build_mixture_module(
     spec: DecoderSpec, part: MergedRows, shape: tuple[int, ...]
 ) -> FileModule:
-    """Return a router, or the experts' matrices of a layer, by transformers' names."""
+    """Return the FileModule of a router or of experts' matrices, by transformers' names.
+
+    shape: of our parameter: `[E, d]` of a router, `[E, rows, columns]` of experts.
+    """
     if part.target == "router":
         router = get_router_name(spec)
         return FileModule(
@@ -186,10 +195,10 @@ def _build_mixture_module(
 
 
 def find_adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
-    """Return the modules with at least one part that is a target.
+    """Return the modules with at least one part that is a target of `cfg`.
 
-    Raises ConfigError for a name in lora.target_modules that none has, and for DoRA where PEFT has
-    none.
+    Raises ConfigError for DoRA if PEFT adapts one of them as a parameter, and, in an external model
+    (another library's), for a name in lora.target_modules that cannot have an adapter.
     """
     modules = build_file_modules(spec)
     if isinstance(spec, ExternalSpec):
@@ -221,11 +230,11 @@ def list_targets(modules: Iterable[FileModule]) -> list[str]:
 
 
 def split_name(name: str, *, of_text: bool = True) -> tuple[str, str] | None:
-    """Split a tensor's name in a file into the module's and the rest; None: no adapter's name.
+    """Split a tensor's name in a file into the module's and a suffix; None: no adapter's name.
 
-    `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight` is (`model.layers.0.mlp.up_proj`,
-    `lora_A.weight`). The module's name is that of transformers 5. of_text: it is that in a
-    text-only model, which may be a part of the one that the file is for.
+    `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight` becomes
+    (`model.layers.0.mlp.up_proj`, `lora_A.weight`). The module's name is that of transformers 5.
+    of_text: True: as in a model of text alone, also if the file is for a multimodal one.
     """
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(f".{suffix}")), None)
     if suffix is None or not name.startswith(PREFIX):
@@ -237,7 +246,7 @@ def split_name(name: str, *, of_text: bool = True) -> tuple[str, str] | None:
 
 
 def _get_text_name(name: str) -> str:
-    """Return the name in a text-only model of what a multimodal one may call otherwise."""
+    """Return a name as in a model of text alone, given it as in any model."""
     for prefix, text_prefix in _MULTIMODAL.items():
         if name.startswith(prefix):
             return text_prefix + name.removeprefix(prefix)
@@ -245,9 +254,9 @@ def _get_text_name(name: str) -> str:
 
 
 def complete_module_name(module: str, parameters: Collection[str]) -> str:
-    """Return the name that `FileModule` has for a module of a file.
+    """Return `FileModule.name` of a module, given its name in one file.
 
-    parameters: ends of the names of those that have an adapter.
+    parameters: ends of the names of the parameters that have an adapter in the file.
     """
     # Experts with an adapter on one matrix alone are wrapped once, and have the outer name,
     # whichever matrix it is.
@@ -259,12 +268,12 @@ def complete_module_name(module: str, parameters: Collection[str]) -> str:
 
 
 def get_extra_name(name: str) -> str:
-    """Return the name in our model of an extra tensor of a file, which is no adapter's."""
+    """Return the name in our model of a file's tensor that belongs to no adapter."""
     return _get_text_name(name.removeprefix(PREFIX))
 
 
 def list_spellings(module: str) -> list[str]:
-    """Return the names of a module in text-only and multimodal models, as a config may say them."""
+    """Return the names that a module may have in a config: in text-only and multimodal models."""
     return [module] + [
         prefix + module.removeprefix(text_prefix)
         for prefix, text_prefix in _MULTIMODAL.items()
@@ -273,7 +282,10 @@ def list_spellings(module: str) -> list[str]:
 
 
 def get_file_name(name: str, multimodal: bool) -> str:
-    """Return our module's or parameter's name in the model that an adapter is loaded in."""
+    """Return the name of our module or parameter in the model that a file is written for.
+
+    multimodal: True: in transformers' multimodal model, False: in a model of text alone.
+    """
     if multimodal and name.startswith("model."):
         return f"model.language_model.{name.removeprefix('model.')}"
     return name

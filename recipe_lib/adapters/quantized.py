@@ -1,17 +1,8 @@
-"""Linears whose frozen weight is kept in 4 or 8 bits, sharded like any other parameter.
+"""Keep the frozen weights of linears in 4 or 8 bits, sharded like any other parameter.
 
-`QuantizedLinear(base, kind)` takes the place of a linear, `fill_weight` quantizes its weight while
-it is read; the weight is never whole in between.
-
-`nf4`: blocks of 64 elements of the flattened matrix `[out, in]`, see `recipe_lib.adapters.nf4`.
-`weight_codes` `[n, 32]` and `weight_scales` `[n]` for n blocks, `weight_factors` fp32. `int8`:
-`weight_codes` `[out, in]` in [-127, 127], and `weight_factors` fp32 `[out]`, a row's largest
-magnitude over 127.
-
-FSDP shards whole blocks or rows, so no shard needs to end where a row of the matrix does. A
-tensor-parallel group cuts at the same blocks, so that values are those of one process: rows of the
-matrix, or columns of whole blocks, whose codes are then `[out, in / 64, 32]`, scales
-`[out, in / 64]`. Each of its ranks has all factors of NF4, which are few.
+`adapters.layers.adapt` puts a `QuantizedLinear` in a linear's place; `fill_weight` quantizes its
+weight while it is read, some rows at a time. A part of it is what one rank of a tensor-parallel
+group computes with. `dequantize` and `multiply` work on the stored tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,17 +25,29 @@ from recipe_lib.ops.fused_kernels import (
     should_fuse,
 )
 
-KINDS = ("nf4", "int8")
+# The parameters of a weight `[out, in]`:
+# `nf4`: the flattened matrix is cut into n blocks of 64 elements, see `recipe_lib.adapters.nf4`.
+#     `weight_codes` `[n, 32]`, `weight_scales` `[n]`, and `weight_factors` in fp32, one for each
+#     group of scales, and the mean of the scales.
+# `int8`: `weight_codes` `[out, in]` in [-127, 127], and `weight_factors`, fp32 `[out]`, a row's
+#     largest magnitude over 127.
+#
+# FSDP shards whole blocks or rows, so no shard needs to end where a row of the matrix does. A
+# tensor-parallel group cuts at the same blocks, so that values are those of one process: rows of
+# the matrix, or columns of whole blocks, whose codes are then `[out, in / 64, 32]`, scales
+# `[out, in / 64]`. Each of its ranks has all factors of NF4, which are few.
+
+KINDS = ("nf4", "int8")  # values of `lora.quantize_base` besides `none`
 # Any type of 8 bits that counts as floating point: FSDP takes no integers. Codes and scales are
 # viewed as integers where they are used. Nothing may convert them: `model.to(dtype)` comes before.
 _BITS = torch.float8_e4m3fn
-_PIECE_ELEMENTS = 2**23  # elements quantized at a time
+_PIECE_ELEMENTS = 2**23  # elements computed with at a time: 32 MiB in fp32
 
 
 def dequantize_rows(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `codes [m, n] * factors [m]`, computed in fp32, of dtype.
+    """Return `codes [m, n] * factors [m]` (int8), computed in fp32, converted to dtype.
 
-    In pieces, unless it is one kernel.
+    It is one kernel where chains of operators are fused, else it is computed in pieces.
     """
     if should_fuse(codes.device):
         return _dequantize(codes, factors, dtype)
@@ -60,28 +63,28 @@ def dequantize_rows(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tenso
     lambda codes, factors, dtype: codes.new_empty(codes.shape, dtype=dtype),
 )
 def _dequantize(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `codes [m, n] * factors [m]` of dtype, by one expression that can be fused."""
+    """Return `codes [m, n] * factors [m]` in dtype, by one expression that can be fused."""
     return (codes.float() * factors.unsqueeze(1)).to(dtype)
 
 
 def can_quantize(in_features: int, out_features: int, kind: str) -> bool:
-    """Return True if a weight `[out, in]` can be kept so: NF4 needs whole blocks of 64."""
+    """Return True if a weight `[out, in]` can be kept in `kind`: NF4 needs whole blocks of 64."""
     return kind != "nf4" or in_features * out_features % nf4.BLOCK == 0
 
 
 def can_cut(
     in_features: int, out_features: int, kind: str, parts: int, *, by_columns: bool
 ) -> bool:
-    """Return True if so many ranks can each have as many columns, or rows, of a weight.
+    """Return True if a weight can be cut into `parts` equal parts, for tensor-parallel ranks.
 
-    NF4 cuts no block.
+    NF4 cuts no block. by_columns: cut columns; False: rows.
     """
     length, width = (in_features, 1) if by_columns else (out_features, in_features)
     return length % parts == 0 and (kind != "nf4" or length // parts * width % nf4.BLOCK == 0)
 
 
 def _list_shapes_to_fill(linear: "QuantizedLinear", *_: Any) -> list[Any]:
-    """Return the sizes that what quantizing to NF4 does follows from."""
+    """Return the sizes that decide which operators `_fill_nf4` runs, for `tune plan`."""
     parameters = (linear.weight_codes, linear.weight_scales, linear.weight_factors)
     parts = [locate_local_part(parameter) for parameter in parameters if parameter is not None]
     sizes = (linear.in_features, linear.out_features, linear.rows, linear.columns, linear.dtype)
@@ -91,16 +94,17 @@ def _list_shapes_to_fill(linear: "QuantizedLinear", *_: Any) -> list[Any]:
 class QuantizedLinear(nn.Module):
     """A linear with a frozen weight of 4 or 8 bits.
 
-    Arithmetic is done in `dtype`, on the weight dequantized in passing. Only the codes are saved
-    for backward, which dequantizes a second time.
+    The weight is dequantized to `dtype` for each product. Only the stored tensors are saved for
+    backward, which dequantizes a second time.
     """
 
     bias: nn.Parameter | None
 
     def __init__(self, base: nn.Linear, kind: str) -> None:
-        """Take the place of the linear `base`, still on the meta device, and take over its bias.
+        """Take the place of the linear `base`, on the meta device, and take over its bias.
 
-        kind: of KINDS. Raises ValueError for a weight that `can_quantize` refuses, or in fp64.
+        kind: of KINDS. Raises ValueError for another kind, for a weight that `can_quantize` refuses
+        and for one in fp64.
         """
         nn.Module.__init__(self)
         is_possible = kind in KINDS and can_quantize(base.in_features, base.out_features, kind)
@@ -112,12 +116,13 @@ class QuantizedLinear(nn.Module):
         self.in_features = base.in_features
         self.out_features = base.out_features
         self.kind = kind
-        self.dtype = base.weight.dtype
-        # What this process computes with: from the first to the second (exclusive)
+        self.dtype = base.weight.dtype  # of the dequantized weight
+        # What this process computes with, as (first, one after the last)
         self.rows = (0, base.out_features)
         self.columns = (0, base.in_features)
         self.bias = base.bias
-        # Where to quantize, if outside of its forward the parameters lie in host memory.
+        # Where to quantize, if `memory.stream_layers` keeps the parameters on the host between
+        # forwards; None: see `get_working_device`.
         self.computes_on: torch.device | None = None
         device = base.weight.device
         blocks = base.in_features * base.out_features // nf4.BLOCK
@@ -130,11 +135,11 @@ class QuantizedLinear(nn.Module):
         self.weight_factors = make_frozen_parameter((num_factors,), torch.float32, device)
 
     def take_part(self, rows: tuple[int, int], columns: tuple[int, int]) -> None:
-        """Compute with rows and columns from the first to the second (exclusive) from now on.
+        """Compute with these rows and columns from now on, each as (first, one after the last).
 
         For a tensor-parallel group, on the meta device. The parameters are still those of the whole
-        weight, in a form that the caller may cut there (see the module's docstring) or not. The
-        part is one that `can_cut` allows.
+        weight; for a part of the columns of NF4 they get the shapes `[out, in / 64, ...]`, so that
+        the caller can shard them at the part. The part is one that `can_cut` allows.
         """
         self.rows = rows
         self.columns = columns
@@ -145,36 +150,39 @@ class QuantizedLinear(nn.Module):
             self.weight_scales = make_frozen_parameter(blocks, _BITS, device)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return `[..., out]` of hidden `[..., in]`, in hidden's type."""
+        """Return `[..., out]` of hidden `[..., in]`, in hidden's dtype."""
         return self.product(hidden, self.bias)
 
     def product(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return `[..., r]` of hidden `[..., c]`.
 
-        r, c: the rows and columns that this process computes with.
+        r, c: the number of rows and columns that this process computes with.
         """
-        # To a function mode it is one call of a linear.
+        # A torch function mode sees one call, of a linear, and none of what it consists of.
         if not torch.compiler.is_dynamo_compiling() and has_torch_function((hidden,)):
             arguments = (hidden, self.weight_codes, bias)
             return cast(Tensor, handle_torch_function(self.linear, (hidden,), *arguments))
         return self.linear(hidden, self.weight_codes, bias)
 
     def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `product`, called as `F.linear` is; weight is not looked at."""
+        """Return `product`, called as `F.linear` is; weight is not read."""
         first, last = self.columns
         storage = self._get_local_storage()
         return multiply(hidden, *storage, bias, last - first, self.dtype, self._get_block_place())
 
     def count_local_rows(self) -> int:
-        """Return how many rows, or parts of them, lie on this rank.
+        """Return how many rows, or parts of them, this rank stores.
 
-        More than it computes with where the caller of `take_part` did not cut.
+        They are more than it computes with where the caller of `take_part` did not shard.
         """
         first, last = self.columns
         return count_rows(get_local(self.weight_codes), self.weight_scales, last - first)
 
     def _get_local_storage(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return codes, scales and factors of what this process computes with."""
+        """Return codes, scales and factors of the part that this process computes with.
+
+        Scales are None for int8.
+        """
         codes = get_local(self.weight_codes)
         factors = get_local(self.weight_factors)
         scales = None if self.weight_scales is None else get_local(self.weight_scales)
@@ -191,9 +199,10 @@ class QuantizedLinear(nn.Module):
         return codes[blocks], scales[blocks], factors
 
     def _get_block_place(self) -> list[int]:
-        """Return which of the whole weight's blocks the part has.
+        """Return which of the whole weight's blocks the part has: [begin, run, stride, total].
 
-        See `nf4.compute_block_numbers`; empty: all of them, or int8.
+        That is `run` blocks from number `begin` on, then as many from `begin + stride` on, and so
+        forth, of `total` blocks. []: all of them, or int8.
         """
         top, bottom = self.rows
         first, last = self.columns
@@ -207,9 +216,9 @@ class QuantizedLinear(nn.Module):
         return [begin, (last - first) // nf4.BLOCK, self.in_features // nf4.BLOCK, blocks]
 
     def dequantize_weight(self) -> Tensor:
-        """Return the weight `[out, in]`, in the type that it was quantized from.
+        """Return the weight `[out, in]`, in the dtype that it was quantized from.
 
-        The module must be gathered, if it is sharded at all.
+        A module that is sharded must be gathered.
         """
         return self.dequantize_weight_rows(0, self.out_features)
 
@@ -232,10 +241,10 @@ class QuantizedLinear(nn.Module):
     def fill_weight(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
         """Quantize a weight while it is read: each rank its own blocks or rows, some at a time.
 
-        read_rows: `(start, stop, columns)` to those rows and columns of the weight, of any type, on
-        any device. All ranks that share the weight must call: the largest magnitude of every block,
-        or of a row that is cut, is found over them, so that scales are those of the whole matrix,
-        the same bits for any number of ranks.
+        read_rows: `fn(start, stop, columns)` returns those rows and columns of the weight, in any
+        dtype, on any device. A collective of the ranks that share the weight: they exchange the
+        largest magnitudes of blocks, or of rows that are cut. So scales are those of the whole
+        matrix, the same bits for any number of ranks.
         """
         if self.kind == "nf4":
             self._fill_nf4(read_rows)
@@ -251,8 +260,11 @@ class QuantizedLinear(nn.Module):
             return torch.device(codes.device_mesh.device_type)
         return codes.device
 
+    # Shaped work: its operators follow from shapes, so that `tune plan` simulates one call for all
+    # calls with the same.
     @register_shaped_work(_list_shapes_to_fill)
     def _fill_nf4(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
+        """Quantize to NF4; see `fill_weight`."""
         codes, (begin, *_) = locate_local_part(self.weight_codes)
         device = self.get_working_device()
         largest = torch.zeros(codes.shape[:-1], dtype=self.dtype, device=device)
@@ -262,7 +274,7 @@ class QuantizedLinear(nn.Module):
             quantized, magnitudes = nf4.quantize_blocks(blocks.view(-1, nf4.BLOCK))
             codes[start:stop].copy_(quantized.view(_BITS).view(codes[start:stop].shape))
             largest[start:stop] = magnitudes.view(largest[start:stop].shape)
-        # Scales are quantized by the mean of all of them, and by groups that no rank has whole.
+        # Scales are quantized by the mean of all of them, and in groups that may cross ranks.
         all_largest = gather_full(largest, self.weight_codes, self.weight_codes.shape[:-1])
         scales, factors = nf4.quantize_scales(all_largest.flatten())
         if self.weight_scales is not None:
@@ -272,9 +284,9 @@ class QuantizedLinear(nn.Module):
     def _read_blocks(
         self, read_rows: Callable[[int, int, slice], Tensor], start: int, stop: int
     ) -> Tensor:
-        """Return the elements of blocks `start` to `stop`, flat.
+        """Return the elements of blocks `start` to `stop` (exclusive), flat.
 
-        Where columns are cut, those of this part in such rows.
+        Where columns are cut, start and stop are rows, of which this part's columns are returned.
         """
         if self.weight_codes.dim() == 3:
             return read_rows(start, stop, slice(*self.columns)).flatten()
@@ -285,12 +297,14 @@ class QuantizedLinear(nn.Module):
         return rows[start * nf4.BLOCK - top * width : stop * nf4.BLOCK - top * width]
 
     def _fill_int8(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
+        """Quantize to int8; see `fill_weight`."""
         codes, (begin, _) = locate_local_part(self.weight_codes)
         factors, _ = locate_local_part(self.weight_factors)
         device = self.get_working_device()
         pieces = cut_rows(len(codes), codes.shape[1], _PIECE_ELEMENTS)
         largest = torch.zeros(len(codes), device=device)
 
+        # Rows count from 0 in this rank's part.
         def read(start: int, stop: int) -> Tensor:
             columns = slice(*self.columns)
             return read_rows(begin + start, begin + stop, columns).to(device, self.dtype).float()
@@ -322,10 +336,10 @@ class QuantizedLinear(nn.Module):
 
 @torch.no_grad()
 def fake_quantize_weight(weight: Tensor, kind: str) -> Tensor:
-    """Return a whole weight `[out, in]` quantized to `kind` and dequantized, in its own type.
+    """Return a full weight `[out, in]` quantized to `kind` and dequantized, in its own dtype.
 
-    These are the values that a model with such a base is trained with, if the weight's type is the
-    run's (config key `dtype`).
+    These are the values that a model with such a base is trained with, if the weight's dtype is
+    that of the run (config key `dtype`).
     """
     linear = nn.Linear(
         weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype
@@ -343,7 +357,7 @@ def make_frozen_parameter(
 
 
 def _copy_local_part(parameter: Tensor, values: Tensor) -> None:
-    """Write the part of the full values that this rank has to a parameter."""
+    """Write this rank's part of the full values to a parameter."""
     local, offset = locate_local_part(parameter)
     part = tuple(
         slice(first, first + size) for first, size in zip(offset, local.shape, strict=True)
@@ -362,9 +376,10 @@ def dequantize(
     start: int = 0,
     stop: int | None = None,
 ) -> Tensor:
-    """Return rows `start` to `stop` of a weight, or of a part of it, `[stop - start, columns]`.
+    """Return rows `start` to `stop` (exclusive) of a weight or a part of it, in dtype.
 
-    By default all rows. place: which blocks the part has, see `nf4.compute_block_numbers`.
+    codes, scales, factors: as stored; scales None: int8. columns: of a row. place: which blocks of
+    the weight the part has, see `nf4.compute_block_numbers`; empty: all. stop: None: to the end.
     """
     if scales is None:
         return dequantize_rows(codes[start:stop].view(torch.int8), factors[start:stop], dtype)
@@ -395,7 +410,7 @@ def _multiply(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
-    """Return `hidden @ weight.T + bias`."""
+    """Return `hidden @ weight.T + bias`, in hidden's dtype; see `dequantize`."""
     storage = (codes, scales, factors)
     return F.linear(hidden, dequantize(*storage, columns, dtype, place).to(hidden.dtype), bias)
 
@@ -409,16 +424,19 @@ def _multiply_gradient(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
+    """Return the gradient of hidden, given that of the result of `_multiply`."""
     storage = (codes, scales, factors)
     return gradient @ dequantize(*storage, columns, dtype, place).to(gradient.dtype)
 
 
 def count_rows(codes: Tensor, scales: Tensor | None, columns: int) -> int:
-    """Return how many rows of so many columns the codes stand for."""
+    """Return how many rows of so many columns the codes stand for; scales None: int8."""
     return codes.numel() * (1 if scales is None else 2) // columns
 
 
-# Saves the codes for backward, which are parameters anyway, and neither hidden nor weight.
+# Called as `_multiply` is, and differentiable by hidden. Saves the codes for backward, which are
+# parameters anyway, and neither hidden nor weight: `kept` are the indices of the arguments that
+# `_multiply_gradient` takes after the gradient.
 multiply = make_opaque_node(
     "quantized_linear",
     function=_multiply,

@@ -1,6 +1,8 @@
-"""The typed config of every recipe: its schema, loading, checks, and the names that it may use.
+"""Load, check and describe the typed config of every recipe. Imports no torch.
 
-`load_config` reads files and overrides, `parse_arguments` a recipe's command line. No torch.
+`load_config` reads files and overrides (`key=value`), `parse_arguments` a recipe's command line.
+`register` gives a plugin's code a name that a config may use, `get_registered` finds it. HUB begins
+the name of a dataset on the hub, `resolve_sources` returns a config's training data.
 """
 
 from recipe_lib.config.load import LoadedConfig, load_config, parse_arguments

@@ -1,13 +1,14 @@
-"""Names of other tools for our keys, sections and values.
+"""List the names that other tools, and earlier releases, have for our keys, sections and values.
 
-A config that is brought from another tool is answered with our name for what it says, and with what
-there is in place of what we do not have. `check_settings.py` and `convert_values.py` look words up.
-Names for a method's keys are with its config class.
+They are for hints in errors (`did you mean optimizer.lr?`); no setting is read by them.
+`check_settings.py` looks up keys and sections (through `paths.read_aliases`), `convert_values.py`
+values. Names for the keys of `dpo`, `reward` and `distill` are with these recipes' config classes.
 """
 
 from collections.abc import Mapping
 
-# Our key -> what it was called here before. A bare word is known in any section.
+# Our key -> what it was called here before, parted by spaces as in all tables below. A name without
+# a dot is looked up for a key at the top level, and for the last word of a key in any section.
 _EARLIER = {
     "model.implementation": "model.source",
     "parallel.pipeline_max_deferred_weight_grads": "pipeline_put_off",
@@ -341,7 +342,7 @@ _ELSEWHERE = {
     "lora.merge_on_save": "merge_adapter merge_lora merge_and_unload merge_weights",
 }
 
-# Our key -> names of torchtune, whose configs name Python code.
+# Our key -> names of torchtune, whose configs name Python code by `_component_`.
 _TORCHTUNE = {
     "model.path": "model._component_",
     "tokenizer.path": "tokenizer._component_",
@@ -359,13 +360,14 @@ _TORCHTUNE = {
 
 
 def invert_aliases(table: Mapping[str, str]) -> dict[str, str]:
-    """Return each of the names of a table with our key."""
+    """Return name -> our key, for a table of our key -> names parted by spaces."""
     return {name: ours for ours, names in table.items() for name in names.split()}
 
 
+# Another tool's name of a key -> our key.
 KEY_ALIASES = invert_aliases(_ELSEWHERE) | invert_aliases(_TORCHTUNE) | invert_aliases(_EARLIER)
 
-# Our section -> those of other tools; "": our keys of that kind stand at the top level.
+# Our section -> sections of other tools; "": our keys of that kind stand at the top level.
 _SECTIONS = {
     "": "training trainer train job training_args training_arguments run",
     "data": "dataset datasets train_dataset training_dataset data_config dataloader",
@@ -382,7 +384,8 @@ _SECTIONS = {
 # Sections of other tools -> ours.
 SECTION_ALIASES = invert_aliases(_SECTIONS)
 
-# Words of other tools whose matter is nothing here, or something else than a word like them.
+# Last words of other tools' keys that get no hint: there is no such key here, and one that is
+# spelled like it means something else.
 NOTHING_LIKE_IT = frozenset(
     "save_strategy eval_strategy evaluation_strategy logging_strategy global_batch_size"
     " val_set_size val_size label_smoothing_factor end_weight_decay attn_implementation"
@@ -395,11 +398,11 @@ NOTHING_LIKE_IT = frozenset(
     " special_tokens max_prompt_length max_completion_length".split()
 )
 
-# Words of other tools that have no key here -> what there is in its place.
 _LOSS_KERNEL = (
     "the loss is always computed in memory.loss_chunks chunks, by fused_kernels on a GPU; leave"
     " it out"
 )
+# Key of another tool that has no key here -> what there is in its place, which ends the error.
 ANSWERS = {
     "loss_kernel": _LOSS_KERNEL,
     "memory.loss_kernel": _LOSS_KERNEL,
@@ -432,7 +435,7 @@ GENERIC = frozenset(
     " implementation device".split()
 )
 
-# Our choice, and what goes with it -> what people write in other tools.
+# Our choice -> what people write in other tools. ` with ` joins a second key that the choice takes.
 _CHOICES = {
     "fp32": "float32 float",
     "bf16": "fp16 float16 16 bfloat16",
@@ -473,5 +476,6 @@ _CHOICES = {
     "1f1b": "one_forward_one_backward",
 }
 
-# What people write in other tools -> the choice here.
+# What people write in other tools, in lower case -> the choice here, such as `bf16`, or
+# `adamw with optimizer.state_bits=8`.
 CHOICE_ALIASES = {word: ours for ours, words in _CHOICES.items() for word in words.split()}

@@ -1,9 +1,9 @@
 """Check the values of config files and overrides against the schema, and collect all faults.
 
 `load.py` makes a `CollectedSettings` and fills it by `check_section`, `check_value` and the like
-from the YAML tree of each file and override. A value with a reference to another key
-(`${optimizer.lr}`) waits in `pending` until everything is read (`fill_pending`). `find_hint`
-suggests a key for one that the schema does not have, by spelling and other tools' names.
+from the tree of `YamlNode`s of each file and override (`key=value` on the command line). A value
+with a reference to another key (`${optimizer.lr}`) waits in `pending` until everything is read
+(`fill_pending`). `find_hint` suggests a key in place of an unknown one.
 """
 
 from collections.abc import Iterable
@@ -32,6 +32,7 @@ from recipe_lib.config.suggest import find_nearest, format_word, quote, show
 # Enough to correct a file at once; a file that is no config at all does not give a thousand lines.
 MAX_FAULTS = 50
 
+# The place of overrides in errors, and in `Setting.where`.
 COMMAND_LINE = "command line"
 
 
@@ -41,7 +42,8 @@ class Setting:
 
     # Converted to the key's type.
     value: Any
-    # Where it was set: `configs/demo/full.yaml:7`, `command line` or `default`.
+    # Where it was set: `configs/demo/full.yaml:7` or `command line`; both, joined by a comma, if an
+    # override changed a part of the value.
     where: str
 
 
@@ -70,33 +72,38 @@ class Pending:
     # The value with its references.
     node: YamlNode
     source: Source
-    # Line in the file.
+    # Of its key in the file, counted from 1; 1 for an override.
     line: int
-    # Whether it is an override, whose text names the key.
+    # Whether it is from an override. Errors begin with the override's text, which names the key.
     typed: bool
 
 
 @dataclass
 class CollectedSettings:
-    """The settings of files and overrides, and the faults among them."""
+    """The settings of files and overrides, and the faults among them.
 
+    A key is doubtful if it has a fault, or an unknown key was probably meant to be it: it keeps its
+    default, and no combination of settings with it is checked.
+    """
+
+    # The keys and sections that the config may have.
     schema: Schema
-    # Dotted key -> its value.
+    # Dotted key -> its value, converted; a key that is not set has no entry.
     settings: dict[str, Setting] = field(default_factory=dict)
     # Dotted key -> a value with references (`${key}`) that are not filled in yet.
     pending: dict[str, Pending] = field(default_factory=dict)
     # Lines of the error, at most MAX_FAULTS.
     faults: list[str] = field(default_factory=list)
-    # Keys with a fault: they keep their default, and rules about them are not checked.
+    # Dotted keys, see above.
     doubtful: set[str] = field(default_factory=set)
-    # Whether there are more faults than are kept.
+    # Whether there are more faults than are kept; checks end early then.
     full: bool = False
 
     def add_fault(self, place: str, name: str, fault: str, *, doubt: bool = True) -> None:
         """Add a fault.
 
-        place: beginning of the line. name: of the key; empty if the line needs none. doubt: mark
-        the key as doubtful, so that no rule about it is checked.
+        place: beginning of the line. name: the dotted key or section; empty if the line needs none.
+        doubt: mark it as doubtful.
         """
         if len(self.faults) < MAX_FAULTS:
             self.faults.append(f"{place}: {show(name)}: {fault}" if name else f"{place}: {fault}")
@@ -113,7 +120,7 @@ class CollectedSettings:
         )
 
     def sort_by_line(self, file: str, start: int) -> None:
-        """Sort the faults from index `start` on, all of one file, by line."""
+        """Sort the faults from index `start` on by line; all have to begin with `FILE:LINE:`."""
         # The parser's faults were added before those of the schema.
         self.faults[start:] = sorted(
             self.faults[start:],
@@ -122,15 +129,15 @@ class CollectedSettings:
 
     def list_faults(self) -> list[str]:
         """Return the lines of the error."""
-        more = [f"the first {MAX_FAULTS} faults are shown; there are more"] if self.full else []
-        return [*self.faults, *more]
+        ending = [f"the first {MAX_FAULTS} faults are shown; there are more"] if self.full else []
+        return [*self.faults, *ending]
 
     def list_judged_keys(self) -> set[str]:
-        """Return the keys without a fault, whose rules are checked."""
+        """Return all keys that are not doubtful; combinations of these are checked."""
         return set(self.schema.keys) - self.doubtful
 
     def format_last_places(self, names: Iterable[str], default: str) -> str:
-        """Return where these keys were set: the last line of each file, and the command line.
+        """Return where these keys were set: the last of their lines in each file, the command line.
 
         default: returned if none of them was set.
         """
@@ -139,9 +146,10 @@ class CollectedSettings:
             # A mapping may be set in a file and by an override: `c.yaml:3, command line`.
             places = self.settings[name].where.split(", ") if name in self.settings else []
             for place in places:
+                # `command line` has no colon: its file is empty.
                 file, _, line = place.rpartition(":")
                 last_lines[file] = max(last_lines.get(file, 0), int(line) if file else 0)
-        # Reverse order puts the command line, whose file is "", last.
+        # Reverse order puts the command line, whose file is empty, last.
         places = [
             f"{file}:{line}" if file else COMMAND_LINE
             for file, line in sorted(last_lines.items(), reverse=True)
@@ -155,14 +163,19 @@ class CollectedSettings:
 
 
 def check_section(checked: CollectedSettings, section: str, node: YamlNode, source: Source) -> None:
-    """Check the entries of a section, sections inside it too."""
+    """Check the entries of a section, sections inside it too.
+
+    section: its dotted name; empty for the top level. node: a mapping.
+    """
     schema = checked.schema
     for word, (line, value) in node.entries.items():
         if checked.full:
             return
         name = f"{section}.{word}" if section else word
+        # The empty name is the section of the top level, never one inside it.
         if name in schema.sections and word:
             check_section_value(checked, name, value, source=source, line=line)
+        # A dotted name in a file is an error that `report_unknown_key` explains.
         elif name in schema.keys and "." not in word:
             check_value(checked, schema.keys[name], value, source=source, line=line)
         else:
@@ -172,14 +185,14 @@ def check_section(checked: CollectedSettings, section: str, node: YamlNode, sour
 def check_section_value(
     checked: CollectedSettings, name: str, value: YamlNode, *, source: Source, line: int
 ) -> None:
-    """Check the value of a section; `""` is the top level, a full file."""
+    """Check the value of a section, which has to be a mapping or empty; `""` is the whole file."""
     if value.kind == "mapping":
         check_section(checked, section=name, node=value, source=source)
     elif value.kind == "broken":
         checked.mark_doubtful(name)
     elif not value.is_empty:
-        words = [child.removeprefix(f"{name}.") for child in checked.schema.list_children(name)]
-        expected = f"a section of keys ({', '.join(words)})" if name else "lines of `key: value`"
+        children = [child.removeprefix(f"{name}.") for child in checked.schema.list_children(name)]
+        expected = f"a section of keys ({', '.join(children)})" if name else "lines of `key: value`"
         checked.add_fault(
             source.format_fault_place(line),
             name,
@@ -201,7 +214,7 @@ def check_value(
     """Check a key's value and store it; one with references waits for `fill_pending`.
 
     typed: the value is an override's, whose text in an error names the key. written: text of the
-    value before its references were filled in; None: it had none.
+    value before its references were filled in, empty for a list or mapping; None: it had none.
     """
     if written is None and value.is_interpolated:
         checked.pending[key.name] = Pending(value, source=source, line=line, typed=typed)
@@ -233,10 +246,12 @@ def fill_pending(checked: CollectedSettings) -> None:
         return
     schema = checked.schema
     pending = dict(checked.pending)
+    # Key -> the full names that its value refers to.
     named_keys = {
         key: list_names(value.node.collect_texts(), key) for key, value in pending.items()
     }
     order = _order_pending(checked, pending, named_keys)
+    # A reference to a key that is not set is to its default.
     values = {name: key.default for name, key in schema.keys.items() if name not in pending}
     values |= {name: setting.value for name, setting in checked.settings.items() if name in values}
     named_values = NamedValues(
@@ -268,12 +283,17 @@ def fill_pending(checked: CollectedSettings) -> None:
 def _order_pending(
     checked: CollectedSettings, pending: dict[str, Pending], named_keys: dict[str, list[str]]
 ) -> list[str]:
-    """Return the pending keys, each after those that it refers to; refuse and remove cycles."""
+    """Return the pending keys, each after those that it refers to.
+
+    Keys that refer to each other in a circle are refused, and removed from `checked.pending` and
+    `named_keys`.
+    """
     while True:
         try:
             return order_keys(named_keys)
         except CycleError as error:
             circle = set(error.args[1])
+            # One line for the circle, at the key that was set last.
             last = [key for key in named_keys if key in circle][-1]
             node = pending[last].node
             text = next(text for text in node.collect_texts() if "${" in text)
@@ -292,6 +312,7 @@ def _order_pending(
 
 
 def _names_doubtful_key(checked: CollectedSettings, names: list[str]) -> bool:
+    # A name may be a section that holds a doubtful key, or a part of its value.
     return any(any(are_related(name, doubtful) for doubtful in checked.doubtful) for name in names)
 
 
@@ -322,6 +343,7 @@ def _fill_node(node: YamlNode, key: str, named: NamedValues) -> YamlNode:
 
 
 def _write_node(value: Any, line: int) -> YamlNode:
+    """Return the node of a value that a reference stands for, as if written at that line."""
     if isinstance(value, list):
         return YamlNode("list", line, items=[_write_node(item, line) for item in value])
     if isinstance(value, dict):
@@ -335,27 +357,29 @@ def _write_node(value: Any, line: int) -> YamlNode:
 def check_items(
     checked: CollectedSettings, key: Key, value: YamlNode, *, source: Source, line: int
 ) -> None:
-    """Check a list of sections, and store it if none has a fault.
+    """Check a list of sections, as `data.sources`, and store it if none has a fault.
 
     A fault has its own line and the full key: `data.sources[1].weight`.
     """
-    items = []
+    items = []  # objects of the sections' class
     for index, node in enumerate(value.items):
-        # With the keys of this item, and the common list of faults.
+        # A schema with the keys of this item, and the common list of faults.
         inner = CollectedSettings(build_item_schema(key, index), faults=checked.faults)
-        name = next(iter(inner.schema.sections))
+        name = next(iter(inner.schema.sections))  # the only one, `data.sources[1]`
         num_faults = len(checked.faults)
-        place = source.format_fault_place(node.line)
+        fault_place = source.format_fault_place(node.line)
         if node.kind == "broken":
             inner.mark_doubtful(name)
         elif node.kind != "mapping":
-            words = ", ".join(word.rpartition(".")[2] for word in inner.schema.keys)
+            children = ", ".join(key_name.rpartition(".")[2] for key_name in inner.schema.keys)
             inner.add_fault(
-                place, name, f"found {describe_node(node)}, expected a section of keys ({words})"
+                fault_place,
+                name,
+                f"found {describe_node(node)}, expected a section of keys ({children})",
             )
         else:
             check_section(inner, section=name, node=node, source=source)
-            check_required(inner, place)
+            check_required(inner, fault_place)
         checked.full |= inner.full
         if len(checked.faults) > num_faults or inner.doubtful:
             checked.mark_doubtful(key.name)
@@ -369,7 +393,10 @@ def check_items(
 
 
 def check_required(checked: CollectedSettings, place: str) -> None:
-    """Add a fault for each key without a default that is not set."""
+    """Add a fault for each key without a default that is neither set nor doubtful.
+
+    place: beginning of its line.
+    """
     for name, key in checked.schema.keys.items():
         if key.required and name not in checked.settings and name not in checked.doubtful:
             checked.add_fault(place, name, f"is not set, expected {describe_expected(key)}")
@@ -386,7 +413,7 @@ def report_unknown_key(
 ) -> None:
     """Add a fault for a key that the schema does not have, with a hint at the key that was meant.
 
-    value: of the key. typed: the key is an override's.
+    value: of the key; None: of no use for a hint. typed: the key is an override's.
     """
     if value is not None and value.entries and _normalize(name) in read_aliases().sections:
         # A section of other tools, such as torchtitan's `training`: its keys may have a name here,
@@ -409,18 +436,21 @@ def report_unknown_key(
 
 
 def _is_broken(node: YamlNode) -> bool:
+    """Return True if a part of a node was refused, and reported, when the YAML was read."""
     return node.kind == "broken" or any(_is_broken(part) for part in node.list_inner())
 
 
 # Hints for an unknown key: its name here, the nearest spelling, or nothing. A wrong hint is worse
 # than none: another tool's name leads to ours only if both mean the same, and a spelling only if
-# each word of it is near.
+# its section is one of ours too. `read_aliases` has other tools' names of keys and sections, and
+# answers (texts) on keys that have no counterpart here.
 
 
 def find_hint(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str, list[str]]:
     """Return (hint for an error line, such as `; did you mean X?`; the keys that it names).
 
-    in_file: the key is from a file, not from an override.
+    in_file: the key is from a file, not from an override. The keys are empty if the hint names none
+    that was probably meant.
     """
     meant_keys = find_meant_keys(name, schema)
     section, _, word = name.rpartition(".")
@@ -435,15 +465,16 @@ def find_hint(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str,
     if meant_keys:
         return f"; did you mean {' or '.join(meant_keys)}?", meant_keys
     if ours := _find_section(section, schema):
-        words = [child.removeprefix(f"{ours}.") for child in schema.list_children(ours)]
-        return f"; the keys of {ours} are {', '.join(words)}", []
+        children = [child.removeprefix(f"{ours}.") for child in schema.list_children(ours)]
+        return f"; the keys of {ours} are {', '.join(children)}", []
     return "; `tune cat CONFIG --describe` lists all keys", []
 
 
 def find_meant_keys(name: str, schema: Schema) -> list[str]:
     """Return the keys that an unknown name may mean, mostly one or none.
 
-    They are found by other tools' names, the keys of the section, and the nearest spelling.
+    They are found, in this order, by another tool's name for the whole key, by the keys of its own
+    section, and among all keys; in a scope, another tool's name goes before a spelling.
     """
     valid = [name for name in (*schema.keys, *schema.sections) if name]
     alias = read_aliases().keys.get(_normalize(name), name)
@@ -452,16 +483,18 @@ def find_meant_keys(name: str, schema: Schema) -> list[str]:
     ours = _find_section(section, schema)
     if alias in valid:
         return [alias]
+    # NOTHING_LIKE_IT: other tools' words whose nearest spelling here means something else.
     if word in NOTHING_LIKE_IT or ours is None:
         return []
     if section.endswith("]"):
         # The items of a list, such as data.sources[0], have mostly the keys of the outer section.
         alias = read_aliases().keys.get(f"{section.partition('.')[0]}.{word}", "")
-        inside = f"{section}.{alias.rpartition('.')[2]}"
-        if inside in valid:
-            return [inside]
-    # First among the keys of its own section, then among all of them.
+        item_key = f"{section}.{alias.rpartition('.')[2]}"
+        if item_key in valid:
+            return [item_key]
+    # Its own section first, then all keys: (the name by which aliases may have it, keys to search).
     scopes = [(f"{ours}.{word}", schema.list_children(ours))] if ours else []
+    # GENERIC: words such as `name` that say little without their section.
     if not section or word not in GENERIC:
         scopes.append((word, valid))
     for scoped_name, keys in scopes:
@@ -469,14 +502,20 @@ def find_meant_keys(name: str, schema: Schema) -> list[str]:
         if alias in valid:
             return [alias]
         if similar_keys := _find_similar_keys(word, keys, in_section=bool(ours)):
+            # A key of the top level is the likeliest.
             return [key for key in similar_keys if "." not in key] or similar_keys[:3]
     return []
 
 
 def _find_similar_keys(word: str, keys: list[str], *, in_section: bool) -> list[str]:
-    words = [key.rpartition(".")[2] for key in keys]
-    is_exact = word in words or word in GENERIC
-    similar_word = word if is_exact else find_misspelled_name(word, words)
+    """Return those of `keys` whose last word is `word`, or its nearest spelling.
+
+    in_section: the unknown key stands in a section of ours.
+    """
+    last_words = [key.rpartition(".")[2] for key in keys]
+    # Of a generic word no misspelling is sought.
+    is_exact = word in last_words or word in GENERIC
+    similar_word = word if is_exact else find_misspelled_name(word, last_words)
     if similar_word in ("name", "type") and not in_section:
         return []  # many sections have such a key
     return [key for key in keys if key.rpartition(".")[2] == similar_word]
@@ -485,10 +524,12 @@ def _find_similar_keys(word: str, keys: list[str], *, in_section: bool) -> list[
 def find_misspelled_name(written: str, valid: Iterable[str]) -> str | None:
     """Return the valid name that `written` is a misspelling of; None: of none.
 
-    The cutoff is higher than for choices: among so many keys, one is always similar.
+    The cutoff, a ratio of difflib, is higher than for choices: among so many keys, one is always
+    similar.
     """
     # difflib counts two swapped letters as two mistakes.
     anagram = next((name for name in valid if sorted(name) == sorted(written)), None)
+    # Of a short word one letter is a larger share.
     return anagram or find_nearest(written, valid, cutoff=0.85 if len(written) > 4 else 0.8)
 
 
@@ -497,10 +538,10 @@ def _normalize(name: str) -> str:
 
 
 def _find_section(section: str, schema: Schema) -> str | None:
-    """Return the section that a written one means; None: none.
+    """Return the section of ours that a written one means; None: none.
 
-    It may be a section of ours, another tool's name, or a misspelling. `""`: its keys are at the
-    top level here.
+    It may be written as ours, by another tool's name, or misspelled. `""`: its keys are at the top
+    level here.
     """
     outer = _normalize(section.partition(".")[0])
     ours = section if section in schema.sections else read_aliases().sections.get(outer)
@@ -517,11 +558,11 @@ def _describe_owner(name: str, schema: Schema) -> str:
     if _normalize(name) in read_aliases().ambiguous or "[" in name:
         return ""
     for recipe, config_class in read_recipe_configs().items():
-        view = read_schema(config_class)
-        meant_keys = find_meant_keys(name, view)
+        owner = read_schema(config_class)
+        meant_keys = find_meant_keys(name, owner)
         if len(meant_keys) != 1:
             continue
         key = meant_keys[0]
         if key not in schema.keys and key not in schema.sections:
-            return f"{key} is a {'key' if key in view.keys else 'section'} of the recipe {recipe}"
+            return f"{key} is a {'key' if key in owner.keys else 'section'} of the recipe {recipe}"
     return ""

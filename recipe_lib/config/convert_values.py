@@ -1,9 +1,9 @@
 """Convert the text of a config value to the type of its key, or report what was expected.
 
-`load.py` calls `convert(node, key)` for each value of a YAML file or command line.
-`describe_expected(key)` is the text on a key's values in errors and docs/config.md. A value may
-refer to other keys, `${section.key}`: once all files and overrides are read, `NamedValues` fills
-such references in, in the order of `order_keys`.
+`check_settings.py` calls `convert(node, key)` for each value of a YAML file or command line. A node
+is a value as written (`YamlNode`), a key declares its types and limits (`flat_schema.key`). A value
+may refer to other keys, `${section.key}`: once all files and overrides are read, `NamedValues`
+fills these references in, in the order of `order_keys`.
 """
 
 import dataclasses
@@ -22,20 +22,32 @@ from recipe_lib.config.paths import find_example_file
 from recipe_lib.config.read_yaml import YamlNode
 from recipe_lib.config.suggest import did_you_mean, format_word, quote, show
 
-LARGEST_INTEGER = 2**63 - 1
+LARGEST_INTEGER = 2**63 - 1  # of int64
 # Bytes of a file's name and of a path. Linux allows paths of 4,096 bytes; the rest is for files
 # inside a folder that the config names.
 LONGEST_NAME = 255
 LONGEST_PATH = 4000
 
-# Spellings without quotes; truth values as in YAML 1.1, only where one is expected.
+# Spellings without quotes. Truth values, in any case of letters, are those of YAML 1.1; they are
+# read where true or false is expected, and in `read_untyped`.
 _NULL = ("null", "Null", "NULL", "~")
 _TRUE = ("true", "yes", "on")
 _FALSE = ("false", "no", "off")
 _INTEGER = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.?(?:nan|inf|infinity)", re.IGNORECASE)
+# Control characters, Unicode's line separators, and surrogates (bytes that are no UTF-8).
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+# Entries of `Key.limits` that this module reads, each only if given:
+#   choices           the legal values; of a list, of each item
+#   kind              the registry whose names are the legal values, such as `optimizer.name`
+#   also              further legal values, out of the bounds or beside a registry's names
+#   items             legal items of the list that may stand in place of a choice
+#   minimum, maximum  inclusive bounds; `above` and `below` are exclusive ones
+#   most              upper bound far above sensible values, told only when it is exceeded
+#   length            number of items of a list
+#   path              True: the text is a file or folder
 
 
 class MismatchError(Exception):
@@ -46,8 +58,10 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
     """Return the value of a node in the type of its key. Raises MismatchError if it does not fit.
 
     typed: the value is from a command line, where text that looks like a number needs no quotes.
+    None is returned for null, if the key may be null.
     """
     _refuse_interpolation(node)
+    # `key:` in a file is null, as in YAML; `key=` on a command line is an empty text.
     if is_null(node) and not (typed and node.is_empty):
         if key.optional:
             return None
@@ -73,9 +87,10 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
 
 
 def _convert_path(value: str, key: Key) -> str:
-    """Return a path with `~` expanded, and with the demo's files where they are installed.
+    """Return a path with `~` expanded.
 
-    Raises MismatchError for a path that is too long for a file system.
+    A path of the shipped examples (`examples/...`) that is not here is one of the installed
+    package. Raises MismatchError for a path that is too long for a file system.
     """
     path = find_example_file(os.path.expanduser(value))
     longest_name = max(len(os.fsencode(part)) for part in path.split("/"))
@@ -91,6 +106,11 @@ def _convert_path(value: str, key: Key) -> str:
 
 
 def _convert_to_kind(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
+    """Return the value of a node as one of the key's types, `kind`.
+
+    typed: as for `convert`, also in the functions below. Each raises MismatchError if the node does
+    not fit.
+    """
     origin = get_origin(kind)
     if origin is list:
         return _convert_list(node, item_kind=get_args(kind)[0], key=key, typed=typed)
@@ -101,6 +121,7 @@ def _convert_to_kind(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
     value = _convert_scalar(node, kind=kind, key=key, typed=typed, is_choice=True)
     if kind is bool:  # choices and bounds belong to the key's other types
         return value
+    # Of a key that takes text or a number, bounds are the number's.
     if len(key.kinds) == 1 or not isinstance(value, str):
         _check_limits(value, key, node.text)
     elif "choices" in key.limits:
@@ -109,10 +130,10 @@ def _convert_to_kind(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
 
 
 def _convert_scalar(node: YamlNode, kind: Any, key: Key, typed: bool, *, is_choice: bool) -> Any:
-    """Return the value of a scalar node.
+    """Return the value of a scalar node, of type `kind`; its limits are not checked here.
 
-    is_choice: if the key has choices, the value must be one of them. So a text that looks like a
-    number needs no quotes.
+    is_choice: False for a part of a value, to which the key's choices do not apply. Where they do,
+    a text that looks like a number needs no quotes.
     """
     if node.kind != "scalar":
         raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
@@ -128,6 +149,7 @@ def _convert_scalar(node: YamlNode, kind: Any, key: Key, typed: bool, *, is_choi
 
 
 def _convert_bool(node: YamlNode, key: Key) -> bool:
+    # Quoted, it is a text.
     is_word = node.text.lower() in (*_TRUE, *_FALSE)
     if node.quoted or not is_word:
         raise _build_mismatch(node, key, only_the_quotes=is_word)
@@ -145,7 +167,7 @@ def _convert_int(node: YamlNode, key: Key) -> int:
             f"found {show(node.text)}, expected {describe_expected(key)}; write it without leading"
             " zeros"
         )
-    # The number of digits first: `int` raises ValueError for more than 4,300 of them.
+    # The number of digits first (2^63 has 19): `int` raises ValueError for more than 4,300 of them.
     if len(digits) > 19 or int(digits) > LARGEST_INTEGER:
         raise MismatchError(
             f"found {show(node.text)}, expected {describe_expected(key)}; at most {LARGEST_INTEGER}"
@@ -195,7 +217,7 @@ def _convert_text(node: YamlNode, key: Key, any_word: bool) -> str:
 
 
 def _convert_list(node: YamlNode, item_kind: Any, key: Key, typed: bool) -> list[Any]:
-    # A list of sections is not converted here: `check_items` goes through it.
+    # A list of sections is not converted here, but by `check_settings.check_items`.
     if node.kind != "list" or dataclasses.is_dataclass(item_kind):
         raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
     # If the key takes a scalar as well as a list, its choices and bounds belong to the scalar.
@@ -210,6 +232,7 @@ def _convert_list(node: YamlNode, item_kind: Any, key: Key, typed: bool) -> list
         if is_only_type:
             _check_limits(value, key, item.text)
     length = key.limits.get("length")
+    # Where a scalar may stand in its place, an empty list is refused.
     if (length is not None and len(values) != length) or (not values and len(key.kinds) > 1):
         raise MismatchError(
             f"found {describe_node(node)} of {len(values)}, expected {describe_expected(key)}"
@@ -218,6 +241,7 @@ def _convert_list(node: YamlNode, item_kind: Any, key: Key, typed: bool) -> list
 
 
 def _convert_mapping(node: YamlNode, value_kind: Any, key: Key, typed: bool) -> dict[str, Any]:
+    # A node's entries are name -> (line, value).
     if node.kind != "mapping":
         raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
     for name in node.entries:
@@ -230,7 +254,10 @@ def _convert_mapping(node: YamlNode, value_kind: Any, key: Key, typed: bool) -> 
 
 
 def read_untyped(node: YamlNode) -> Any:
-    """Return a value for a key of any type, as YAML 1.1 reads it; but `1e-5` is a number."""
+    """Return a value for a key of any type, as YAML 1.1 reads it, with two exceptions.
+
+    `1e-5` is a number, not text, and `010` is decimal, not octal.
+    """
     if node.kind == "list":
         return [read_untyped(item) for item in node.items]
     if node.kind == "mapping":
@@ -243,10 +270,15 @@ def read_untyped(node: YamlNode) -> Any:
         return node.text.lower() in _TRUE
     if _INTEGER.fullmatch(node.text) and len(node.text) < 100:
         return int(node.text)
+    # A longer integer is a float here.
     return float(node.text) if _NUMBER.fullmatch(node.text) else node.text
 
 
 def _check_limits(value: Any, key: Key, written: str) -> None:
+    """Raise MismatchError for a value that is no choice of its key, or outside its bounds.
+
+    written: the value's text, as errors quote it.
+    """
     limits = key.limits
     choices = _list_choices(key.kinds[0], key)
     if choices is not None:
@@ -258,7 +290,7 @@ def _check_limits(value: Any, key: Key, written: str) -> None:
 
 
 def _list_choices(kind: Any, key: Key) -> list[Any] | None:
-    """Return the values that a key allows, for one of its types; None: any of that type."""
+    """Return the only values of type `kind` that a key allows; None: any of that type."""
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     if "choices" in key.limits:
@@ -270,20 +302,25 @@ def _list_choices(kind: Any, key: Key) -> list[Any] | None:
 
 
 def _check_choice(value: Any, choices: Iterable[Any], key: Key) -> None:
+    """Raise MismatchError, with the choice that was probably meant, if a value is none of them."""
     choices = list(choices)
     if value in choices:
         return
-    words = [str(choice) for choice in choices]
+    choice_texts = [str(choice) for choice in choices]
     written = str(value)
+    # What other tools call a choice, such as `adamw` or `adamw with optimizer.state_bits=8`.
     alias = CHOICE_ALIASES.get(written.lower(), "")
+    # Of a key that takes a word or a list of module names, such as `layers.*.mlp`.
     is_pattern = len(key.kinds) > 1 and ("." in written or "*" in written)
     if is_pattern or value in key.limits.get("items", ()):
         hint = f"; write [{show(written)}]"  # it is an item of a list that the key takes as well
-    elif alias.split(" with ")[0] in words:
+    elif alias.split(" with ")[0] in choice_texts:
         hint = f"; did you mean {alias}?"
     else:
         outline = _outline_word(written)
-        hint = did_you_mean(written, [word for word in words if _outline_word(word) == outline])
+        hint = did_you_mean(
+            written, [text for text in choice_texts if _outline_word(text) == outline]
+        )
     raise MismatchError(f"found {quote(written)}, expected {describe_expected(key)}{hint}")
 
 
@@ -296,6 +333,7 @@ def _outline_word(word: str) -> tuple[str, list[str]]:
 
 
 def _is_within_bounds(value: Any, key: Key) -> bool:
+    # What is no number has no bounds.
     limits = key.limits
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or value in limits.get("also", ()):
@@ -310,13 +348,14 @@ def _is_within_bounds(value: Any, key: Key) -> bool:
 
 def describe_expected(key: Key) -> str:
     """Return a text on the values that a key takes: `an integer >= 1, or null`."""
-    words = [_describe_kind(kind, key) for kind in key.kinds]
+    texts = [_describe_kind(kind, key) for kind in key.kinds]
     if key.optional and Any not in key.kinds:
-        words.append("null")
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}, or {words[-1]}"
+        texts.append("null")
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])}, or {texts[-1]}"
 
 
 def _describe_kind(kind: Any, key: Key) -> str:
+    """Return the part of `describe_expected` that is about one of the key's types."""
     origin = get_origin(kind)
     if origin is list:
         return _describe_list(get_args(kind)[0], key, only=len(key.kinds) == 1)
@@ -333,6 +372,10 @@ def _describe_kind(kind: Any, key: Key) -> str:
 
 
 def _describe_list(item: Any, key: Key, *, only: bool) -> str:
+    """Return a text on the lists that a key takes.
+
+    item: the type of the list's items. only: the key takes nothing but a list.
+    """
     limits = key.limits
     if dataclasses.is_dataclass(item):
         return f"a list of sections ({', '.join(field.name for field in dataclasses.fields(item))})"
@@ -356,7 +399,10 @@ _NOUNS: dict[Any, tuple[str, str]] = {
 
 
 def describe_bounds(limits: Mapping[str, Any]) -> str:
-    """Return a text on bounds, such as ` >= 0 and < 1`; empty without bounds."""
+    """Return a text on bounds, such as ` >= 0 and < 1`; empty without bounds.
+
+    limits: those of a key, see above.
+    """
     signs = (("minimum", ">="), ("above", ">"), ("maximum", "<="), ("below", "<"))
     parts = [f"{sign} {limits[name]}" for name, sign in signs if name in limits]
     also = "".join(f", or {value}" for value in limits.get("also", ()))
@@ -376,6 +422,10 @@ def describe_node(node: YamlNode) -> str:
 
 
 def _build_mismatch(node: YamlNode, key: Key, *, only_the_quotes: bool = False) -> MismatchError:
+    """Return the error of a node that does not fit its key.
+
+    only_the_quotes: the node would fit without its quotes, if it has any.
+    """
     if node.quoted and only_the_quotes:
         return MismatchError(
             f"found {quote(node.text)} in quotes, expected {describe_expected(key)}; remove the"
@@ -406,6 +456,7 @@ def _sort_by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
 
     Text is last, as every scalar is text.
     """
+    # Sorted by the first test that tells two types apart.
     tests: list[Callable[[Any], bool]] = [
         lambda kind: (get_origin(kind) is list) == (node.kind == "list"),
         lambda kind: (get_origin(kind) is dict) == (node.kind == "mapping"),
@@ -414,10 +465,11 @@ def _sort_by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
     return sorted(kinds, key=lambda kind: [not test(kind) for test in tests])
 
 
-# `${section.key}` in a value stands for the value of another key; `${.key}` for one of the same
-# section. OmegaConf's resolvers, such as environment variables, are refused: a config must mean the
-# same everywhere.
+# References: `${section.key}` in a value stands for the value of another key, `${.key}` for one of
+# the same section. OmegaConf's resolvers, such as environment variables, are refused: a config must
+# mean the same everywhere.
 
+# A reference; group 1 is its name, with the dots of a relative one.
 _NAME = re.compile(r"\$\{\s*(\.*[\w-]+(?:\.[\w-]+|\[[\w-]+\])*)\s*\}")
 _RESOLVER = re.compile(r"\$\{\s*[^${}]*:")
 
@@ -426,27 +478,33 @@ _RESOLVER = re.compile(r"\$\{\s*[^${}]*:")
 MOST_CHARACTERS = 2**18
 # Characters that each reference counts for, even if its value is shorter: each takes time.
 _LEAST_CHARACTERS = 256
+# Follows the quoted text in an error.
 IN_A_CIRCLE = ": the keys name each other in a circle; write one value itself"
 
 
 class InterpolationError(Exception):
     """A reference cannot be filled in. The text is `found ...; remedy`."""
 
-    line = 0  # line of the value in its file, set by the caller
+    line = 0  # of the value in its file, counted from 1; set by who catches it, 0 before
 
 
 class NamedValues:
     """The values of a config, by which references in texts (`${section.key}`) are filled in."""
 
     def __init__(self, values: Mapping[str, Any], explain: Callable[[str], str]) -> None:
-        """Hold values by dotted key. explain: returns the remedy for a name that is no key."""
+        """Hold values by dotted key.
+
+        explain: called with a name that is no key; returns the rest of the error, which follows the
+        quoted text and so begins with `, expected ...` or `: ...`.
+        """
         # Imported here: it takes 0.1 s, and few configs have references.
         import omegaconf
 
         self.omegaconf = omegaconf
+        # OmegaConf finds a part of a value too, such as `data.sources[0].weight`.
         self.tree = omegaconf.OmegaConf.create()
         self.explain = explain
-        self.characters_left = MOST_CHARACTERS
+        self.characters_left = MOST_CHARACTERS  # for all references of the config together
         for key, value in values.items():
             self.put(key, value)
 
@@ -457,10 +515,10 @@ class NamedValues:
         )
 
     def fill(self, text: str, key: str) -> Any:
-        """Return the text of a key with its references filled in.
+        """Return a text of the key `key` with its references filled in.
 
         A text that is nothing but one reference becomes the value itself, in its type. Raises
-        InterpolationError.
+        InterpolationError for a reference that names no key, a resolver, or too much text.
         """
         _check_form(text)
         try:
@@ -473,14 +531,15 @@ class NamedValues:
             raise InterpolationError(f"found {quote(text)}{error.args[0]}") from error
 
     def _find(self, name: str) -> Any:
-        """Return the value that a reference names.
+        """Return the value that a full name stands for.
 
-        Raises LookupError with the remedy if there is none, or if too much has been filled in.
+        Raises LookupError with the rest of the error, see `explain`, if there is none or if too
+        much has been filled in.
         """
-        conf = self.omegaconf.OmegaConf
+        config_tools = self.omegaconf.OmegaConf  # the class with its static functions
         try:
             # default=self stands for "no value", since None is a value.
-            value = conf.select(self.tree, name, default=self)
+            value = config_tools.select(self.tree, name, default=self)
         except self.omegaconf.errors.ConfigTypeError:  # a word where a list needs an index
             value = self
         if value is self:
@@ -490,11 +549,11 @@ class NamedValues:
             raise LookupError(
                 f": the names of the config grow beyond {MOST_CHARACTERS} characters; write it out"
             )
-        return conf.to_container(value) if conf.is_config(value) else value
+        return config_tools.to_container(value) if config_tools.is_config(value) else value
 
 
 def list_names(texts: Iterable[str], key: str) -> list[str]:
-    """Return the full names that the texts of a key refer to."""
+    """Return the full names that texts of the key `key` refer to, with repetitions."""
     names = []
     for text in texts:
         names += [_complete_name(name, key) for name in _NAME.findall(text)]
@@ -505,7 +564,8 @@ def list_names(texts: Iterable[str], key: str) -> list[str]:
 def order_keys(names: Mapping[str, Iterable[str]]) -> list[str]:
     """Return the keys, each after those that its value refers to.
 
-    names: key -> names in its value. Raises graphlib.CycleError with the keys of a cycle.
+    names: key -> full names in its value. Raises graphlib.CycleError, whose second argument is the
+    list of keys, if values refer to each other in a circle.
     """
     graph: dict[str, list[str]] = {}
     for key, names_in_value in names.items():
@@ -519,12 +579,15 @@ def order_keys(names: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def are_related(name: str, key: str) -> bool:
-    """Return True if a name is a key, a section that holds it, or a part of its value."""
+    """Return True if a name is a key's, a section's that holds it, or of a part of its value."""
     return name == key or key.startswith(f"{name}.") or name.startswith((f"{key}.", f"{key}["))
 
 
 def _complete_name(name: str, key: str) -> str:
-    """Return the full name of a relative one: `.lr` in `optimizer.eps` is `optimizer.lr`."""
+    """Return the full name of a relative one: `.lr` in `optimizer.eps` is `optimizer.lr`.
+
+    Each dot at the beginning leaves one more level of `key`; a name without one is full already.
+    """
     num_dots = len(name) - len(name.lstrip("."))
     sections = key.split(".")[:-num_dots] if num_dots else []
     return ".".join([*sections, name.lstrip(".")])

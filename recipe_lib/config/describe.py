@@ -1,7 +1,8 @@
-"""Writes what the schema says: `docs/config.md`, `tune cat --describe`, and a config as YAML.
+"""Write the keys of a config for users: `docs/config.md`, `tune cat --describe`, a config as YAML.
 
-`python -m recipe_lib.config.describe > docs/config.md` writes the page. `list_changed_levers` says
-which of a config's keys change the memory of a run.
+`python -m recipe_lib.config.describe > docs/config.md` writes the page. `list_changed_levers`
+returns the levers of a config: keys that trade memory for time or precision, at other values than
+their defaults. A key is a dotted name of the schema, `optimizer.lr`.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from recipe_lib.config.paths import read_recipe_configs
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import format_word
 
-# The lines of the page are wider than those of this file: a backslash joins two.
+# Beginning of docs/config.md. Its lines are wider than those of this file: a backslash joins two.
 _INTRODUCTION = """\
 # Config reference
 
@@ -53,7 +54,7 @@ MiB. No key takes a
 Python import path; names of your own come from `--plugin FILE`.
 """
 
-# Text that means itself without quotes, here and in YAML 1.1.
+# Text that means itself without quotes, here and in YAML 1.1; but for these words.
 _PLAIN_TEXT = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*(?:[:+][A-Za-z0-9_./-]+)*")
 _NOT_TEXT = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
 
@@ -61,22 +62,24 @@ _NOT_TEXT = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
 def format_markdown(*schemas: type) -> str:
     """Return the page `docs/config.md`, with the keys of these config classes.
 
-    None given: of every shipped recipe's.
+    Without an argument they are those of every shipped recipe.
     """
     views = [read_schema(schema) for schema in schemas or read_recipe_configs().values()]
     parts = [_INTRODUCTION]
-    done = set()
+    written_sections = set()
     for view in views:
         for section, title, keys in _list_sections(view):
-            if section in done:  # as in most recipes
+            # Sections of the same name have the same keys in all recipes.
+            if section in written_sections:
                 continue
-            done.add(section)
+            written_sections.add(section)
             heading = (
                 f"## `{section}`\n\n{title}{_describe_owners(section, views)}\n"
                 if section
                 else "## Top level\n"
             )
             parts += [heading, _format_table(keys)]
+    # A rule refuses a combination of settings.
     parts.append("## Incompatible settings\n\nEach is refused before anything is loaded.\n")
     rows = ["| keys | why | instead |", "|---|---|---|"]
     for rule in list_rules():
@@ -87,6 +90,7 @@ def format_markdown(*schemas: type) -> str:
 
 
 def _format_table(keys: list[Key]) -> str:
+    """Return a table with one row for each key; the last cell is what other tools call it."""
     rows = ["| key | default | legal values | what it does | elsewhere |", "|---|---|---|---|---|"]
     for key in keys:
         cells = (
@@ -96,7 +100,7 @@ def _format_table(keys: list[Key]) -> str:
             describe_key(key),
             key.limits.get("known_as", ""),
         )
-        # A bar would end the cell.
+        # A bar in a text would end its cell.
         escaped = [cell.replace("|", "\\|") for cell in cells]
         rows.append(f"| {' | '.join(escaped)} |")
     return "\n".join(rows) + "\n"
@@ -105,7 +109,7 @@ def _format_table(keys: list[Key]) -> str:
 def describe_key(key: Key, schema: Schema | None = None) -> str:
     """Return the key's line of description, and what it needs to have an effect.
 
-    schema: of one recipe; conditions on keys that it does not have are left out.
+    schema: of one recipe; conditions on keys that it does not have are left out. None: of all.
     """
     needs = key.limits.get("needs")
     if schema is not None and needs:
@@ -113,15 +117,16 @@ def describe_key(key: Key, schema: Schema | None = None) -> str:
         needs = tuple(
             need
             for need in all_needs
+            # A condition is an object, or a line that begins with a key: `parallel.pipeline > 1`.
             if isinstance(need, Condition) or need.partition(" ")[0] in schema.keys
         )
     return f"{key.help} Only with {describe_needs(needs)}." if needs else key.help
 
 
 def _describe_owners(section: str, views: list[Schema]) -> str:
-    """Return ` Recipes: ...`, those that have a section, unless all of them do."""
-    inside = section.partition("[")[0]
-    owners = [view for view in views if inside in view.sections or inside in view.keys]
+    """Return ` Recipes: ...`, of those that have a section; empty if all of them do."""
+    name = section.partition("[")[0]  # `data.sources` of the section `data.sources[0]`
+    owners = [view for view in views if name in view.sections or name in view.keys]
     if len(owners) == len(views):
         return ""
     names = ", ".join(f"`{view.keys['recipe'].default}`" for view in owners)
@@ -129,7 +134,7 @@ def _describe_owners(section: str, views: list[Schema]) -> str:
 
 
 def describe_text(schema: type = FullFinetuneConfig) -> str:
-    """Return every key for a terminal: name, default, legal values; then its description."""
+    """Return a config class' keys for a terminal: name, default, legal values, description."""
     lines: list[str] = []
     view = read_schema(schema)
     for section, title, keys in _list_sections(view):
@@ -150,11 +155,16 @@ def format_config(cfg: Any) -> str:
 
 
 def format_settings(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str:
-    """Return settings, by dotted key, as a config; those of a section follow each other."""
+    """Return settings as the YAML text of a config.
+
+    settings: dotted key -> value; those of a section have to follow each other. keys: of the
+    schema.
+    """
     lines: list[str] = []
-    open_sections: list[str] = []
+    open_sections: list[str] = []  # of the line before, the outermost first
     for name, value in settings.items():
         *sections, word = name.split(".")
+        # commonprefix compares the items of any sequences, not only letters.
         num_shared = len(os.path.commonprefix([open_sections, sections]))
         lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(num_shared, len(sections))]
         open_sections = sections
@@ -165,7 +175,7 @@ def format_settings(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str
             lines += [f"{indent}  - {format_value(item)}" for item in value]
             continue
         text = format_value(value)
-        # A bare `none` is refused where null is legal; elsewhere it is a choice like any other.
+        # `none` without quotes is refused where null is legal; as one of a key's choices it is not.
         is_none = isinstance(value, str) and value.lower() == "none"
         if is_none and "choices" not in keys[name].limits:
             text = json.dumps(value)
@@ -176,7 +186,7 @@ def format_settings(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str
 def format_value(value: Any) -> str:
     """Return a value as it is written in a config: `null`, `1e-05`, `[0.9, 0.95]`.
 
-    Text is quoted only where it must be.
+    Text is quoted only where it must be. A section object becomes `{key: value, ...}`.
     """
     if value is None or isinstance(value, bool):
         return format_word(value)
@@ -199,7 +209,10 @@ def _format_default(key: Key) -> str:
 
 
 def _list_sections(view: Schema) -> Iterator[tuple[str, str, list[Key]]]:
-    """Yield (section, its first line of description, its keys), the top level first."""
+    """Yield (section, the line that describes it, its keys), the top level first.
+
+    The section of a list's items, `data.sources[0]`, comes after the section that holds the list.
+    """
     for section, section_class in view.sections.items():
         keys = [view.keys[name] for name in view.list_children(section) if name in view.keys]
         yield section, _read_title(section_class), keys
@@ -216,8 +229,8 @@ def _read_title(section_class: type) -> str:
     return "" if first_line.startswith(f"{section_class.__name__}(") else first_line
 
 
-# Which keys change the memory of a run: these sections, and single keys of others;
-# those of a method are its config class's `memory_keys`.
+# The levers: all keys of these sections but NO_LEVERS, and single keys of others. Those of the
+# sections `dpo`, `reward` and `distill` are the `memory_keys` of their recipes' config classes.
 LEVER_SECTIONS = ("lora", "memory", "parallel")
 LEVERS = (
     "compile",
@@ -236,7 +249,7 @@ LEVERS = (
     "optimizer.stochastic_rounding",
     "optimizer.implementation",
 )
-# Of those sections what changes no peak of a step, and what the mesh says.
+# Keys of LEVER_SECTIONS that change no peak of a step, and the sizes of the mesh.
 NO_LEVERS = (
     "lora.alpha",
     "lora.rslora",
@@ -253,7 +266,7 @@ NO_LEVERS = (
 
 
 def list_changed_levers(cfg: Any) -> dict[str, str]:
-    """Return the levers of a config that are not at their defaults: key -> value as written."""
+    """Return the levers of a config that are not at their defaults: key -> value as in a config."""
     schema: type = type(cfg)
     single_keys = {*LEVERS, *cfg.memory_keys}
     levers = {}

@@ -1,8 +1,8 @@
-"""Declares the keys of a config, and flattens a config class.
+"""Declare the keys of a config, and flatten a config class to a table of dotted keys.
 
-The sections are dataclasses whose fields are made by `key`. `read_schema` flattens a config class
-into a `Schema`: every dotted key (`optimizer.lr`) with its types, its default and its limits.
-Files, command lines, errors and docs/config.md go by that view.
+A config class is a dataclass, and so is each of its sections; their fields are made by `key`.
+`read_schema` flattens it into a `Schema`: every dotted key (`optimizer.lr`) with its types, its
+default and its limits. Files, command lines, errors and docs/config.md are checked or made by it.
 """
 
 import dataclasses
@@ -33,19 +33,21 @@ def key(
     needs: Any = None,
     known_as: str | None = None,
 ) -> Any:
-    """Return the dataclass field of one key of a section.
+    """Return the dataclass field of one key of a section. Limits that are None do not apply.
 
     default: its value when the config does not set it.
-    help: one line, with the unit.
+    help: one line, with the unit, as users see it.
     choices: the only legal values; on a list, choices and bounds are those of each item.
-    kind: the registry (`recipe_lib.config.registry`) that its names live in.
+    kind: the registry whose names are legal, such as `optimizer.name`
+    (`recipe_lib.config.registry`); plugins add names to it.
     minimum, maximum: inclusive bounds. above, below: exclusive bounds.
     also: legal values outside of the bounds, or besides the names of a kind.
-    length: how many items a list has.
-    items: the only legal items of the list that may stand in place of a choice.
-    path: a file or folder, in which a `~` at the beginning is the user's home.
-    most: a bound far above every sensible value, which only an error over it names.
-    needs: what has to hold for it to have an effect (`recipe_lib.config.key_conditions`).
+    length: number of items of a list.
+    items: the only legal items of a list, for a key that takes a choice or a list.
+    path: True for a file or folder, in which a `~` at the beginning is the user's home.
+    most: an upper bound far above every sensible value, named only in the error for a larger one.
+    needs: a condition, or a tuple of them, without which the key has no effect: a line such as
+    `parallel.pipeline > 1`, or a `recipe_lib.config.key_conditions.Condition`.
     known_as: what torch, HF, PEFT, TRL, torchtitan, Megatron, torchtune or another tool calls it;
     or `none has it: ` and why.
     """
@@ -71,6 +73,7 @@ def key(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+# Types that a list's items, or a mapping's values, may have.
 SCALARS = (bool, int, float, str, Path)
 
 
@@ -80,24 +83,25 @@ class Key:
 
     # Dotted: `data.sources[1].weight`.
     name: str
-    # The types that it may hold, a union taken apart; None is left out of them.
+    # The types that it may hold: the members of a union, without None.
     kinds: tuple[Any, ...]
-    # None is legal.
+    # Whether null is legal.
     optional: bool
+    # None for a required key.
     default: Any
-    # There is no default: the config has to set it.
+    # Whether the config has to set it, since there is no default.
     required: bool
-    # The arguments of `key` that were given, by their names, `help` too.
+    # The arguments of `key` that were not None, by their names, `help` too.
     limits: Mapping[str, Any]
 
     @property
     def help(self) -> str:
-        """Return the line that describes the key."""
+        """Return the line that describes the key to users; empty if its field has none."""
         return self.limits.get("help", "")
 
     @property
     def section_class(self) -> type | None:
-        """Return the dataclass of its items, if the key holds a list of sections."""
+        """Return the dataclass of its items if the key holds a list of sections, else None."""
         inner = get_args(self.kinds[0]) if len(self.kinds) == 1 else ()
         if inner and isinstance(inner[0], type) and dataclasses.is_dataclass(inner[0]):
             return inner[0]
@@ -106,8 +110,9 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """The flat view of a config class."""
+    """The keys and sections of a config class, by dotted name."""
 
+    # A dataclass; of `build_item_schema` that of one item of a list.
     config_class: type
     # By dotted name, in the order of the classes' fields.
     keys: Mapping[str, Key]
@@ -123,7 +128,10 @@ class Schema:
         ]
 
     def find_outer_mapping(self, name: str) -> str | None:
-        """Return the mapping that a name lies inside: `data.columns.x` -> `data.columns`."""
+        """Return the key of the mapping that a dotted name lies inside; None: it lies in none.
+
+        `data.columns.x` lies in the mapping `data.columns`.
+        """
         parts = name.split(".")
         for length in range(len(parts) - 1, 0, -1):
             outer = ".".join(parts[:length])
@@ -137,7 +145,8 @@ class Schema:
 def read_schema(config_class: type) -> Schema:
     """Return the keys and sections of a config class.
 
-    Raises ConfigError for a class of a user's own recipe that no config file could fill.
+    Raises ConfigError for what is no dataclass, or has a field of a type that a config file cannot
+    write; it may be the class of a user's own recipe.
     """
     if not (isinstance(config_class, type) and dataclasses.is_dataclass(config_class)):
         raise ConfigError(
@@ -151,16 +160,20 @@ def read_schema(config_class: type) -> Schema:
 
 
 def build_item_schema(key: Key, number: int) -> Schema:
-    """Return the keys of one section of a list, by their full names: `data.sources[1].weight`."""
+    """Return the schema of one section of a list, by full names: `data.sources[1].weight`.
+
+    key: of the list. number: the index of the section. Raises TypeError if the key is no list of
+    sections.
+    """
     if key.section_class is None:
         raise TypeError(f"{key.name} is no list of sections")
-    view = read_schema(key.section_class)
+    class_schema = read_schema(key.section_class)
     name = f"{key.name}[{number}]"
     keys = {
         f"{name}.{word}": dataclasses.replace(inner, name=f"{name}.{word}")
-        for word, inner in view.keys.items()
+        for word, inner in class_schema.keys.items()
     }
-    return Schema(view.config_class, keys, {name: view.config_class})
+    return Schema(class_schema.config_class, keys, {name: class_schema.config_class})
 
 
 def _collect_keys(
@@ -173,10 +186,11 @@ def _collect_keys(
 ) -> None:
     """Add a section's keys, and those of the sections inside, to `keys` and `sections`.
 
-    instance: the section as its owner makes it, whose values are the defaults; None: those of its
-    fields.
+    section: its dotted name; empty for the config class. instance: the section as its owner's
+    default makes it, whose values are the defaults of the keys; None: the fields' own defaults.
     """
     sections[section] = section_class
+    # Not the fields' `type`, which is a text where a module postpones annotations.
     try:
         annotations = get_type_hints(section_class)
     except NameError as error:
@@ -184,7 +198,7 @@ def _collect_keys(
             f"{section_class.__name__}: a type of its keys is unknown ({error})"
         ) from error
     for field in dataclasses.fields(section_class):
-        if not field.init:
+        if not field.init:  # its class computes it
             continue
         name = f"{section}.{field.name}" if section else field.name
         required, default = _read_default(field, instance)
@@ -212,7 +226,7 @@ def _collect_keys(
 
 
 def _read_default(field: dataclasses.Field[Any], instance: Any) -> tuple[bool, Any]:
-    """Return (there is no default, the default value)."""
+    """Return (True if there is no default, the default value or None). instance: see above."""
     if instance is not None:
         return False, getattr(instance, field.name)
     if field.default_factory is not dataclasses.MISSING:
@@ -222,7 +236,10 @@ def _read_default(field: dataclasses.Field[Any], instance: Any) -> tuple[bool, A
 
 
 def _check_kind(kind: Any, where: str) -> None:
-    """Raise ConfigError if a config file has no way to write this type."""
+    """Raise ConfigError if a config file has no way to write this type.
+
+    where: class and field, for the error.
+    """
     origin = get_origin(kind)
     inner = get_args(kind)
     item = inner[0] if origin is list else None

@@ -1,9 +1,9 @@
-"""Keys that another key makes idle: the conditions under which a key has an effect.
+"""Define when a key of a config has an effect, and reset idle keys, which have none.
 
-`needs` at a key in the schema says what has to hold. It is a line `KEY`, which has to be set
-(neither null, false nor empty), or `KEY OP VALUE`, with `=`, `!=`, `>` or `in` and values parted by
+`needs` at a key in the schema is a condition, or a tuple of them: a line `KEY`, which has to be set
+(neither null, false nor `[]`), or `KEY OP VALUE`, with `=`, `!=`, `>` or `in` and values parted by
 commas; several may be joined by ` or `. What no such line can say is a `Condition`. `load_config`
-puts idle keys back to their defaults and tells of them; docs/config.md prints the conditions.
+calls `reset_idle_keys` and tells of each; docs/config.md prints the conditions.
 """
 
 import copy
@@ -15,7 +15,8 @@ from typing import Any
 from recipe_lib.config.optimizer_facts import find_optimizer_facts, read_built_in_optimizers
 from recipe_lib.config.suggest import format_word
 
-# Of `validation.metrics`: measured of likelihoods; any other metric is a plugin's.
+# Values of `validation.metrics` that are computed from token probabilities. Any other is a metric
+# of generated answers, which a plugin (a user's file) registers.
 SCORED_METRICS = ("exact_match", "token_accuracy")
 
 
@@ -23,17 +24,19 @@ SCORED_METRICS = ("exact_match", "token_accuracy")
 class Condition:
     """A condition for a key to have an effect that no line of the schema can express."""
 
-    # As docs/config.md has it, after `Only with`.
+    # Ends the sentence `Only with ...` in docs/config.md.
     text: str
-    # Called with a config: why the key has no effect in it (`dtype is fp32`); None where it has.
+    # Called with a config object: the reason why the key has no effect in it (`dtype is fp32`);
+    # None: it has one. So are the functions `_why_...` below.
     why_not: Callable[[Any], str | None]
 
 
 def reset_idle_keys(cfg: Any, keys: Iterable[Any], judged_keys: Iterable[str]) -> list[str]:
     """Put the keys that have no effect back to their defaults, in place.
 
-    keys: of the schema, in its order: a key stands after those that it needs. judged_keys: names of
-    keys without a fault. Returns a line for each key that had another value.
+    keys: `flat_schema.Key`s in the schema's order, in which a key stands after those that it needs.
+    judged_keys: names of keys without a fault; others are left alone. Returns a line for each key
+    that had another value.
     """
     lines = []
     judged_keys = set(judged_keys)
@@ -51,7 +54,10 @@ def reset_idle_keys(cfg: Any, keys: Iterable[Any], judged_keys: Iterable[str]) -
 
 
 def explain_idle_key(cfg: Any, key: Any) -> str | None:
-    """Return why a key has no effect in this config, `parallel.pipeline is 1`; None if it has."""
+    """Return why a key has no effect in this config, `parallel.pipeline is 1`; None if it has.
+
+    key: a `flat_schema.Key`.
+    """
     needs = key.limits.get("needs", ())
     reasons = (
         need.why_not(cfg) if isinstance(need, Condition) else _find_unmet(cfg, need)
@@ -61,7 +67,10 @@ def explain_idle_key(cfg: Any, key: Any) -> str | None:
 
 
 def describe_needs(needs: Any) -> str:
-    """Return the conditions as the reference has them: `parallel.pipeline > 1`."""
+    """Return the conditions as docs/config.md has them: `parallel.pipeline > 1`, with backquotes.
+
+    needs: one, or a tuple of them.
+    """
     needs = needs if isinstance(needs, tuple) else (needs,)
     return " and ".join(need.text if isinstance(need, Condition) else f"`{need}`" for need in needs)
 
@@ -83,8 +92,12 @@ def _find_unmet(cfg: Any, condition: str) -> str | None:
 
 
 def _is_met(value: Any, operator: str, operands: list[str]) -> bool:
+    """Return True if a value meets a condition.
+
+    operator: empty (the value is set), `=`, `!=`, `>` or `in`.
+    """
     if not operator:
-        # Not by its truth: 0 is set.
+        # Not by its truth value: 0 counts as set.
         return value is not None and value is not False and value != []
     if operator == ">":
         return bool(value > float(operands[0]))
@@ -92,7 +105,7 @@ def _is_met(value: Any, operator: str, operands: list[str]) -> bool:
 
 
 def _format_value(value: Any) -> str:
-    """Return a value as conditions have it: a list as `set` or `[]`."""
+    """Return a value as text for a comparison or a reason; a list as `set` or `[]`."""
     if isinstance(value, list):
         return "set" if value else "[]"
     return format_word(value)
@@ -103,8 +116,8 @@ def _get_value(cfg: Any, name: str) -> Any:
 
 
 def list_formats(cfg: Any) -> set[str]:
-    """Return every format that samples are read in, those of validation too."""
-    sources = cfg.data.sources or [cfg.data]  # one of the section's own format
+    """Return every value of `data.format` that a config's sources have, those of validation too."""
+    sources = cfg.data.sources or [cfg.data]  # the section itself has `format` too
     formats = {source.format or cfg.data.format for source in sources}
     if cfg.validation.source is not None:
         formats.add(cfg.validation.format or cfg.data.format)
@@ -117,30 +130,36 @@ def list_generated_metrics(cfg: Any) -> list[str]:
 
 
 def get_trained_dtype(cfg: Any) -> str:
-    """Return the dtype of what is trained: the adapters' own, where adapters are."""
+    """Return the dtype of what is trained, `bf16`, `fp32` or `fp64`; with adapters, theirs."""
+    # The class of a user's own recipe may lack the property.
     adapters = getattr(cfg, "trained_adapters", None)
     return str(cfg.dtype if adapters is None else adapters.dtype or cfg.dtype)
 
 
 # Conditions on data.format. A format that is `auto` or a plugin's is in none of these sets, so that
-# the key stays: nobody knows yet what the samples are.
+# the key keeps its value: it is not known yet what the samples are.
 
 
 def _refuse_formats(cfg: Any, formats_without: set[str]) -> str | None:
-    """Return the reason if every format of a config is among those without an effect of the key."""
+    """Return the reason if every format of a config is in `formats_without`; None: one is not.
+
+    formats_without: formats with which the key has no effect.
+    """
     formats = list_formats(cfg)
     return f"data.format is {' and '.join(sorted(formats))}" if formats <= formats_without else None
 
 
 def _why_labels_are_fixed(cfg: Any) -> str | None:
+    """Return why `data.train_on` has no effect: samples of some formats say what is trained."""
     reason = _refuse_formats(cfg, {"preference", "kto", "classification"})
     if reason or cfg.data.train_on == "all":
         return reason
-    # Of a text all tokens are labels, which `all` says as well: that value is no idle one.
+    # Of a text all tokens are labels, which `all` says as well: only that value is not idle.
     return _refuse_formats(cfg, {"text"})
 
 
 def _why_parses_like_format(cfg: Any) -> str | None:
+    """Return why `data.parse_special_tokens` has no effect: the format does the same without it."""
     if cfg.data.parse_special_tokens:
         return _refuse_formats(cfg, {"text", "prompt_completion"})
     return _refuse_formats(cfg, {"alpaca", "sharegpt", "messages"})
@@ -195,7 +214,7 @@ GENERATES_IN_VALIDATION = Condition("a plugin's metric in `validation.metrics`",
 
 
 def require_optimizer_key(word: str) -> Condition:
-    """Return the condition that `optimizer.name` reads a key of its section."""
+    """Return the condition that `optimizer.name` reads a key, such as `eps`, of its section."""
 
     def why_not(cfg: Any) -> str | None:
         facts = find_optimizer_facts(cfg.optimizer.name)
@@ -216,6 +235,7 @@ def _why_not_bf16(cfg: Any) -> str | None:
 
 
 def _why_not_by_torch(cfg: Any) -> str | None:
+    """Return why `optimizer.implementation`, which chooses among torch's kernels, has no effect."""
     facts = find_optimizer_facts(cfg.optimizer.name)
     if facts is None:
         return None
@@ -223,7 +243,8 @@ def _why_not_by_torch(cfg: Any) -> str | None:
         return f"optimizer.name is {cfg.optimizer.name}"
     if "state_bits" not in facts.keys:
         return None
-    # torch's own optimizers keep states in the parameter's dtype; all else is a step of ours.
+    # torch's own optimizers keep states in the parameter's dtype; for all else the step is of this
+    # project, which has one implementation.
     parameter_bits = {"bf16": 16, "fp32": 32, "fp64": 64}.get(get_trained_dtype(cfg))
     if cfg.optimizer.state_bits not in (None, parameter_bits):
         return f"optimizer.state_bits is {cfg.optimizer.state_bits}, which has one implementation"
@@ -234,6 +255,8 @@ def _why_not_by_torch(cfg: Any) -> str | None:
 
 
 def _why_no_adapters(cfg: Any) -> str | None:
+    # adapters_instead: {key of the recipe: the value with which it trains adapters}; empty: it has
+    # no such key.
     if getattr(cfg, "trained_adapters", None) is not None or not cfg.adapters_instead:
         return None
     ((name, _),) = cfg.adapters_instead.items()

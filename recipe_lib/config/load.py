@@ -1,8 +1,9 @@
 """Load a config: read files and overrides, check all of it, and make a typed object.
 
 A recipe calls `parse_arguments` for its command line; other programs call `load_config(sources,
-overrides)`. Both raise one ConfigError with a line for each fault. A key that was set but has no
-effect (because of another key's value) gets its default.
+overrides)`. Both raise one ConfigError with a line for each fault. An override is `key=value` on
+the command line; an idle key, one that another key's value robs of its effect, gets its default; a
+rule refuses a combination of settings.
 """
 
 import argparse
@@ -52,12 +53,13 @@ ALTERNATIVES = (
 class LoadedConfig:
     """A config, and where its values are from."""
 
-    # An object of the schema's class.
+    # An object of the schema's class, without references or idle values.
     cfg: Any
-    # (dotted key, value in cfg, where it was set), in the schema's order. Where:
-    # `configs/demo/full.yaml:7`, `command line` or `default`.
+    # (dotted key, value, where it was set), in the schema's order. A key that is not set, or idle,
+    # has its default. Where: `configs/demo/full.yaml:7`, `command line` or `default`; of an idle
+    # key also why.
     rows: list[tuple[str, Any, str]]
-    # A line for each key that was set but has no effect and so has its default in cfg.
+    # A line for each idle key that was set: `KEY has no effect: WHY`.
     idle: list[str]
 
 
@@ -72,7 +74,8 @@ def load_config(
         overrides: `key=value`, `section.key=value`, or `~key` for the default; later ones win.
         schema: FullFinetuneConfig or a subclass, with additional keys and sections.
 
-    Raises ConfigError with a line for each fault of the files and the overrides.
+    Raises ConfigError with a line for each fault of the files and the overrides, and of their
+    combination.
     """
     return load_with_origins(sources, overrides, schema).cfg
 
@@ -85,8 +88,9 @@ def parse_arguments(
     The command line is `--config NAME_OR_PATH ... [--plugin FILE ...] [key=value ...] [~key ...]`.
 
     argv: words of the command line, of which later ones win; None: those of the process, among
-    which no key may be given twice. quiet: do not log keys that were set but have no effect. Raises
-    ConfigError, also where argparse would print its usage and exit.
+    which no key may be given twice. quiet: do not log idle keys that were set. Raises ConfigError
+    for faults of the command line, where argparse would print its usage and exit, of a plugin and
+    of the config.
     """
     if argv is None:
         refuse_repeated(sys.argv[1:])
@@ -130,6 +134,7 @@ class _Parser(argparse.ArgumentParser):
     """An argparse parser that raises ConfigError with one line, instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
+        # Called by argparse, and by StoreOnce, whose line has a remedy of its own.
         missing = "the following arguments are required: --config"
         fault = message.replace(missing, "--config is missing")
         if "twice" not in fault:
@@ -140,9 +145,9 @@ class _Parser(argparse.ArgumentParser):
 def load_with_origins(
     sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig
 ) -> LoadedConfig:
-    """Load a config as `load_config` does; return also where each value is from.
+    """Load a config as `load_config` does; return also where each value is from, and idle keys.
 
-    The result names the keys that have no effect, too. Raises ConfigError as `load_config` does.
+    Raises ConfigError as `load_config` does.
     """
     checked, files = _read_settings(sources, overrides, schema)
     _check_recipe(checked)
@@ -152,11 +157,11 @@ def load_with_origins(
 
 
 def _finish(checked: CollectedSettings, files: list[str]) -> LoadedConfig:
-    """Make the config of the settings; add faults for missing keys and broken rules.
+    """Make the config of the settings; add faults for missing keys and broken rules to `checked`.
 
     files: names of the config files in errors.
     """
-    last_file = files[-1] if files else ""
+    last_file = files[-1] if files else ""  # named by faults about keys that are set nowhere
     replaced = _drop_replaced(checked, [*files, COMMAND_LINE])
     check_required(checked, last_file)
     cfg = _build_config(checked, last_file)
@@ -167,7 +172,7 @@ def _finish(checked: CollectedSettings, files: list[str]) -> LoadedConfig:
         checked.add_fault(
             checked.format_last_places(rule.keys, last_file), "", rule.format_line(cfg), doubt=False
         )
-    # Put back, for the rows that say where each key was set.
+    # Put back after the config was made without them: the rows say where each key was set.
     checked.settings.update({name: setting for name, (setting, _) in replaced.items()})
     return LoadedConfig(cfg, _list_rows(checked, idle), idle)
 
@@ -177,7 +182,8 @@ def _read_settings(
 ) -> tuple[CollectedSettings, list[str]]:
     """Return the settings of files and overrides with their faults, and the files' names in errors.
 
-    Raises ConfigError for a file that does not exist or is not YAML at all.
+    Raises ConfigError for a file that does not exist or is not YAML at all; other faults are
+    collected.
     """
     checked = CollectedSettings(read_schema(schema))
     files = []
@@ -186,7 +192,7 @@ def _read_settings(
         shown = _format_file(source, path)
         files.append(shown)
         document = read_file(path, shown)
-        num_faults = len(checked.faults)
+        num_faults = len(checked.faults)  # before this file's
         for line, fault in document.faults:
             checked.add_fault(f"{shown}:{line}", "", fault, doubt=False)
         check_section_value(checked, "", document.top, source=Source(shown), line=document.top.line)
@@ -203,15 +209,17 @@ def _read_settings(
 def _drop_replaced(checked: CollectedSettings, layers: list[str]) -> dict[str, tuple[Setting, str]]:
     """Remove the settings of `ALTERNATIVES` whose other key is set later.
 
-    layers: names of the files in their order, then COMMAND_LINE. Return key -> (its setting, why it
-    has no effect).
+    layers: names of the files in their order, then COMMAND_LINE. Returns the removed ones: key ->
+    (its setting, why it has no effect).
     """
     replaced = {}
     for pair in ALTERNATIVES:
         settings = [checked.settings[name] for name in pair if name in checked.settings]
+        # Null or an empty list takes no other key's place.
         settings = [setting for setting in settings if setting.value not in (None, [])]
         if len(settings) < 2:
             continue
+        # `where` is `FILE:LINE`, or `command line` without a colon.
         first, second = (
             layers.index(setting.where.rpartition(":")[0] or COMMAND_LINE) for setting in settings
         )
@@ -224,6 +232,7 @@ def _drop_replaced(checked: CollectedSettings, layers: list[str]) -> dict[str, t
 
 
 def _list_rows(checked: CollectedSettings, idle: list[str]) -> list[tuple[str, Any, str]]:
+    """Return the `rows` of a LoadedConfig, made with its lines `idle`."""
     reasons = dict(line.split(" has no effect: ", 1) for line in idle)
     rows = []
     for name, key in checked.schema.keys.items():
@@ -240,7 +249,8 @@ def _list_rows(checked: CollectedSettings, idle: list[str]) -> list[tuple[str, A
 def _check_recipe(checked: CollectedSettings) -> None:
     """Add a fault if the config is for another recipe.
 
-    A user's own config class accepts the recipes of its parent classes too.
+    A user's own config class accepts the recipes of its parent classes too. `recipe` in a class is
+    the name of the recipe that it is for.
     """
     setting = checked.settings.get("recipe")
     if setting is None:
@@ -279,11 +289,16 @@ def _build_config(checked: CollectedSettings, file: str) -> Any:
     try:
         return _build_section(checked.schema, "", values)
     except ValueError as error:  # a `__post_init__` of a user's own class
+        # No config can be made, so that rules cannot be checked: the faults so far are raised.
         fault = str(error).partition("\n")[0] or "refused by the config's class"
         raise ConfigError(*checked.list_faults(), f"{file}: {fault}") from error
 
 
 def _build_section(schema: Schema, section: str, values: dict[str, Any]) -> Any:
+    """Return an object of the section's dataclass; the section "" is the whole config.
+
+    values: dotted key -> value.
+    """
     arguments: dict[str, Any] = {}
     for name in schema.list_children(section):
         word = name.rpartition(".")[2]
@@ -297,9 +312,10 @@ def _build_section(schema: Schema, section: str, values: dict[str, Any]) -> Any:
 
 
 def _format_file(source: str | Path, path: Path) -> str:
-    """Return a file's name for errors: as the user gave it.
+    """Return a file's name for errors.
 
-    For a shipped config it is the path, relative if it is inside the current folder.
+    source: what the user gave; path: the file that it stands for. A path is named as it was given,
+    a shipped name by its file, relative if that is inside the current folder.
     """
     if path == expand_home(source):
         return quote(str(source))[1:-1]
@@ -311,7 +327,7 @@ def _format_file(source: str | Path, path: Path) -> str:
 
 def refuse_repeated(words: Iterable[str]) -> None:
     """Raise ConfigError with a line for each key given twice, as `key=value` or `~key`."""
-    first_words: dict[str, str] = {}
+    first_words: dict[str, str] = {}  # key -> the first word that sets it
     faults = []
     for word in words:
         if word.startswith("-") or not (word.startswith("~") or "=" in word):
@@ -339,7 +355,7 @@ class StoreOnce(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        """Store the value."""
+        """Store the value; a second one of an option ends the parser with an error."""
         # Earlier values are kept in the namespace: an action object is used for several parses.
         earlier_values = namespace.__dict__.setdefault("_given", {})
         # Positional arguments come without an option string, and are counted by argparse.
@@ -352,6 +368,7 @@ class StoreOnce(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+# The fault of a key that holds a secret.
 _SECRET_REFUSED = (
     "holds what looks like a token or a password, and configs are written to disk; remove it, and"
     " set it as an environment variable (HF_TOKEN, WANDB_API_KEY) or use `hf auth login`"
@@ -374,7 +391,10 @@ def _is_secret(name: str, value: Any) -> bool:
 
 
 def _list_texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, text) of every text in a value, at any depth."""
+    """Yield (dotted name, text) of every text in a value, at any depth.
+
+    name: of the value; empty for a whole config. Numbers, truth values and None are no texts.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -389,7 +409,9 @@ def _list_texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 # Overrides: `key=value`, `section.key=value`, `list[1].key=value` and `~key`.
 
+# `data.sources[1].weight`: (key of the list, index, key of its section).
 _ITEM = re.compile(r"(.+)\[([0-9]{1,4})\]\.([^.\[\]]+)")
+# Beginnings of a value that is read as YAML.
 _OPENS_YAML = ("[", "{", '"', "'")
 
 
@@ -398,13 +420,13 @@ def apply_overrides(checked: CollectedSettings, overrides: Sequence[str]) -> Non
     for override in overrides:
         if checked.full:
             return
-        place = f"{COMMAND_LINE}: {show(override)}"
-        source = Source(COMMAND_LINE, place)
+        fault_place = f"{COMMAND_LINE}: {show(override)}"  # beginning of its faults
+        source = Source(COMMAND_LINE, fault_place)
         if override.startswith("~"):
             _reset_key(checked, override[1:], source)
         elif "=" not in override:
             checked.add_fault(
-                place,
+                fault_place,
                 "",
                 "expected key=value, or ~key for the default; a further config is --config FILE",
             )
@@ -414,17 +436,22 @@ def apply_overrides(checked: CollectedSettings, overrides: Sequence[str]) -> Non
 
 
 def _set_key(checked: CollectedSettings, name: str, text: str, *, source: Source) -> None:
+    """Set what an override `name=text` names.
+
+    It is a key, a section, one key of a list's item, or one entry of a mapping.
+    """
     schema = checked.schema
-    place = source.override
+    fault_place = source.override
     try:
-        value = _read_value(checked, text, place)
+        value = _read_value(checked, text, fault_place)
     except YamlError as error:
-        checked.add_fault(place, "", str(error))
+        checked.add_fault(fault_place, "", str(error))
         return
-    outer = schema.find_outer_mapping(name)
+    outer = schema.find_outer_mapping(name)  # `data.columns` of `data.columns.instruction`
+    # References are filled in after all overrides, when the parts have been put together.
     if value.is_interpolated and (outer or _ITEM.fullmatch(name)):
         checked.add_fault(
-            place,
+            fault_place,
             "",
             "a part of a value cannot name other keys here; write it in a file, or the value"
             " itself",
@@ -440,7 +467,7 @@ def _set_key(checked: CollectedSettings, name: str, text: str, *, source: Source
     elif name.startswith(("-", "+")) and name.lstrip("-+"):
         # Hydra's `+key=value`, argparse's `--key=value`.
         checked.add_fault(
-            place,
+            fault_place,
             "",
             f"overrides have no {name[0]} in front; write {show(name.lstrip('-+'))}={show(text)}",
         )
@@ -452,7 +479,8 @@ def _read_value(checked: CollectedSettings, text: str, place: str) -> YamlNode:
     """Return the value of an override as a node.
 
     A list, mapping or quoted text is read as YAML. Anything else is taken literally: on a command
-    line nobody expects `#`, `*` and `: ` to have a meaning.
+    line nobody expects `#`, `*` and `: ` to have a meaning. Raises YamlError if it is not YAML;
+    lesser faults, such as an alias, are added to `checked`, and give a node `broken`.
     """
     if not text.startswith(_OPENS_YAML):
         return YamlNode("scalar", 1, text.strip())
@@ -467,6 +495,7 @@ def _set_section(checked: CollectedSettings, name: str, value: YamlNode, *, sour
     if value.kind == "broken":
         checked.mark_doubtful(name)
     elif value.kind != "mapping":
+        # One of them is the example in the error.
         keys = [key for key in checked.schema.list_children(name) if key in checked.schema.keys]
         checked.add_fault(
             source.override,
@@ -481,7 +510,10 @@ def _set_section(checked: CollectedSettings, name: str, value: YamlNode, *, sour
 def _set_entry(
     checked: CollectedSettings, outer: str, inner: str, *, value: YamlNode, source: Source
 ) -> None:
-    """Add one entry to a mapping, as in `data.columns.instruction=question`."""
+    """Add one entry to a mapping, as in `data.columns.instruction=question`.
+
+    outer: dotted key of the mapping. inner: name of the entry.
+    """
     earlier_setting = checked.settings.get(outer)
     node = YamlNode("mapping", 1, entries={inner: (1, value)})
     check_value(checked, checked.schema.keys[outer], node, source=source, typed=True)
@@ -498,7 +530,7 @@ def _set_in_item(
     checked: CollectedSettings, item: re.Match[str], value: YamlNode, *, source: Source
 ) -> None:
     """Set one key of one section of a list, as in `data.sources[1].weight=2`."""
-    name, index, word = item.groups()
+    name, index, word = item.groups()  # of _ITEM
     number = int(index)
     key = checked.schema.keys.get(name)
     if key is None or key.section_class is None:
@@ -516,6 +548,7 @@ def _set_in_item(
                 f"{name}[{number}] is not there, {has}; write {name}=[...] for another list",
             )
         return
+    # A schema with the keys of this item, `data.sources[1].weight`, and the common list of faults.
     inner = CollectedSettings(build_item_schema(key, number), faults=checked.faults)
     num_faults = len(checked.faults)
     if item[0] in inner.schema.keys:
@@ -525,20 +558,27 @@ def _set_in_item(
     if len(checked.faults) > num_faults:
         checked.mark_doubtful(name)
         return
+    # A copy of the item: the list of an earlier setting, or the schema's default, may share it.
     for setting in inner.settings.values():
         items[number] = replace(items[number], **{word: setting.value})
     checked.store(name, items, _add_command_line(earlier_setting))
 
 
 def _add_command_line(before: Setting | None) -> str:
-    """Return where a value was set after an override changed a part of it: both places."""
+    """Return where a value was set after an override changed a part of it: both places.
+
+    before: the setting that it changed; None: the key had its default.
+    """
     if before is None or COMMAND_LINE in before.where:
         return before.where if before else COMMAND_LINE
     return f"{before.where}, {COMMAND_LINE}"
 
 
 def _reset_key(checked: CollectedSettings, name: str, source: Source) -> None:
-    """Reset a key or section to the schema's default, for `~key`."""
+    """Reset a key or section to the schema's default, for `~key`.
+
+    name: what follows the `~`.
+    """
     schema = checked.schema
     if "=" in name:
         bare = show(name.partition("=")[0])

@@ -1,8 +1,8 @@
-"""Checks what a run needs on this machine, before it starts: files, folders and packages.
+"""Check what a run needs on this machine, before it starts: files, folders and packages.
 
-Models and tokenizers, data, adapters, the output folder of an earlier run, optional packages,
-wandb's login. Everything is only looked at; nothing is read whole, fetched or imported. The code
-that meets what is missing later tells of it in the same lines (`describe_missing_...`).
+`cli/start_checks.py` calls the `check_...` functions with a config's values. Files are only looked
+at: none is read whole, fetched or imported. Code that meets the same fault later, in a run, tells
+of it in the same line, from `describe_...`. A hub id is `OWNER/NAME`, on huggingface.co.
 """
 
 import importlib.util
@@ -17,10 +17,11 @@ from recipe_lib.config.schema_data import HUB, is_hub
 from recipe_lib.errors import CheckpointError, ConfigError, DataError, SetupError
 from recipe_lib.reading import check_regular, read_text
 
+# This project's name on PyPI.
 DISTRIBUTION = "tune-recipes"
 
-# What `tune download` fetches of a model on the hub, and the cache is searched for: names in its
-# top folder.
+# Names of files in a hub model's top folder: `tune download` fetches them, and the hub's cache is
+# searched for them.
 MODEL_FILES = [
     "*.safetensors",
     "*.safetensors.index.json",
@@ -35,11 +36,11 @@ MODEL_FILES = [
     "chat_template*",
 ]
 
-# Of these, what it takes to look at samples.
+# Of these, the files that a tokenizer is read from: enough to look at samples.
 TOKENIZER_PATTERNS = ("*token*", "*.model", "*.jinja", "config.json")
 
-# Not even where a pattern above fits: subfolders, code, formats that run code when loaded, second
-# copies of weights.
+# Names that are not fetched, even if a pattern above fits: subfolders, code, formats that run code
+# when loaded, second copies of weights.
 NEVER_DOWNLOADED = [
     "*/*",
     "*.py",
@@ -55,33 +56,39 @@ NEVER_DOWNLOADED = [
 
 
 def format_install_line(extra: str) -> str:
-    """Return `pip install 'datasets<6,>=4' 'pyarrow>=17'`, with the packages of an extra."""
+    """Return `pip install 'datasets<6,>=4' 'pyarrow>=17'`, with the packages of an extra.
+
+    extra: a key of `optional-dependencies` in pyproject.toml.
+    """
     # Not the extra's own name, `tune-recipes[datasets]`, which is no help where the project came
     # from a clone or as a wheel.
     try:
         required = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # a copy of the package that nobody installed
         return f"pip install {extra}"
+    # A line is `datasets<6,>=4; extra == "datasets"`.
     of_extra = re.compile(rf"(.*);.*extra == ['\"]{extra}['\"]")
     packages = [match[1].strip() for match in map(of_extra.match, required) if match]
     return f"pip install {shlex.join(packages or [extra])}"
 
 
+# Folders in `output_dir`. Resumable states, as step_N.
 STATE_FOLDER = "state"
-# In it: weights of a best step, `checkpoint.keep_best`.
+# In STATE_FOLDER: the weights of the step that validates best (`checkpoint.keep_best`), as step_N.
 BEST_FOLDER = "best"
+# The trained model, and the trained adapter, in the Hugging Face layout.
 MODEL_FOLDER = "model"
 ADAPTER_FOLDER = "adapter"
-# Of a run that `overwrite_output_dir=true` replaces, until the new model is whole.
+# States of a run that `overwrite_output_dir=true` replaces, until the new model is complete.
 EARLIER_FOLDER = "earlier"
-# What an exchange of folders left, if a process ended in its midst.
+# Pattern of what is left of the folder `{}` if a process ended while it was being replaced.
 _HALF_EXCHANGED = ".{}.*.old"
 
 
 def check_folder(folder: Path, key: str = "output_dir") -> None:
     """Raise ConfigError if the folder to write is a file, or if nothing can be written there.
 
-    key: of the config, that names it.
+    key: the config's key that names it, for the error.
     """
     if os.path.lexists(folder) and not os.path.isdir(folder):
         kind = "a file" if os.path.exists(folder) else "a link that leads nowhere"
@@ -96,7 +103,10 @@ def check_folder(folder: Path, key: str = "output_dir") -> None:
 
 
 def check_earlier_run(cfg: Any) -> None:
-    """Raise ConfigError if output_dir holds an earlier run's work that this one would mix with."""
+    """Raise ConfigError if output_dir holds an earlier run's work that this one would mix with.
+
+    Also if `resume=latest` finds a trained model there and no state to resume from.
+    """
     folder = Path(cfg.output_dir)
     if cfg.overwrite_output_dir:
         return
@@ -126,17 +136,18 @@ def check_earlier_run(cfg: Any) -> None:
 
 
 def describe_damaged_state(resume: str, damage: str) -> str:
-    """Return the line for a `resume` folder that cannot be gone on from."""
+    """Return the error's line for a `resume` folder that cannot be resumed from, by its damage."""
     return (
         f"resume={resume}: {damage}; expected a whole state folder: resume=latest takes the newest"
         " whole one"
     )
 
 
+# Suffixes of files of samples that are read.
 DATA_KINDS = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
-# What may stand behind another kind.
+# Suffix that may follow one of these (`rows.csv.gz`) -> name of the compression.
 COMPRESSED = {".gz": "gzip", ".zst": "Zstandard"}
-# Kinds in which others keep samples: a folder with one of them holds more than would be read.
+# Suffixes in which other programs keep samples: a folder with one holds more than would be read.
 _OTHER_DATA_KINDS = (
     ".arrow",
     ".avro",
@@ -149,16 +160,17 @@ _OTHER_DATA_KINDS = (
     ".xlsx",
 )
 _OTHER_COMPRESSED = (".br", ".bz2", ".lz4", ".xz", ".zip")
+# PEFT's file that makes a folder an adapter.
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Each is the extra of its name.
+# Values of `log.trackers` that ship: names of packages, and of this project's extras with them.
 _TRACKER_PACKAGES = ("tensorboard", "wandb", "trackio")
 
 
 def find_model_folder(path_or_hub_id: str | Path) -> Path | None:
-    """Return the folder that a path names; None for a hub id.
+    """Return the folder that a path names, `~` expanded; None for a hub id.
 
-    Raises CheckpointError if it can be neither.
+    Raises CheckpointError for a file, and for what is no folder and cannot be a hub id.
     """
     path = Path(path_or_hub_id).expanduser()
     if os.path.isdir(path):
@@ -176,7 +188,7 @@ def find_model_folder(path_or_hub_id: str | Path) -> Path | None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return True if a model on the hub can have that name: OWNER/NAME."""
+    """Return True if a model on the hub can have that name, OWNER/NAME; nobody is asked."""
     return _HUB_ID.fullmatch(name) is not None and ".." not in name
 
 
@@ -193,17 +205,24 @@ def find_downloaded_model(hub_id: str) -> Path | None:
 
 
 def is_hub_snapshot(folder: str | Path, name: str) -> bool:
-    """Return True if a folder is where the hub's cache has the model of that id."""
+    """Return True if a folder lies where the hub's cache keeps the model of that hub id."""
     return f"models--{name.replace('/', '--')}" in Path(folder).parts
 
 
 def resolve_base_name(name: str, folder: str | Path) -> str:
-    """Return what finds a model from any folder: its hub id, or the full path of where it is."""
+    """Return a name of a model that is right from any folder, for the files of a trained adapter.
+
+    name: as the user gave it. folder: where the model was read. The name is the hub id if the
+    folder is in the hub's cache, else the folder's absolute path.
+    """
     return name if is_hub_snapshot(folder, name) else os.path.abspath(folder)
 
 
 def get_hub_cache() -> Path:
-    """Return where huggingface_hub keeps what it has fetched, by its own variables."""
+    """Return the folder where huggingface_hub keeps what it has fetched.
+
+    The environment variables, and their order, are those of huggingface_hub.
+    """
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(name):
             return Path(os.environ[name]).expanduser()
@@ -212,7 +231,7 @@ def get_hub_cache() -> Path:
 
 
 def get_cache_root(folder: str | None) -> Path:
-    """Return `data.cache_dir`, or its default."""
+    """Return the folder for tokenized samples. folder: `data.cache_dir`; None: its default."""
     if folder is not None:
         return Path(folder).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache")
@@ -226,32 +245,32 @@ def check_model_present(path_or_hub_id: str) -> None:
 
 
 def describe_missing_model(name: str) -> str:
-    """Return the line for a hub id that is not on this machine."""
+    """Return the error's line for a hub id that is not on this machine."""
     return f"{name}: no such folder, and not in the hub cache; fetch it with `tune download {name}`"
 
 
-# What to do about a chat template that is of no use.
+# Remedies for a chat template that cannot be used: where a config is, and for a command without.
 OTHER_TEMPLATE = "set tokenizer.chat_template to another file"
-# For a verb that takes no such key.
 TEMPLATE_IN_FOLDER = "put another one into the folder as chat_template.jinja"
 
 
 def find_tokenizer(path: Path, *, by_key: bool = True) -> Path:
-    """Return the file of a tokenizer: itself, or the one of its folder.
+    """Return the file of a tokenizer: `path` itself, or the one in that folder.
 
-    by_key: `tokenizer.path` can name another one; else the folder itself has to be put right.
-    Raises DataError for none, or several.
+    by_key: True if there is a config, so that errors advise to set `tokenizer.path`; else they
+    advise to mend the folder. Raises DataError if the folder is missing, or has none or several.
     """
     if os.path.isfile(path):
         return path
     if not os.path.exists(path):
         raise DataError(
-            f"{path}: no such folder or file; set tokenizer.path to a folder with a tokenizer"
+            f"{path}: no such folder or file;"
+            f" {'set tokenizer.path to' if by_key else 'put there'} a folder with a tokenizer"
         )
     for name in ("tokenizer.model", "tokenizer.json"):
         if (path / name).is_file():
             return path / name
-    # Mistral's, as tokenizer.model.v3.
+    # Mistral's file names end in a version, as in tokenizer.model.v3.
     versions = sorted(path.glob("*.model.v*"))
     if len(versions) == 1:
         return versions[0]
@@ -264,14 +283,16 @@ def find_tokenizer(path: Path, *, by_key: bool = True) -> Path:
         )
     paths = path.iterdir() if os.path.isdir(path) else ()
     files = sorted(file.name for file in paths if file.is_file())
-    listed = (", ".join(files[:8]) or "no files") + (" ..." if len(files) > 8 else "")
+    file_names = (", ".join(files[:8]) or "no files") + (" ..." if len(files) > 8 else "")
     by_hand = "put the tokenizer's files into the folder"
     remedy = "set tokenizer.path to a folder with one" if by_key else by_hand
-    raise DataError(f"{path}: found {listed}, expected tokenizer.json or tokenizer.model; {remedy}")
+    raise DataError(
+        f"{path}: found {file_names}, expected tokenizer.json or tokenizer.model; {remedy}"
+    )
 
 
 def check_template(path: Path) -> None:
-    """Raise DataError for a chat template that is no file."""
+    """Raise DataError for a chat template that is missing or no regular file."""
     try:
         check_regular(path)
     except OSError as error:
@@ -281,14 +302,14 @@ def check_template(path: Path) -> None:
 def describe_template_fault(
     path: Path, error: OSError, remedy: str = "set tokenizer.chat_template to a Jinja file"
 ) -> str:
-    """Return the line for a chat template that cannot be read."""
+    """Return the error's line for a chat template that cannot be read."""
     is_missing = isinstance(error, FileNotFoundError)
     fault = "no such file" if is_missing else f"cannot be read ({error.strerror})"
     return f"{path}: {fault}; {remedy}"
 
 
 def check_adapter(folder: Path) -> None:
-    """Raise CheckpointError if the folder has no adapter."""
+    """Raise CheckpointError if a folder is missing, or has no PEFT adapter."""
     if not os.path.isdir(folder):
         raise CheckpointError(
             f"{folder}: no such folder; expected a PEFT adapter ({ADAPTER_CONFIG} and safetensors)"
@@ -301,7 +322,7 @@ def check_adapter(folder: Path) -> None:
 
 
 def is_data(path: Path) -> bool:
-    """Return True if a file is one of samples, by its name: `rows.jsonl`, `rows.csv.gz`."""
+    """Return True for a name of a file of samples that is read: `rows.jsonl`, `rows.csv.gz`."""
     is_compressed = path.suffix in COMPRESSED
     kind = Path(path.stem).suffix if is_compressed else path.suffix
     # Parquet compresses its own columns, and is read from its end.
@@ -322,8 +343,11 @@ def _is_unread_data(path: Path) -> bool:
 
 
 def _check_saved_dataset(folder: Path, key: str) -> None:
-    """Raise DataError for a folder that `datasets` saved: its JSON files hold no samples."""
-    kinds = {"state.json": "Dataset", "dataset_dict.json": "DatasetDict"}
+    """Raise DataError for a folder that `datasets` saved: its JSON files hold no samples.
+
+    key: the config's key that names the folder.
+    """
+    kinds = {"state.json": "Dataset", "dataset_dict.json": "DatasetDict"}  # file -> class saved
     kind = next((kinds[name] for name in kinds if (folder / name).is_file()), None)
     has_rows = any(folder.glob("*.arrow" if kind == "Dataset" else "*/*.arrow"))
     if kind and has_rows:
@@ -337,9 +361,10 @@ def _check_saved_dataset(folder: Path, key: str) -> None:
 
 
 def find_files(source: str, key: str = "data.source") -> list[Path]:
-    """Return the data files that a local source names, sorted by name.
+    """Return the files of samples that a local source names: itself, or a folder's, sorted by name.
 
-    key: of the config, that named it. Raises DataError if there are none that are read.
+    key: the config's key that names it. Raises DataError if it does not exist, if there is none, or
+    if a folder also has samples in a form that is not read.
     """
     path = Path(source)
     kinds = f"{', '.join(DATA_KINDS)}, or one of them with .gz or .zst"
@@ -351,9 +376,9 @@ def find_files(source: str, key: str = "data.source") -> list[Path]:
         _check_saved_dataset(path, key)
         # Refused, not left out: half of a user's samples would be missing without a word.
         if unread := [file.name for file in shown if _is_unread_data(file)]:
-            more = " and more" if len(unread) > 5 else ""
+            ending = " and more" if len(unread) > 5 else ""
             raise DataError(
-                f"{source}: found {', '.join(unread[:5])}{more} in the folder, which would not be"
+                f"{source}: found {', '.join(unread[:5])}{ending} in the folder, which would not be"
                 f" read, expected files of samples as {kinds};"
                 " write them as one of these, or move them away"
             )
@@ -376,7 +401,7 @@ def find_files(source: str, key: str = "data.source") -> list[Path]:
 
 
 def has_package(name: str) -> bool:
-    """Return True if a package is there to be imported; it is not imported."""
+    """Return True if a package is installed; it is not imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except ValueError:  # somebody put it into sys.modules by hand
@@ -384,11 +409,11 @@ def has_package(name: str) -> bool:
 
 
 def describe_missing_datasets(source: str, key: str = "data.source") -> str:
-    """Return the line for a hub dataset without the package that reads it."""
+    """Return the error's line if the package `datasets`, which reads hub datasets, is missing."""
     return f"{key}: {source} needs the package datasets; run `{format_install_line('datasets')}`"
 
 
-# Kind of file -> what it is called, the package that reads it, and the extra that brings that.
+# Suffix -> (name of the kind of file, package that reads it, extra that installs the package).
 _READERS = {
     ".parquet": ("Parquet", "pyarrow", "datasets"),
     ".zst": ("Zstandard", "zstandard", "zstd"),
@@ -396,16 +421,16 @@ _READERS = {
 
 
 def describe_missing_reader(path: Path) -> str:
-    """Return the line for a file without the package that reads its kind."""
+    """Return the error's line for a file with a suffix of _READERS whose package is missing."""
     kind, package, extra = _READERS[path.suffix]
     return f"{path}: {kind} needs the package {package}; run `{format_install_line(extra)}`"
 
 
 def check_source(source: str, key: str = "data.source") -> str | None:
-    """Return a note if the package that reads datasets of the hub is still to be installed.
+    """Check a source of samples; return a note if `datasets` is missing for a hub dataset, or None.
 
-    key: of the config, that names the source. Raises DataError if there is no dataset by that name,
-    or no package to read it with.
+    key: the config's key that names the source. Raises DataError if a local source has no files of
+    samples, or the package that reads them is missing.
     """
     # Of a hub dataset a note alone: nothing is asked of the hub here.
     if is_hub(source):
@@ -417,7 +442,7 @@ def check_source(source: str, key: str = "data.source") -> str | None:
 
 
 def check_transformers() -> None:
-    """Raise SetupError without the package that model.implementation=transformers takes."""
+    """Raise SetupError if the package for model.implementation=transformers is missing."""
     if not has_package("transformers"):
         raise SetupError(
             "model.implementation=transformers: found no package transformers;"
@@ -426,7 +451,7 @@ def check_transformers() -> None:
 
 
 def describe_missing_tracker(package: str, reason: str) -> str:
-    """Return the line for a tracker that cannot be imported."""
+    """Return the error's line for a tracker's package that cannot be imported, with the reason."""
     return (
         f"log.trackers: {package} cannot be imported ({reason}); {format_install_line(package)}, or"
         f" remove {package} from log.trackers"
@@ -434,9 +459,9 @@ def describe_missing_tracker(package: str, reason: str) -> str:
 
 
 def check_tracker(name: str) -> None:
-    """Raise ConfigError for a tracker without its package, or without an account to log to."""
+    """Raise ConfigError for a tracker without its package, or wandb without a login."""
     if name not in _TRACKER_PACKAGES:
-        return  # a plugin's
+        return  # a plugin registered it, and knows what it needs
     if not has_package(name):
         raise ConfigError(describe_missing_tracker(name, f"No module named '{name}'"))
     if name == "wandb" and not _can_log_to_wandb():
@@ -446,8 +471,8 @@ def check_tracker(name: str) -> None:
 
 
 def _can_log_to_wandb() -> bool:
-    """Return True if wandb has a key, or needs none."""
-    # By its variables, its settings files and netrc, without importing it.
+    """Return True if wandb has an API key, or is offline or disabled and needs none."""
+    # Found where wandb looks, its variables, settings files and netrc, without importing it.
     get = os.environ.get
     has_key = get("WANDB_API_KEY") or get("WANDB_IDENTITY_TOKEN_FILE")
     is_offline = get("WANDB_MODE", "online") not in ("online", "run", "shared")
@@ -460,11 +485,13 @@ def _can_log_to_wandb() -> bool:
         return True
     folders = (get("WANDB_CONFIG_DIR") or "~/.config/wandb", f"{get('WANDB_DIR') or '.'}/wandb")
     settings = "\n".join(_read_if_there(f"{folder}/settings") for folder in folders)
-    keyless = r"^\s*(api_key\s*=|base_url\s*=|mode\s*=\s*(offline|disabled|dryrun))"
-    return re.search(keyless, settings, re.MULTILINE) is not None
+    # A line by which a key is there, or none is needed here.
+    sufficient_line = r"^\s*(api_key\s*=|base_url\s*=|mode\s*=\s*(offline|disabled|dryrun))"
+    return re.search(sufficient_line, settings, re.MULTILINE) is not None
 
 
 def _read_if_there(name: str) -> str:
+    # What wandb could not read either is as good as empty. RuntimeError: `~` cannot be expanded.
     try:
         return read_text(Path(name).expanduser())
     except (OSError, ValueError, RuntimeError):

@@ -1,7 +1,9 @@
-"""Computes what follows from a config and the number of ranks: mesh, stages, micro-batches.
+"""Compute what follows from a config and the number of ranks: mesh, stages, micro-batches.
 
 The mesh has four dimensions (MESH_DIMS). The ranks that share a sequence (`parallel.context`) have
-no dimension of their own in it: they are part of a data dimension. No torch.
+no dimension of their own in it: they are neighbors in a data dimension. A stage is some consecutive
+layers, of which a rank of a pipeline has one or more. Imports no torch, so that configs are checked
+without it.
 """
 
 import math
@@ -12,22 +14,22 @@ from typing import Any
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError
 
-# Outermost first: neighbors share matrices; the stages of a pipeline, which exchange the least, are
-# furthest apart.
+# Outermost first. Neighboring ranks share matrices (`tensor`), which communicates the most; the
+# stages of a pipeline communicate the least, and are furthest apart.
 MESH_DIMS = ("pipeline", "data_replicate", "data_shard", "tensor")
-# Along these, ranks have different batches, or parts of a sequence.
+# Along these, ranks have different batches, or with `parallel.context` parts of the same one.
 DATA_DIMS = ("data_replicate", "data_shard")
-# The keys by which ranks have the same batch.
+# Keys of the section `parallel` that count ranks which have the same batch.
 MODEL_DIMS = ("pipeline", "context", "tensor")
 
 
 def compute_mesh_shape(parallel: ParallelConfig, size: int) -> dict[str, int]:
-    """Return the ranks along MESH_DIMS, in their order, for `size` ranks.
+    """Return dimension -> number of ranks along it, in the order of MESH_DIMS, for `size` ranks.
 
-    Raises SetupError, with the numbers, when they do not fit.
+    Raises SetupError if the keys of `parallel` do not multiply to `size`.
     """
     sizes = {name: getattr(parallel, name) for name in MODEL_DIMS}
-    inner = math.prod(sizes.values())
+    inner = math.prod(sizes.values())  # ranks that have the same batch
     if size % inner:
         factors = [str(ranks) for ranks in sizes.values() if ranks > 1]
         product = f"{' x '.join(factors)} = {inner}" if len(factors) > 1 else str(inner)
@@ -44,36 +46,40 @@ def compute_mesh_shape(parallel: ParallelConfig, size: int) -> dict[str, int]:
 
 
 def _find_context_dim(parallel: ParallelConfig) -> str:
-    """Return the dimension of the mesh that the ranks which share a sequence are part of."""
+    """Return the mesh dimension in which ranks that share a sequence are neighbors."""
     return "data_replicate" if parallel.strategy == "ddp" else "data_shard"
 
 
 def add_context_dim(parallel: ParallelConfig, shape: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of the mesh's dimensions, the ranks that share a sequence apart.
+    """Return the sizes of the mesh's dimensions, with one more for ranks that share a sequence.
 
-    They get a dimension `context` before `tensor`, if there are any.
+    That is `context`, before `tensor`; it is left out if its size is 1. shape: of
+    `compute_mesh_shape`.
     """
     dim = _find_context_dim(parallel)
-    num_sequences = shape[dim] // parallel.context
-    return _insert_context(parallel, {**shape, dim: num_sequences}, parallel.context)
+    num_batches = shape[dim] // parallel.context
+    return _insert_context(parallel, {**shape, dim: num_batches}, parallel.context)
 
 
 def split_context_coordinate(
     parallel: ParallelConfig, coordinate: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return a rank's place along the dimensions of `add_context_dim`.
+    """Return a rank's index along each dimension of `add_context_dim`.
 
-    coordinate: its place along those of the mesh.
+    coordinate: its index along each dimension of the mesh.
     """
     dim = _find_context_dim(parallel)
-    sequence_rank, context_rank = divmod(coordinate[dim], parallel.context)
-    return _insert_context(parallel, {**coordinate, dim: sequence_rank}, context_rank)
+    batch_index, context_rank = divmod(coordinate[dim], parallel.context)
+    return _insert_context(parallel, {**coordinate, dim: batch_index}, context_rank)
 
 
 def _insert_context(
     parallel: ParallelConfig, by_dim: Mapping[str, int], context: int
 ) -> dict[str, int]:
-    """Return values by dimension, with one of `context` before `tensor` if it has several ranks."""
+    """Return values by dimension, with the value `context` before `tensor`.
+
+    by_dim: sizes, or indices of a rank. They are unchanged if `parallel.context` is 1.
+    """
     if parallel.context == 1:
         return dict(by_dim)
     tensor = MESH_DIMS.index("tensor")
@@ -92,22 +98,25 @@ def count_token_ranks(parallel: ParallelConfig) -> int:
 
 
 def compute_padded_multiple(cfg: Any) -> int:
-    """Return what the length of every padded sequence is a multiple of."""
+    """Return the tokens of which every padded sequence's length is a multiple."""
     return math.lcm(cfg.data.pad_to_multiple_of, count_token_ranks(cfg.parallel))
 
 
 def _list_dividing_keys(parallel: ParallelConfig) -> list[str]:
-    """Return the keys by which several ranks have the same batch."""
+    """Return the keys of MODEL_DIMS with a value above 1, for errors."""
     return [f"parallel.{name}" for name in MODEL_DIMS if getattr(parallel, name) > 1]
 
 
 def _compute_data_shape(parallel: ParallelConfig, size: int, inner: int) -> tuple[int, int]:
-    """Return (data_replicate, data_shard) for `size` different batches, of `inner` ranks each."""
+    """Return (data_replicate, data_shard) for `size` different batches, of `inner` ranks each.
+
+    With DDP every rank replicates. Raises SetupError if the config's two do not multiply to `size`.
+    """
     replicate = parallel.data_replicate
     shard = parallel.data_shard
     if parallel.strategy == "ddp":
         return size, 1
-    # Words for the errors below.
+    # Parts of the errors below.
     divisors = [str(number) for number in range(1, size + 1) if size % number == 0]
     possible = f"one of {', '.join(divisors)}" if size > 1 else "1"
     ranks = f"{size} rank{'s' if size > 1 else ''}"
@@ -141,14 +150,16 @@ def _compute_data_shape(parallel: ParallelConfig, size: int, inner: int) -> tupl
 class ScheduleFacts:
     """Facts of a pipeline schedule, known without running it."""
 
-    # On each rank; None: `parallel.pipeline_stages_per_rank`.
+    # Stages on each rank; None: `parallel.pipeline_stages_per_rank`.
     stages: int | None
-    # The first rank's last stage is the last of all (a V); else the stages go round the ranks.
+    # Whether the stages go along the ranks and back (a V), so that the first rank has the last one;
+    # else they go along the ranks, and again from the first.
     folded: bool
-    # Backward is split into input and weight gradients.
+    # Whether weight gradients are computed apart from input gradients, later.
     splits: bool
 
 
+# Value of `parallel.pipeline_schedule` -> its facts.
 SCHEDULES = {
     "gpipe": ScheduleFacts(1, folded=False, splits=False),
     "1f1b": ScheduleFacts(1, folded=False, splits=False),
@@ -171,23 +182,24 @@ def count_stages(parallel: ParallelConfig) -> int:
 
 
 def find_stage_rank(parallel: ParallelConfig, stage: int) -> int:
-    """Return the place in its pipeline of the rank that has a stage."""
+    """Return the rank that has a stage, counted within its pipeline from 0."""
     # A pass over the ranks gives each one stage; of a V every second pass runs backwards.
-    pass_number, place = divmod(stage, parallel.pipeline)
+    pass_number, position = divmod(stage, parallel.pipeline)
     is_backwards = SCHEDULES[parallel.pipeline_schedule].folded and pass_number % 2 == 1
-    return parallel.pipeline - 1 - place if is_backwards else place
+    return parallel.pipeline - 1 - position if is_backwards else position
 
 
 def list_rank_stages(parallel: ParallelConfig, rank: int) -> list[int]:
-    """Return the stages of a rank by its place in the pipeline, first to last."""
+    """Return the stages of a rank, first to last. rank: counted within its pipeline from 0."""
     stages = range(count_stages(parallel))
     return [stage for stage in stages if find_stage_rank(parallel, stage) == rank]
 
 
 def compute_micro_batches(cfg: Any) -> tuple[int, int]:
-    """Return (sequences of a micro-batch, micro-batches) of a data rank's step.
+    """Return (items of a micro-batch, micro-batches) of a data rank's step.
 
-    Their product is batch_size x gradient_accumulation_steps.
+    An item is a sequence, or a pair of two. A data rank has a batch of its own. The product of the
+    two is batch_size x gradient_accumulation_steps.
     """
     num_micro_batches = cfg.parallel.pipeline_microbatches if cfg.parallel.pipeline > 1 else None
     if num_micro_batches is None:
@@ -197,7 +209,7 @@ def compute_micro_batches(cfg: Any) -> tuple[int, int]:
 
 
 def count_fewest_micro_batches(parallel: ParallelConfig) -> int:
-    """Return the micro-batches a step that a schedule is made for."""
+    """Return the fewest micro-batches a step with which a schedule keeps its ranks busy."""
     is_free = parallel.pipeline == 1 or parallel.pipeline_schedule == "gpipe"
     return 1 if is_free else parallel.pipeline
 
@@ -205,11 +217,10 @@ def count_fewest_micro_batches(parallel: ParallelConfig) -> int:
 def find_schedule_fault(parallel: ParallelConfig, count: int) -> str | None:
     """Return why `count` micro-batches a step are too few for the schedule; None if they are not.
 
-    The text is `found .., expected ..; remedy`.
+    The text is `found ..., expected ...; remedy`.
     """
     # Every schedule can order any number of them. With fewer than this, ranks wait for each other
-    # even in the middle of a step, and what an interleaved or zero-bubble schedule is taken for is
-    # not to be had.
+    # even in the middle of a step, and an interleaved or zero-bubble schedule gains nothing.
     fewest = count_fewest_micro_batches(parallel)
     if count >= fewest:
         return None

@@ -1,8 +1,9 @@
-"""Facts of optimizers, known without importing them: keys that they read, states that they keep.
+"""Read facts of optimizers without importing them: config keys that they read, states they keep.
 
 Each file of `recipe_lib/optim/algorithms` is an optimizer of that name, with `FACTS =
-OptimizerFacts(...)` of literals. They are read here as text, so that config needs no torch; a
-plugin gives the same to `register`.
+OptimizerFacts(...)` of literals. They are read here as text, so that the config package needs no
+torch; a plugin, a user's file with an optimizer, gives the same to `register`. Checks of a config
+and the planner call `find_optimizer_facts`.
 """
 
 import ast
@@ -11,30 +12,34 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Of one number.
+# dtype of a config -> bytes of a number.
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
-# Bits -> numbers of a state that share a scale in fp32, in long rows.
+# Bits of a state's numbers -> how many of them share a scale in fp32, in rows that are long enough.
 _BLOCK_SIZES = {8: 256, 4: 128}
+# Folder of the optimizers that ship.
 ALGORITHMS = Path(__file__).resolve().parent.parent / "optim" / "algorithms"
 
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """Facts of one optimizer. A method's `cfg` is the section `optimizer`."""
+    """Facts of one optimizer. The methods' `cfg` is the config's section `optimizer`."""
 
-    # Keys of the section that it reads, besides name, lr and weight_decay; others are idle.
+    # Keys of the section that it reads, besides name, lr and weight_decay; others have no effect.
     keys: tuple[str, ...]
-    # The state tensors that it keeps of a parameter, each of the parameter's shape.
+    # Names of the state tensors that it keeps for a parameter, each of the parameter's shape.
     states: tuple[str, ...]
-    # Of a matrix of a layer, if these are others.
+    # The same for a matrix of a layer; None: as for other parameters. Muon's are others.
     layer_matrix_states: tuple[str, ...] | None = None
-    # A key without which it keeps none.
+    # A key that has to be set, and not 0, for it to keep states; None: it always keeps them.
     states_need: str | None = None
-    # The class of torch.optim that it may be.
+    # Name of the class of torch.optim that can run in its place; None: none can.
     torch_class: str | None = None
 
     def list_states(self, cfg: Any, *, layer_matrix: bool) -> tuple[str, ...]:
-        """Return the names of the states kept of a parameter."""
+        """Return the names of the states kept for a parameter.
+
+        layer_matrix: the parameter is a matrix of a layer, not of embedding or head.
+        """
         if self.states_need is not None and not getattr(cfg, self.states_need):
             return ()
         if layer_matrix and self.layer_matrix_states is not None:
@@ -42,7 +47,7 @@ class OptimizerFacts:
         return self.states
 
     def get_state_bits(self, cfg: Any) -> int | None:
-        """Return the bits of a state's numbers; None: those of the parameter."""
+        """Return the bits of a state's numbers; None: those of the parameter's dtype."""
         return resolve_state_bits(cfg) if "state_bits" in self.keys else None
 
     def has_master_weights(self, cfg: Any) -> bool:
@@ -51,8 +56,11 @@ class OptimizerFacts:
 
 
 def resolve_state_bits(cfg: Any) -> int | None:
-    """Return the bits of a state's numbers that a section asks for; None: the parameter's."""
-    # Beside master weights, which steps add up in, the states are as exact as those unless
+    """Return the bits of a state's numbers that the section `optimizer` asks for.
+
+    None: those of the parameter's dtype.
+    """
+    # Beside master weights, an fp32 copy that steps update, the states are fp32 too, unless
     # `state_bits` says otherwise.
     return 32 if cfg.state_bits is None and cfg.master_weights else cfg.state_bits
 
@@ -63,21 +71,21 @@ def read_built_in_optimizers() -> dict[str, OptimizerFacts]:
     return {path.stem: _read_facts(path) for path in sorted(ALGORITHMS.glob("[!_]*.py"))}
 
 
-# Of plugins. In this process alone, as the registry.
+# Name of a plugin's optimizer -> its facts, in this process.
 _of_plugins: dict[str, OptimizerFacts] = {}
 
 
 def find_optimizer_facts(name: str) -> OptimizerFacts | None:
-    """Return an optimizer's facts; None of one that a plugin registered without any."""
+    """Return an optimizer's facts; None if a plugin registered it without any, or nobody did."""
     return read_built_in_optimizers().get(name) or _of_plugins.get(name)
 
 
 def compute_state_bytes(optimizer: Any, width: int, *, in_layer: bool) -> float:
-    """Return the bytes of states and master weights for one number of a matrix with long rows.
+    """Return the bytes of states and master weights for one parameter of a matrix with long rows.
 
-    optimizer: the section, or None.
-    width: bytes of that number.
-    in_layer: of a layer's matrix, of which Muon keeps one state, not of embedding or head.
+    optimizer: the config's section; None: an optimizer that is not known.
+    width: bytes of that parameter.
+    in_layer: it is of a layer's matrix, for which Muon keeps one state, not of embedding or head.
     """
     facts = None if optimizer is None else find_optimizer_facts(optimizer.name)
     if facts is None:
@@ -92,11 +100,12 @@ def compute_state_bytes(optimizer: Any, width: int, *, in_layer: bool) -> float:
 
 
 def register_facts(name: str, facts: OptimizerFacts) -> None:
-    """Make known what a plugin says of its optimizer."""
+    """Register the facts of a plugin's optimizer for `find_optimizer_facts`."""
     _of_plugins[name] = facts
 
 
 def _read_facts(path: Path) -> OptimizerFacts:
+    # Parsed, not imported: the file imports torch.
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FACTS":
             assert isinstance(node.value, ast.Call)

@@ -1,9 +1,9 @@
-"""Finds recipes, configs and presets: in a checkout, in the installed package, or at a user's path.
+"""Find recipes, configs and presets: in a checkout, in the installed package, or at a user's path.
 
-Shipped ones have names (`llama3/8B_full`); `find_config` and `find_recipe` take a name or a path.
-`read_recipe_configs` gives the config class of each shipped recipe, without torch: those of full
-fine-tuning and of LoRA are in the schema, that of a method is in its folder,
-`recipe_lib/methods/<name>/config.py`: the class there whose `recipe` is the name of its recipe.
+Shipped ones have names (`llama3/8B_full`); `find_config` and `find_recipe` take a name or a path. A
+preset is an architecture, a config.json. `read_recipe_configs` returns the config class of each
+shipped recipe without importing torch: those of full fine-tuning and LoRA are in `config.schema`,
+that of a method (dpo, reward, distill) in `recipe_lib/methods/<name>/config.py`.
 """
 
 import os
@@ -26,7 +26,8 @@ _METHODS = "recipe_lib.methods"
 
 CONFIG_SUFFIXES = (".yaml", ".yml")
 
-_PACKAGE = Path(__file__).resolve().parent.parent
+_PACKAGE = Path(__file__).resolve().parent.parent  # the folder recipe_lib
+# The line of a config that names its recipe.
 _RECIPE_LINE = re.compile(r"^recipe:[ \t]*(\w+)", re.MULTILINE)
 
 
@@ -41,7 +42,10 @@ def get_configs_folder() -> Path:
 
 
 def find_example_file(path: str) -> str:
-    """Return the path; of a file in `examples/` outside of a clone, where the package has it."""
+    """Return a path unchanged, or the installed package's copy of a shipped example.
+
+    The copy is returned for a path in `examples/` that does not exist here.
+    """
     first, _, rest = path.partition("/")
     if first != "examples" or not rest or os.path.lexists(path):
         return path
@@ -57,7 +61,7 @@ def get_presets_folder() -> Path:
 def find_config(name_or_path: str | Path) -> Path:
     """Return the YAML file that a name (`llama3/8B_full`) or a path stands for.
 
-    Raises ConfigError, with the nearest name, if there is none.
+    Raises ConfigError, with the nearest name, if there is none, or for a path of another suffix.
     """
     return _find_file(
         name_or_path, "config", shipped=_list_config_files(), suffixes=CONFIG_SUFFIXES
@@ -67,7 +71,7 @@ def find_config(name_or_path: str | Path) -> Path:
 def find_recipe(name_or_path: str | Path) -> Path:
     """Return the Python file that a recipe's name or a path stands for.
 
-    Raises ConfigError, with the nearest name, if there is none.
+    Raises ConfigError, with the nearest name, if there is none, or for a path of another suffix.
     """
     files = {name: get_recipes_folder() / f"{name}.py" for name in list_recipes()}
     return _find_file(name_or_path, "recipe", shipped=files, suffixes=(".py",))
@@ -81,13 +85,16 @@ def list_recipes() -> list[str]:
 
 
 def list_configs() -> dict[str, list[str]]:
-    """Return the names of the shipped configs by their recipes, by family and then by size."""
+    """Return recipe -> names of the shipped configs for it, sorted by family and then by size.
+
+    A recipe without a config has an empty list.
+    """
     by_recipe: dict[str, list[str]] = {
         name: [] for name in sorted({*list_recipes(), *read_recipe_configs()})
     }
     files = _list_config_files()
     for name in sorted(files, key=_get_sort_key):
-        # By one line of each: a list of names does not check the configs.
+        # Found by one line, without loading the config, which would check all of it.
         line = _RECIPE_LINE.search(files[name].read_text(encoding="utf-8"))
         recipe = line[1] if line else FullFinetuneConfig.recipe
         by_recipe.setdefault(recipe, []).append(name)
@@ -110,12 +117,13 @@ def list_presets() -> list[str]:
 
 
 def expand_home(path: str | Path) -> Path:
-    """Return a user's path with `~` filled in."""
+    """Return a user's path with `~` at its beginning expanded."""
     # Not Path.expanduser, which raises for the home of a user that does not exist.
     return Path(os.path.expanduser(path))
 
 
 def _list_config_files() -> dict[str, Path]:
+    """Return name -> file of each shipped config."""
     folder = get_configs_folder()
     return {_get_name(folder, path): path for path in folder.rglob("*.yaml")}
 
@@ -134,7 +142,10 @@ def _find_shipped_folder(kind: str) -> Path:
 def _find_file(
     name_or_path: str | Path, kind: str, *, shipped: dict[str, Path], suffixes: tuple[str, ...]
 ) -> Path:
-    """Return a shipped or a user's file. kind: `config` or `recipe`, for errors."""
+    """Return a shipped or a user's file. Raises ConfigError if there is none, or it cannot be one.
+
+    kind: `config` or `recipe`, for errors. shipped: name -> file. suffixes: of a user's files.
+    """
     text = str(name_or_path)
     if text in shipped:
         return shipped[text]
@@ -158,7 +169,11 @@ def _find_file(
 
 
 def suggest_config(name: str, shipped: Iterable[str]) -> str:
-    """Return `; did you mean X?`; for a family or a size of one, how to list its configs."""
+    """Return the end of an error for a name that is not shipped, or an empty text.
+
+    It is `; did you mean X?`, or for a family (`llama3`) or a size of one (`llama3/8B`), how to
+    list its configs.
+    """
     shipped = list(shipped)
     beginnings = (f"{name.lower()}/", f"{name.lower()}_")
     family = [config for config in shipped if config.lower().startswith(beginnings)]
@@ -167,20 +182,21 @@ def suggest_config(name: str, shipped: Iterable[str]) -> str:
     return did_you_mean(name, shipped)
 
 
-# When it is first asked for, not before: a method's config imports this package, which may be what
-# imports it.
+# Not when this module is imported: the configs of methods import this package, so that the imports
+# would go in a circle.
 @cache
 def read_recipe_configs() -> dict[str, type]:
-    """Return the config class of each recipe by its name, those that others build on first."""
+    """Return name -> config class of each shipped recipe, base classes before subclasses."""
     (methods,) = import_module(_METHODS).__path__
     names = sorted(path.parent.name for path in Path(methods).glob("*/config.py"))
     classes = [_find_config_class(import_module(f"{_METHODS}.{name}.config")) for name in names]
     classes.sort(key=lambda config_class: len(config_class.__mro__))
-    every: list[type] = [FullFinetuneConfig, LoraFinetuneConfig, *classes]
-    return {vars(config_class)["recipe"]: config_class for config_class in every}
+    config_classes: list[type] = [FullFinetuneConfig, LoraFinetuneConfig, *classes]
+    return {vars(config_class)["recipe"]: config_class for config_class in config_classes}
 
 
 def _find_config_class(module: ModuleType) -> type[FullFinetuneConfig]:
+    """Return the config class of a method's recipe. module: the method's `config`."""
     for value in vars(module).values():
         is_config = isinstance(value, type) and issubclass(value, FullFinetuneConfig)
         # A base of several recipes' classes has no `recipe` of its own.
@@ -191,21 +207,21 @@ def _find_config_class(module: ModuleType) -> type[FullFinetuneConfig]:
 
 @dataclass(frozen=True)
 class Aliases:
-    """Names of keys in other tools, those of all recipes' sections among them."""
+    """What other tools call keys and sections of all recipes, for hints in errors."""
 
-    # A name of another tool -> our key.
+    # Another tool's name of a key -> our dotted key.
     keys: dict[str, str]
-    # A section of another tool -> ours.
+    # Another tool's section -> ours; empty: our keys of that kind stand at the top level.
     sections: dict[str, str]
-    # A key that there is not -> what there is in its place.
+    # Key that does not exist here -> what there is in its place, which ends the error.
     answers: dict[str, str]
-    # Names of one recipe's keys that mean something else in others.
+    # Names in `keys` for one recipe's keys that mean something else in other recipes.
     ambiguous: frozenset[str]
 
 
 @cache
 def read_aliases() -> Aliases:
-    """Return the tables of `aliases`, and those of the recipes' config classes."""
+    """Return the tables of `config.aliases`, joined with those of the recipes' config classes."""
     keys = dict(KEY_ALIASES)
     sections = dict(SECTION_ALIASES)
     answers = dict(ANSWERS)

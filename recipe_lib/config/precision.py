@@ -1,10 +1,9 @@
-"""Settings that a GPU cannot compute, and means that an optimizer keeps in too few bits. No torch.
+"""Find settings that a GPU cannot compute, and optimizer states that rounding keeps from moving.
 
-`find_capability_faults` compares a config with one GPU, before a kernel raises.
-`describe_stalled_means` says how far off a mean may stay from what it averages, and what to set
-instead. A mean m becomes d m + (1 - d) x in a step. bf16 has 8 bits, so that a change of less than
-half the distance of two numbers, 1/256 of m at most, is lost: m may rest wherever x / m is within
-1 +- 1 / (256 (1 - d)). docs/measurements/optimizer_states.md has runs of it.
+A mean here is an exponential moving average: m becomes d m + (1 - d) x in a step. bf16 loses a
+change of less than half the distance of two numbers, 1/256 of m at most, so that m may rest
+wherever x / m is within 1 +- 1 / (256 (1 - d)). docs/measurements/optimizer_states.md measures it.
+`tune validate` prints `describe_stalled_means`; `find_capability_faults` is for a start on a GPU.
 """
 
 from dataclasses import dataclass
@@ -13,15 +12,17 @@ from typing import Any
 from recipe_lib.config.key_conditions import get_trained_dtype
 from recipe_lib.config.optimizer_facts import BYTES, find_optimizer_facts
 
-# Times too large or too small that a mean may stay before it is told.
+# A mean is told of if it may stay this many times too large, or as many times too small.
 FARTHEST = 2.0
-# Share of a number in bf16 that a step may lose.
+# A mean in bf16 may stay as it is in a step that changes it by less than this share of itself.
 _LOST_IN_BF16 = 1 / 256
 
-# A state that is a mean, of a plugin's optimizer too -> what it is called, the setting that is its
-# decay, and the share of it that a step of 8 bits loses.
-# In 8 bits a block's largest number is exact, and below it levels are 0.9/128 of it apart, with a
-# sign 0.9/64. Of half of the largest, which stays, half a distance is that share.
+# Name of a state that is a mean -> (what it is called, the key of its decay d, the same share in 8
+# bits). momentum_buffer is a mean but for a factor.
+# The shares: 8-bit states have dynamic levels (arXiv:2110.02861, optim/low_bit_adamw.py). From a
+# tenth of a block's largest number to that number they are (1 - 0.1) / 128 of it apart, or 0.9 / 64
+# for states with a sign. A number that is half of the largest loses at most half that distance:
+# (0.9 / 64 / 2) / 0.5 = 0.9 / 64 of itself.
 _MEANS = {
     "exp_avg": ("the gradients' mean", "betas[0]", 0.9 / 64),
     "exp_avg_sq": ("the second moment", "betas[1]", 0.9 / 128),
@@ -30,9 +31,9 @@ _MEANS = {
 
 
 def describe_stalled_means(cfg: Any) -> list[str]:
-    """Return a line for each mean of a config that may stay FARTHEST times off.
+    """Return a line for each mean of a config that may stay FARTHEST times off, with a remedy.
 
-    States of 4 bits have a line of their own.
+    States of 4 bits have one line for all. Empty for an optimizer whose states are not known.
     """
     optimizer = cfg.optimizer
     facts = find_optimizer_facts(optimizer.name)
@@ -44,15 +45,17 @@ def describe_stalled_means(cfg: Any) -> list[str]:
             "optimizer.state_bits=4: a gradient far below its block's largest hardly moves its"
             " weight; set 8 or 32"
         ]
-    # Stochastic rounding loses nothing on average.
+    # fp32 is exact enough; stochastic rounding loses nothing on average.
     if bits > 16 or (bits == 16 and optimizer.stochastic_rounding):
         return []
     remedy = "set optimizer.state_bits=32"
     if get_trained_dtype(cfg) == "bf16" and not optimizer.master_weights:
-        # It rounds the weights as well, which have to be in bf16.
+        # Stochastic rounding is for bf16 weights without an fp32 copy, which it rounds as well.
         remedy += ", or 16 with optimizer.stochastic_rounding=true"
+    # SGD's momentum is in the parameters' dtype.
     if "state_bits" not in facts.keys:
         dtype_key = "dtype" if cfg.trained_adapters is None else "lora.dtype"
+        # Below 1 - 1 / 128, from which on a mean in bf16 is told of.
         remedy = f"set it to 0.98 or less, or {dtype_key}=fp32"
     decays = {
         "betas[0]": optimizer.betas[0],
@@ -60,18 +63,20 @@ def describe_stalled_means(cfg: Any) -> list[str]:
         "momentum": optimizer.momentum,
     }
     lines = []
+    # layer_matrix_states: those of the layers' matrices, if an optimizer keeps others for these.
     for state in dict.fromkeys((*facts.states, *(facts.layer_matrix_states or ()))):
         name, setting, lost_in_8_bits = _MEANS.get(state, ("", "", 0.0))
+        # A state that is no mean has no setting, and is passed over here too.
         if setting.partition("[")[0] not in facts.keys:
             continue
         decay = float(decays[setting] or 0)
-        # It rests where x / m is within 1 +- off.
-        off = (lost_in_8_bits if bits == 8 else _LOST_IN_BF16) / (1 - decay)
-        if off >= 1 - 1 / FARTHEST:
-            highest = f"or stay at {1 / (1 - off):.2g} times it" if off < 1 else ""
+        # The mean rests where x / m is within 1 +- deviation.
+        deviation = (lost_in_8_bits if bits == 8 else _LOST_IN_BF16) / (1 - decay)
+        if deviation >= 1 - 1 / FARTHEST:
+            highest = f"or stay at {1 / (1 - deviation):.2g} times it" if deviation < 1 else ""
             lines.append(
                 f"optimizer.{setting}={decay:g}: {name} in {bits} bits may rest at"
-                f" {1 / (1 + off):.2g} of its value, {highest or 'and not come down again'};"
+                f" {1 / (1 + deviation):.2g} of its value, {highest or 'and not come down again'};"
                 f" {remedy}"
             )
     return lines
@@ -81,23 +86,24 @@ def describe_stalled_means(cfg: Any) -> list[str]:
 class CapabilityRequirement:
     """A setting, and the GPUs that can compute it."""
 
-    # Of the config: the setting that asks for it.
+    # Key at the top level of a config.
     key: str
+    # The value of the key that asks for it.
     value: str
-    # The least that can: (major, minor).
+    # Least compute capability of the GPUs that can, (major, minor).
     capability: tuple[int, int]
-    # Those GPUs in words.
+    # Names of their generations, for the error.
     gpus: str
-    # For a GPU with less.
+    # What to set instead, for the error.
     remedy: str
 
     def is_needed(self, cfg: Any) -> bool:
-        """Return True if a config asks for it."""
+        """Return True if a config has this setting."""
         return bool(getattr(cfg, self.key, None) == self.value)
 
 
 CAPABILITY_REQUIREMENTS = (
-    # Tensor cores, and torch's flash and memory-efficient attention in bf16.
+    # bf16 has tensor cores, and torch's flash and memory-efficient attention, from 8.0 on.
     CapabilityRequirement(
         "dtype",
         value="bf16",
@@ -120,12 +126,16 @@ CAPABILITY_REQUIREMENTS = (
         remedy="remove matmul_dtype",
     ),
 )
-# Of the flash kernel for documents of packed sequences; below it they take a mask.
+# Least compute capability of torch's flash kernel for packed documents of different lengths; on
+# older GPUs attention takes a mask instead.
 VARLEN_CAPABILITY = (8, 0)
 
 
 def find_capability_faults(cfg: Any, name: str, capability: tuple[int, int]) -> list[str]:
-    """Return a line for each setting that a GPU cannot compute. name: of the GPU."""
+    """Return a line for each setting of a config that a GPU cannot compute.
+
+    name: of the GPU. capability: its compute capability, (major, minor).
+    """
     major, minor = capability
     return [
         f"{requirement.key}: found {requirement.value} for {name} of compute capability"

@@ -1,4 +1,4 @@
-"""Reads YAML into a tree of texts with line numbers.
+"""Read YAML into a tree of texts with line numbers: `read_file` a config, `parse` an override.
 
 What a value means is decided later, by the type of its key (`convert_values`). That ends YAML's
 surprises: `1e-5` is a number where one is expected, `on` is text where text is. Tags, anchors,
@@ -18,14 +18,14 @@ from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 from recipe_lib.reading import open_regular
 
-MAX_BYTES = 1024**2
+MAX_BYTES = 1024**2  # of a file
 # Bounds the recursion of the builder and of all that walks the tree.
 MAX_DEPTH = 20
 
-# What YAML allows nowhere. The parser says so too, but not at which line.
+# Characters that YAML allows nowhere. The parser says so too, but not at which line.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ufffe\uffff]")
 
-# What a parser complains of (both of PyYAML's parsers) -> what to look for.
+# (part of an error of PyYAML's or libyaml's parser, what to look for); the first that fits counts.
 _PLAIN_WORDS = (
     (
         "mapping values are not allowed",
@@ -54,14 +54,17 @@ _PLAIN_WORDS = (
 class YamlNode:
     """A value as written."""
 
-    # `scalar`, `list`, `mapping`, or `broken`: reported already, to be skipped.
+    # `scalar`, `list`, `mapping`, or `broken`: its fault is reported already, it is to be skipped.
     kind: str
-    # Counted from 1.
+    # Where the value begins, counted from 1.
     line: int
+    # Of a scalar, without its quotes.
     text: str = ""
+    # Whether a scalar has quotes, or is a block (`|`, `>`): it is text, whatever it looks like.
     quoted: bool = False
+    # Of a list.
     items: list["YamlNode"] = field(default_factory=list)
-    # Key -> (its line, its value).
+    # Of a mapping: key -> (its line, its value).
     entries: dict[str, tuple[int, "YamlNode"]] = field(default_factory=dict)
 
     @property
@@ -71,11 +74,11 @@ class YamlNode:
 
     @property
     def is_interpolated(self) -> bool:
-        """Return True if it, or a part of it, names another key."""
+        """Return True if it, or a part of it, refers to another key: `${section.key}`."""
         return any("${" in text for text in self.collect_texts())
 
     def list_inner(self) -> list["YamlNode"]:
-        """Return the nodes that it holds."""
+        """Return the nodes directly in it, of a list or a mapping."""
         return [*self.items, *(value for _, value in self.entries.values())]
 
     def collect_texts(self) -> Iterator[str]:
@@ -89,15 +92,17 @@ class YamlNode:
 class YamlDocument:
     """The tree of a file or of an override's value, with its faults."""
 
+    # An empty scalar for an empty text.
     top: YamlNode
-    # (line, fault).
+    # (line, fault) of what is YAML but refused in a config, such as an alias.
     faults: list[tuple[int, str]]
 
 
 def read_file(path: Path, shown: str) -> YamlDocument:
     """Read a config file.
 
-    shown: its name in errors. Raises ConfigError if it is no text or no YAML at all.
+    shown: its name in errors. Raises ConfigError if it cannot be read, is larger than MAX_BYTES, or
+    is no UTF-8 text or no YAML at all. Lesser faults are in the document.
     """
     try:
         # One byte more than is allowed tells that the file is larger.
@@ -110,7 +115,7 @@ def read_file(path: Path, shown: str) -> YamlDocument:
             f"{shown}: larger than 1 MiB; a config holds a few dozen lines (is this a data file?)"
         )
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")  # with or without a byte order mark
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ConfigError(
@@ -132,7 +137,7 @@ class YamlError(Exception):
 
 
 def parse(text: str) -> YamlDocument:
-    """Return the tree of a text. Raises YamlError where it stops being YAML."""
+    """Return the tree of a text. Raises YamlError, with the line, if it is not YAML."""
     control = _CONTROL.search(text)
     if control:
         raise YamlError(
@@ -151,6 +156,7 @@ def parse(text: str) -> YamlDocument:
 
 def _explain_error(error: Any, text: str) -> YamlError:
     """Return a parser's error in plain words, at the line that a user has to look at."""
+    # PyYAML says what it was doing (`context`) and what is wrong (`problem`), each with a place.
     message = f"{error.context or ''} {error.problem or ''}"
     opened = _find_open_bracket(text) if "flow node" in message else None
     if opened is not None:
@@ -178,7 +184,10 @@ def _explain_error(error: Any, text: str) -> YamlError:
 
 
 def _find_open_bracket(text: str) -> Any:
-    """Return the token of the innermost bracket that is open where the text ends, or None."""
+    """Return the token of the innermost bracket that is open where the text ends.
+
+    None: every bracket is closed, or the text cannot be divided into tokens.
+    """
     opened: list[Any] = []
     try:
         for token in yaml.scan(text, Loader=yaml.SafeLoader):
@@ -192,16 +201,17 @@ def _find_open_bracket(text: str) -> Any:
 
 
 class _Builder:
-    """Builds the tree from parser events, one at a time.
+    """Build the tree from parser events, one at a time.
 
     So the depth is bounded before memory is taken, which PyYAML's own composer does not do.
     """
 
     def __init__(self, events: Iterator[Any]) -> None:
-        self.events = events
+        self.events = events  # one iterator for all methods: each goes on where another stopped
         self.faults: list[tuple[int, str]] = []
 
     def build_document(self) -> YamlDocument:
+        # Stream and document marks among the events are passed over, but for a second document.
         top: YamlNode | None = None
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent) and top is not None:
@@ -216,9 +226,9 @@ class _Builder:
         return YamlDocument(top or YamlNode("scalar", 1), self.faults)
 
     def build_node(self, event: Any, depth: int, name: str) -> YamlNode:
-        """Return the value that begins with this event.
+        """Return the value that begins with this event. Raises YamlError if it is nested too deep.
 
-        name: of its key, dotted, for faults; empty at the top and for a key itself.
+        depth: 1 for the whole document. name: of its key, dotted, for faults; empty at the top.
         """
         line = _get_line(event)
         if depth > MAX_DEPTH:
@@ -244,10 +254,16 @@ class _Builder:
         return YamlNode("broken", line) if event.anchor or event.tag else node
 
     def refuse(self, line: int, name: str, fault: str) -> None:
+        """Note a fault. name: of the key, dotted; empty: the line needs none."""
         self.faults.append((line, f"{show(name)}: {fault}" if name else fault))
 
     def build_content(self, event: Any, line: int, depth: int, name: str) -> YamlNode:
+        """Return a node without its tag and anchor, and take its events up to its end.
+
+        The arguments are those of `build_node`.
+        """
         if isinstance(event, yaml.ScalarEvent):
+            # The first of `implicit` is True for a plain scalar alone.
             return YamlNode("scalar", line, event.value, quoted=not event.implicit[0])
         if isinstance(event, yaml.SequenceStartEvent):
             node = YamlNode("list", line)
@@ -278,6 +294,7 @@ class _Builder:
             self.refuse(
                 key.line, full_name, f"set twice, first on line {first_line}; remove one of the two"
             )
+            # Which of the two is meant is not known.
             mapping.entries[key.text] = (first_line, YamlNode("broken", key.line))
         else:
             mapping.entries[key.text] = (key.line, value)

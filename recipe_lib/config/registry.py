@@ -1,8 +1,9 @@
-"""Components chosen by name: dataset formats, optimizers, losses, metrics, trackers, models.
+"""Register components under the names that configs choose them by: formats, optimizers, losses, ...
 
 A config holds a registered name and never an import path, so that nothing in a config runs. The
 names that ship are declared here, with the module that registers them; that module is imported when
-one is first asked for, which keeps torch out of config checks. A plugin registers its own names:
+one is first asked for, which keeps torch out of config checks. A plugin, a .py file of the user's
+given by `--plugin`, registers its own names:
 
     from recipe_lib.config import register
 
@@ -32,7 +33,8 @@ from recipe_lib.reading import TEXT_LIMIT
 
 Component = TypeVar("Component", bound=Callable[..., Any])
 
-# Kind -> (module whose import registers them, names).
+# Kind, mostly the key that holds such a name -> (module whose import registers the names that ship,
+# these names).
 BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
     "data.format": (
         "recipe_lib.data.formats",
@@ -54,6 +56,7 @@ BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
     "model": ("recipe_lib.external.module_spec", ("native", "transformers")),
 }
 
+# Kind -> name -> the function or class that was registered, in this process.
 _components: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in BUILT_IN}
 
 
@@ -63,9 +66,10 @@ def register(
     """Return a decorator that makes a function or class selectable as `name` in a config.
 
     kind: a key of `BUILT_IN`.
-    facts: of an optimizer, what a plan has to know of it; without them its states' bytes are not
-    known before the first step.
-    Raises ConfigError for an unknown kind, an empty name, or a name that is taken.
+    facts: of an optimizer, the keys that it reads and the states that it keeps; without them its
+    states' bytes are not known before the first step.
+    Raises ConfigError for an unknown kind or a name that is empty or not printable; the decorator
+    raises it for a name that is taken.
     """
     _check_kind(kind)
     if not isinstance(name, str) or not name.isprintable() or name != name.strip() or not name:
@@ -74,9 +78,10 @@ def register(
         )
 
     def add(component: Component) -> Component:
-        # Our own names are registered by our modules when one is first asked for.
+        # Built-in names are taken, but not for this project's own modules, which register them.
         is_ours = getattr(component, "__module__", "").startswith("recipe_lib.")
         is_taken = name in _components[kind] or (name in BUILT_IN[kind][1] and not is_ours)
+        # The same object again is no fault.
         if is_taken and _components[kind].get(name) is not component:
             raise ConfigError(
                 f"register({kind!r}, {name!r}): the name is taken; register another one"
@@ -90,9 +95,9 @@ def register(
 
 
 def get_registered(kind: str, name: str) -> Callable[..., Any]:
-    """Return the component that was registered as `name`; imports the owner of a built-in one.
+    """Return the component that was registered as `name`; import the module of a built-in one.
 
-    Raises ConfigError with the nearest name if there is none.
+    Raises ConfigError, with the nearest name, for an unknown kind or name.
     """
     _check_kind(kind)
     if name in BUILT_IN[kind][1] and name not in _components[kind]:
@@ -107,7 +112,7 @@ def get_registered(kind: str, name: str) -> Callable[..., Any]:
 
 
 def import_owner(kind: str) -> ModuleType:
-    """Return the module that registers the built-in names of a kind, imported."""
+    """Import and return the module that registers the built-in names of a kind."""
     return importlib.import_module(BUILT_IN[kind][0])
 
 
@@ -125,7 +130,8 @@ def _check_kind(kind: str) -> None:
         )
 
 
-# Files of plugins, links followed: a second import would register the same names again.
+# Plugins that were imported, absolute paths with links resolved: a second import would register the
+# same names again.
 _loaded: set[Path] = set()
 
 
@@ -133,7 +139,7 @@ def load_plugin(path: str | Path) -> None:
     """Import a plugin's .py file, once a process.
 
     path: from the command line, never from a config, so that no config runs code.
-    Raises ConfigError with the file's line if it cannot be found or raises while it is imported.
+    Raises ConfigError if there is no such file, or, with the file's line, if its import raises.
     """
     shown = show(str(path))
     file = expand_home(path)
@@ -146,7 +152,7 @@ def load_plugin(path: str | Path) -> None:
     file = file.resolve()
     if file in _loaded:
         return
-    # Two plugins of one file name are two modules.
+    # With a hash of the path: two plugins of one file name are two modules.
     name = f"tune_plugin_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
@@ -156,11 +162,11 @@ def load_plugin(path: str | Path) -> None:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except UserError as error:
+    except UserError as error:  # raised by this project's functions for a user's mistake
         del sys.modules[name]
         raise ConfigError(*(f"{shown}: {fault}" for fault in error.faults)) from error
     except (Exception, SystemExit) as error:
-        # SystemExit too: an exit code of a plugin's own would be taken for one of ours.
+        # SystemExit too: an exit code of a plugin's would be taken for one of this program.
         del sys.modules[name]
         raise ConfigError(
             f"{shown}:{_find_line(error, file)}: raised {type(error).__name__}: {show(str(error))}"
@@ -169,7 +175,7 @@ def load_plugin(path: str | Path) -> None:
 
 
 def list_loaded_plugins() -> list[Path]:
-    """Return the plugins' files that were imported, links followed."""
+    """Return the files of the plugins that were imported, absolute, with links resolved."""
     return sorted(_loaded)
 
 
@@ -177,4 +183,5 @@ def _find_line(error: BaseException, file: Path) -> int:
     """Return the line of the file at which its import failed."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return error.lineno or 1
+    # The innermost frame of the traceback that is in the file; line 1 if none is.
     return [1, *find_lines_in(error, file)][-1]

@@ -1,8 +1,9 @@
 """Define the keys of a config: type, default, legal values and one line of description each.
 
-The dataclasses are the schema that a YAML file is checked against, and from which `docs/config.md`
-and `tune cat --describe` are generated; a recipe gets an object of one. FullFinetuneConfig is the
-config of full fine-tuning; those of other recipes are its subclasses. Imports no torch.
+The dataclasses are the schema that a YAML file is checked against; `docs/config.md` and `tune cat
+--describe` are generated from them (also from the first line of a section's docstring). A recipe,
+such as `full_finetune_distributed`, gets an object of one: FullFinetuneConfig, or a subclass with
+sections of its own. A field is declared by `key(default, help, limits...)`. Imports no torch.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from recipe_lib.config.schema_training import (
 )
 
 # Kind of samples that a recipe trains on -> values of `data.format` with such samples. Formats of
-# plugins are in none of them: their kind of samples is not known.
+# plugins (files of a user's that register names) are in none: their kind of samples is not known.
 SAMPLES: dict[str, tuple[str, ...]] = {
     "answers": ("alpaca", "sharegpt", "messages", "prompt_completion", "text"),
     "pairs": ("preference",),
@@ -36,33 +37,34 @@ SAMPLES: dict[str, tuple[str, ...]] = {
 
 
 class RecipeFacts:
-    """Facts on a recipe's batches and model, for the planner and for parallelism.
+    """Facts on a recipe's batches and model, which planner, checks and parallelism read.
 
-    These are the facts of full fine-tuning; the config of another kind of recipe overrides those
-    that differ, so that no code has to ask for a recipe's name.
+    These are the facts of full fine-tuning; the config of another recipe overrides those that
+    differ, so that no code has to ask for a recipe's name. A key is a dotted name, `dpo.beta`.
     """
 
     # Whether the model has a score head, which reads each sequence's last token, in place of the
     # head that predicts the next token.
     scores_sequences: ClassVar[bool] = False
-    # Key -> value of the settings that train adapters in place of all parameters; empty: the recipe
-    # has none.
+    # Key -> the value with which adapters are trained in place of all parameters; empty: no key
+    # chooses between the two.
     adapters_instead: ClassVar[dict[str, str]] = {}
-    # Key that names the checkpoint of a further model (a teacher) -> key of a preset in its place.
+    # Key that names the checkpoint of a further model (a teacher) -> key of a preset, an
+    # architecture with random weights, in its place.
     other_models: ClassVar[dict[str, str]] = {}
-    # Key by which such a model takes less memory -> value -> note on what it costs, least memory
-    # first.
+    # Key by which such a model takes less memory -> value, that of least memory first -> note on
+    # what it costs.
     other_model_levers: ClassVar[dict[str, dict[Any, str]]] = {}
-    # All keys of its sections that change the memory of a run.
+    # Those keys of the recipe's own sections that change the memory of a run.
     memory_keys: ClassVar[tuple[str, ...]] = ()
     # Combinations of its keys that are refused (`compatibility.rule.Rule`), besides those of all
     # recipes.
     rules: ClassVar[tuple[Any, ...]] = ()
-    # Key of the recipe -> its names in other tools and in earlier releases.
+    # Key of the recipe -> its names in other tools and in earlier releases, parted by spaces.
     key_aliases: ClassVar[dict[str, str]] = {}
     # Section of another tool -> section of the recipe.
     section_aliases: ClassVar[dict[str, str]] = {}
-    # Those names of other tools that mean something else in other recipes.
+    # Names in `key_aliases` that mean something else in other recipes: not hinted at there.
     ambiguous_names: ClassVar[frozenset[str]] = frozenset()
     # Key of other tools that the recipe lacks -> text on what to use in its place.
     key_answers: ClassVar[dict[str, str]] = {}
@@ -79,12 +81,15 @@ class RecipeFacts:
 
     @property
     def compares_mismatched(self) -> bool:
-        """Return True if a step also evaluates each prompt with the answer of another sample."""
+        """Return True if a step also evaluates each prompt with the answer of another sample.
+
+        KTO does, to estimate the KL divergence.
+        """
         return False
 
     @property
     def sequences_per_item(self) -> int:
-        """Return the number of sequences in a micro-batch for each unit of `batch_size`."""
+        """Return the number of sequences that `batch_size=1` puts into a micro-batch."""
         return 2 if self.trains_on_pairs else 1
 
     @property
@@ -96,7 +101,7 @@ class RecipeFacts:
     def own_loss(self) -> str | None:
         """Return a text on the key that replaces `loss`; None: `loss` itself counts.
 
-        Such as `the loss of pairs is dpo.loss, ipo`.
+        It is part of an error or a note, such as `the loss of pairs is dpo.loss, ipo`.
         """
         return None
 
@@ -112,7 +117,7 @@ class RecipeFacts:
 
     @property
     def copies_model(self) -> bool:
-        """Return True if that frozen model is a second copy of the model."""
+        """Return True if the frozen model of `runs_reference` is a second copy of the model."""
         # With adapters it is the model itself, with the adapters turned off.
         return self.runs_reference and self.trained_adapters is None
 
@@ -393,14 +398,14 @@ class FullFinetuneConfig(RecipeFacts):
     )
 
 
-# The linears of a native model's layers.
+# The linears of a native model's layers (native: this project's decoder, not another library's).
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
-# What PEFT's files call the parts that may have an adapter.
+# Part of a model that may have an adapter -> what PEFT's files call it.
 PEFT_NAMES = {name: f"{name}_proj" for name in LINEARS} | {
     "embedding": "embed_tokens",
     "head": "lm_head",
 }
-# Parts of a mixture of experts, whose parameters PEFT finds by target_parameters.
+# Parts of a mixture of experts, which PEFT finds by target_parameters, not by target_modules.
 MIXTURE_TARGETS = ("router", "experts")
 _SHORT_NAMES = {peft_name: name for name, peft_name in PEFT_NAMES.items()}
 
@@ -483,7 +488,10 @@ class LoraConfig:
     )
 
     def __post_init__(self) -> None:
-        """Give each target its short name, so that two configs that mean the same are the same."""
+        """Give each of `target_modules` its short name, once, and drop what `all-linear` covers.
+
+        So two configs that mean the same are the same.
+        """
         targets = [_SHORT_NAMES.get(name, name) for name in self.target_modules]
         if "all-linear" in targets:
             targets = ["all-linear", *(name for name in targets if name not in LINEARS)]
@@ -491,7 +499,7 @@ class LoraConfig:
 
     @property
     def targets(self) -> list[str]:
-        """Return the short names of a native model's targets, `all-linear` taken apart."""
+        """Return the short names of a native model's targets, with LINEARS for `all-linear`."""
         single_targets = [name for name in self.target_modules if name != "all-linear"]
         has_all = "all-linear" in self.target_modules
         return [*LINEARS, *single_targets] if has_all else single_targets

@@ -1,7 +1,8 @@
-"""The sections about what is trained: model, tokenizer, data, validation.
+"""Define the sections of a config about what is trained: model, tokenizer, data, validation.
 
-After them, what the data sections mean together: `resolve_sources` fills in what a source leaves
-to the section `data`.
+A field is declared by `key(default, help, limits...)`. The text `help`, and the first line of a
+class's docstring, stand in docs/config.md. `resolve_sources` returns the training data that a
+config names, by `data.source` or `data.sources`; readers of samples call it.
 """
 
 from dataclasses import dataclass, field
@@ -332,12 +333,12 @@ class ValidationConfig:
     )
 
 
-# Before the name of a dataset on the hub.
+# Begins a source that is a dataset on the hub (huggingface.co): `hub:OWNER/NAME`.
 HUB = "hub:"
 
 
 def resolve_sources(cfg: DataConfig) -> list[SourceConfig]:
-    """Return every source of training data, what it leaves null filled in from the section `data`.
+    """Return every source of training data; null fields are filled in from the section `data`.
 
     `data.source` alone is one source of weight 1; none at all is an empty list. `cfg` is not
     changed.
@@ -348,9 +349,9 @@ def resolve_sources(cfg: DataConfig) -> list[SourceConfig]:
 
 
 def list_sources_by_section(data: DataConfig) -> dict[str, SourceConfig]:
-    """Return `resolve_sources` by the section of each: `data`, or `data.sources[0]`, ...
+    """Return the sources of `resolve_sources` by the section that declares each.
 
-    The key that names the source is `SECTION.source`.
+    That is `data`, or `data.sources[0]` and so on; errors name the key `SECTION.source`.
     """
     return {
         f"data.sources[{number}]" if data.sources else "data": source
@@ -359,6 +360,7 @@ def list_sources_by_section(data: DataConfig) -> dict[str, SourceConfig]:
 
 
 def _fill_source(source: SourceConfig, cfg: DataConfig) -> SourceConfig:
+    """Return a copy of a source, with the section's values where the source's are null."""
     columns = cfg.columns if source.columns is None else source.columns
     return SourceConfig(
         source=source.source,
@@ -387,5 +389,5 @@ def resolve_validation_source(
 
 
 def is_hub(source: str | None) -> bool:
-    """Return True for the name of a hub dataset."""
+    """Return True if a source is a hub dataset; False for a file, a folder and None."""
     return source is not None and source.startswith(HUB)

@@ -1,4 +1,10 @@
-"""The sections about a step: `optimizer`, `lr_scheduler`, `parallel` and `memory`."""
+"""Define the sections of a config about a step: optimizer, learning rate, parallelism, memory.
+
+A field is declared by `key(default, help, limits...)`. The text `help`, and the first line of a
+class's docstring, stand in docs/config.md. `needs` is the condition for a key to have an effect:
+`memory.activation_offload` has to be set, or `parallel.pipeline > 1` to hold, and so on; where it
+does not hold, the key is told of and has its default.
+"""
 
 from dataclasses import dataclass
 

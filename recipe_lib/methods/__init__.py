@@ -1,9 +1,7 @@
-"""Training methods other than plain fine-tuning, a folder each: `dpo`, `reward`, `distill`.
+"""Implement the training methods other than plain fine-tuning: `dpo`, `reward`, `distill`.
 
-A folder has the config of its recipe (`config.py`, without torch), the loss and validation
-(`loss.py`), and checks before a run. A recipe imports what it needs of its own method.
-
-The rest of the library knows no method by name: it asks the recipe's config class, which overrides
-properties of `config.schema.RecipeFacts`. Full fine-tuning and LoRA have no folder here: their
-config classes are in `config.schema`, their loss is the cross-entropy of `ops`.
+Each folder has its recipe's config class (`config.py`, without torch), its loss and validation
+(`loss.py`), and checks before a run; the recipe imports them. The rest of the library knows no
+method by name: it asks the config class, which overrides `config.schema.RecipeFacts`. The config
+classes of full fine-tuning and LoRA are in `config.schema`, their cross-entropy in `ops`.
 """

@@ -1,11 +1,9 @@
-"""Causal attention: one function for training and decoding, with documents, windows and soft caps.
+"""Compute causal attention, for training and decoding, with documents, windows and soft caps.
 
-A batch's loader calls `make_attention_info`, the decoder `prepare_attention`, once for a batch: it
-settles what depends on the batch alone (masks, document boundaries, padding, which kernel). Then
-every layer calls `attention`.
-
-Shapes: q `[b, h, s, e]`, keys and values `[b, k, t, e]` with h a multiple of k; t is s plus the
-tokens of a cache.
+A batch's loader calls `make_attention_info`. The decoder calls `prepare_attention`, once for a
+batch, which decides what depends on the batch alone (masks, document boundaries, which kernel).
+Then every layer calls `attention`. A document is one of several sequences packed into a row, whose
+tokens see one another only. The varlen kernel is torch's `varlen_attn`, for packed documents.
 """
 
 import inspect
@@ -30,19 +28,23 @@ from recipe_lib.ops.special_attention import (
     unflatten_tokens,
 )
 
+# Shapes: b rows, h heads, k heads of keys and values with h a multiple of k, s queries, t keys (s
+# and those of a cache), e channels of a head. q is `[b, h, s, e]`, keys and values `[b, k, t, e]`.
+
 
 class RealTokens:
     """The tokens of a micro-batch that are no padding: means over tokens leave padding out.
 
     Rows are padded on the right, so that two Python numbers describe a row. A mask on the device
     would be one more tensor that lives from forward to backward; `make_mask` makes it where it is
-    read, and it is freed after that.
+    read.
     """
 
     # No dataclass: torch.compile would look into a frozen one, and compile anew for every length.
     def __init__(self, spans: Sequence[tuple[int, int]], count: int) -> None:
-        """spans: for each row the index of the first real token and of the one after the last,
-        among all `count` tokens of the micro-batch, its rows one after the other.
+        """Note spans of real tokens among `count` tokens: those of a micro-batch, row after row.
+
+        spans: (index of the first real token, one after the last), for each row.
         """
         self.spans = tuple(spans)
         self.count = count
@@ -56,7 +58,7 @@ class RealTokens:
 
     @property
     def longest(self) -> int:
-        """Return the number of real tokens of the longest row, at least 1."""
+        """Return the number of tokens of the longest span, at least 1."""
         return max([1, *(last - first for first, last in self.spans)])
 
     @property
@@ -67,7 +69,8 @@ class RealTokens:
     def take(self, part: slice, every: int) -> "RealTokens":
         """Return the real tokens of a part of the micro-batch: slice `part` of each block.
 
-        every: the number of tokens of a block; blocks follow one another.
+        every: the number of tokens of a block; blocks follow one another. The result has the spans
+        of all rows for each block, most of them empty.
         """
         length = part.stop - part.start
         spans = []
@@ -80,7 +83,10 @@ class RealTokens:
         return RealTokens(spans, length * (self.count // every))
 
     def shard_rows(self, rank: int, ranks: int) -> "RealTokens":
-        """Return the real tokens of this rank's part of each row; all ranks' parts are as long."""
+        """Return the real tokens of a rank's part of each row; all ranks' parts have one length.
+
+        There has to be one span a row, so not after `take` or this method.
+        """
         row_length = self.count // len(self.spans)
         length = row_length // ranks
         return self.take(slice(rank * length, (rank + 1) * length), row_length)
@@ -93,22 +99,24 @@ class RealTokens:
         return mask
 
 
-# The parameters of this release's kernel: some releases lack `window_size` or `enable_gqa`.
+# The parameters of the varlen kernel in this release of torch: some releases lack `window_size` or
+# `enable_gqa`.
 _VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 
 
 @dataclass(frozen=True)
 class AttentionInfo:
-    """The tokens of a batch that may see one another, as tensors."""
+    """The tokens of a batch that may see one another, and how layers compute attention."""
 
-    # int32 [b, t], the index in its row of each key's document (padding is a document of its own);
-    # None: a row is one document.
+    # int32 [b, t], for each key the index of its document in the row (padding is one more
+    # document); None: a row is one document.
     documents: Tensor | None = None
-    # int32 [n + 1], the cu_seqlens of the n documents in the flattened [b * s] tokens.
+    # int32 [n + 1], the cu_seqlens of the n documents in the flattened [b * s] tokens; None: not
+    # computed, as a row is one document.
     boundaries: Tensor | None = None
-    # Number of tokens of the longest document, rounded up.
+    # Number of tokens of the longest document, rounded up; 0: without boundaries.
     longest: int = 0
-    # Window of a layer -> [b or 1, 1, s, t], added to its scores; None: causality alone.
+    # Window of a layer -> [b or 1, 1, s, t], added to its scores; value None: causal, no mask.
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
     # True: layers use the varlen kernel by `boundaries`, and there are no masks.
     flattened: bool = False
@@ -116,7 +124,10 @@ class AttentionInfo:
     real: RealTokens | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionInfo":
-        """Return the same on another device."""
+        """Return a copy with documents and boundaries on another device.
+
+        Call it before `prepare_attention`: the masks stay where they are.
+        """
         moved = {
             name: value.to(device, non_blocking=non_blocking)
             for name, value in (("documents", self.documents), ("boundaries", self.boundaries))
@@ -129,8 +140,8 @@ def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> At
     """Return the AttentionInfo, on the host, of rows that hold several documents each.
 
     lengths: for each row, the number of tokens of each of its documents, in order. row_length:
-    tokens of a row; those after its documents are padding. Raises ValueError for documents that do
-    not fit their row, or are empty.
+    number of tokens of a row; those after its documents are padding. Raises ValueError for
+    documents that are longer than their row, or empty.
     """
     documents = torch.zeros(len(lengths), row_length, dtype=torch.int32)
     boundaries = [0]
@@ -151,7 +162,7 @@ def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> At
     return AttentionInfo(
         documents=documents,
         boundaries=torch.tensor(boundaries, dtype=torch.int32),
-        # A multiple of 128, because compiled code is specialized for this number.
+        # A multiple of 128, so that few numbers occur: code is compiled anew for each.
         longest=-(-longest // 128) * 128,
         real=RealTokens.from_lengths([sum(row_lengths) for row_lengths in lengths], row_length),
     )
@@ -187,10 +198,11 @@ def prepare_attention(
 ) -> AttentionInfo:
     """Choose, once for a batch, how layers attend: causal kernel, varlen kernel or masks.
 
-    info: the documents of the batch; None: each row is one. rows, queries, keys: b, s and t of the
-    tensors to come. windows: all that layers of the model have, None for a layer without one.
-    capped: True if scores are soft-capped. sinks: True if heads have sinks. Raises ValueError for
-    documents of another number of keys.
+    info: the documents of the batch, on `device`; None: each row is one. rows, queries, keys: b, s
+    and t of the tensors to come. windows: those of all layers, None for a layer without one.
+    head_width: e. capped: True if scores are soft-capped. dtype: of q, k and v. sinks: True if
+    heads have sinks, scores that take part in the softmax but have no value. Raises ValueError if
+    `info.documents` are not of `keys` keys.
     """
     info = info or AttentionInfo()
     if info.documents is not None and info.documents.shape[1] != keys:
@@ -236,9 +248,10 @@ def prepare_attention(
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
-    """Return True if torch's varlen kernel, for flattened documents, can run.
+    """Return True if torch's varlen kernel can run.
 
-    It needs CUDA from Ampere on, half precision, and a head width that it was built for.
+    It needs a GPU from Ampere on, half precision, and a head width that is a multiple of 8 up to
+    256.
     """
     capability = get_compute_capability(device)
     if capability is None or capability < VARLEN_CAPABILITY or "window_size" not in _VARLEN_OPTIONS:
@@ -260,9 +273,10 @@ def attention(
     """Return causal attention of q `[b, h, s, e]` over k, v `[b, k, t, e]`: `[b, h, s, e]`.
 
     info: from `prepare_attention`, the same for every layer; None: rows of one document each,
-    prepared here. window: the most tokens that a token sees, its own included. softcap: scores
-    become softcap * tanh(scores / softcap). scale: multiplies the scores first. sinks: `[h]`, see
-    `recipe_lib.ops.special_attention`.
+    prepared here. window: the most tokens that a token sees, its own included; None: no limit.
+    softcap: scores become softcap * tanh(scores / softcap); None: no cap. scale: multiplies the
+    scores first. sinks: for each head a score `[h]` that takes part in the softmax but has no
+    value; None: none.
     """
     if softcap is not None:
         return capped_attention(
@@ -308,7 +322,8 @@ def attention(
 def _run_varlen(
     q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, *, window: int | None, scale: float
 ) -> Tensor:
-    # All rows are one list of documents, so that there is no mask of size s x s.
+    """Return attention by the varlen kernel, `[b, h, s, e]`; see `attention`."""
+    # All rows are flattened to one list of documents, so that there is no mask of size s x s.
     is_grouped = q.shape[1] != k.shape[1]
     options: dict[str, Any] = {"enable_gqa": is_grouped} if "enable_gqa" in _VARLEN_OPTIONS else {}
     return unflatten_tokens(
@@ -331,14 +346,15 @@ def _run_varlen(
 def scaled_dot_product(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Call torch's SDPA: causal without a mask (one query sees all keys), else by the mask alone.
+    """Return attention by torch's SDPA, `[b, h, s, e]`.
 
-    mask: `[b or 1, 1, s, t]`, added to the scores.
+    mask: `[b or 1, 1, s, t]`, added to the scores; None: causal, but a single query sees all keys.
     """
     is_grouped = q.shape[1] != k.shape[1]
     is_half = q.dtype in (torch.float16, torch.bfloat16)
-    # The CPU kernel takes grouped keys as they are, those of CUDA only without a mask and in half
-    # precision. Elsewhere they would fall to the path that holds s x s scores: they are expanded.
+    # The CPU kernel takes keys with fewer heads as they are, CUDA's kernels only without a mask and
+    # in half precision. Otherwise SDPA would take the path that holds s x s scores, so that keys
+    # and values are expanded to h heads.
     if is_grouped and get_kernel_type(q.device) == "cuda" and (mask is not None or not is_half):
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
         is_grouped = False

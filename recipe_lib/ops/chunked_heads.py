@@ -1,15 +1,9 @@
-"""The output head computed a chunk of tokens at a time, and cross-entropy with it.
+"""Compute the output head, and the cross-entropy of its logits, for one chunk of tokens at a time.
 
-With n tokens and a vocabulary of v, full logits in fp32 are 4nv bytes, and a plain cross-entropy
-keeps about three such tensors alive: 6.3 GB at n = 4096, v = 128256. Here one chunk of the tokens
-at a time goes through the output projection. A model calls `CrossEntropy` by
-`head_losses.run_head_loss`; other losses (`head_losses`, `distillation`) use the same loop,
-`walk_chunks`, with a function of their own for a chunk. `sum_in_chunks` makes their sum
-differentiable: it computes each chunk's gradient in forward, while its logits are there.
-
-On a tensor-parallel group of t ranks each has n of N = n t tokens and v / t rows of the weight. All
-ranks' tokens of a chunk are gathered and multiplied with this rank's rows; no rank ever has logits
-of the whole vocabulary.
+The logits of 4096 tokens and a vocabulary of 128256 are 2.1 GB in fp32, and a plain cross-entropy
+keeps three such tensors. A model's head calls a loss by `head_losses.run_head_loss`: `CrossEntropy`
+or one of `head_losses` and `distillation`. Losses loop over chunks by `walk_chunks`;
+`sum_in_chunks` makes their sum differentiable, with gradients computed in forward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,36 +19,46 @@ from recipe_lib.config.registry import register
 from recipe_lib.ops.fused_kernels import register_fused, register_shaped_work, should_fuse
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 
-# A model's own function of its logits `[m, v]`, of the same shape; it treats each logit alone.
+# Shapes: n tokens, m of them in a chunk, d channels, v entries of the vocabulary. On a group of t
+# tensor-parallel ranks each has n of N = n t tokens and v / t rows of the weight. All ranks' tokens
+# of a chunk are gathered and multiplied with this rank's rows, so that no rank has logits of the
+# whole vocabulary; m then counts the gathered tokens.
+
+# What a model does to its logits `[m, v]` before the loss, elementwise, such as a scale.
 Finish = Callable[[Tensor], Tensor]
-# (slice of this rank's tokens, the chunk's labels `[m]`) -> gradient of the chunk's logits `[m, v]`
+# (slice of this rank's tokens, the chunk's labels `[m]`) -> gradient of the chunk's logits
+# `[m, v]`; None: there is none, as in evaluation.
 PerChunk = Callable[[slice, Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
 class OutputAdapter:
-    """The projection of a head with an adapter, in place of its weight and bias."""
+    """The projection of a head with an adapter (LoRA), in place of its weight and bias."""
 
-    # `fn(hidden [m, d], *trained) -> logits [m, v]`, each row by itself. Losses overwrite its
-    # result, so that the backward of its last operator must not read it. Tensors that it reads
-    # besides its arguments get no gradient.
+    # `fn(hidden [m, d], *trained, frozen=None) -> logits [m, v]`, each row by itself. Losses
+    # overwrite its result, so that the backward of its last operator must not read it. Tensors that
+    # it reads besides its arguments get no gradient.
     project: Callable[..., Tensor]
     # The tensors of the adapter that get gradients; None: the adapter has no such tensor.
     trained: tuple[Tensor | None, ...]
-    # `fn(hidden [m, d]) -> [m, v]`, the weight's part of the projection. A backward that projects
-    # again calls it when FSDP may have freed the weight.
+    # `fn(hidden [m, d]) -> [m, v]`, the frozen weight's part of the projection. `TokenLogProbs`
+    # passes it to `project`, as its backward projects again when FSDP may have freed the weight.
     frozen: Callable[[Tensor], Tensor]
 
 
 class ChunkedHead:
-    """A head that is a weight `[v, d]`, with or without a bias, and its gradients so far."""
+    """A head that is a weight `[v, d]`, with or without a bias, and its gradients so far.
+
+    For each chunk call `compute_logits`, then `accumulate` if anything is trained.
+    """
 
     def __init__(
         self, tensors: Sequence[Tensor | None], trained: Sequence[bool], *, group: Group | None
     ) -> None:
-        """tensors: hidden states `[..., d]`, weight, bias. trained: which of them get a gradient.
+        """Allocate the gradients of a head.
 
-        group: the ranks that share the vocabulary; None: this rank has all of it.
+        tensors: hidden states `[..., d]`, weight, bias or None. trained: which of them get a
+        gradient. group: the ranks that share the vocabulary; None: this rank has all of it.
         """
         hidden, weight, self.bias = tensors
         assert hidden is not None and weight is not None
@@ -62,7 +66,7 @@ class ChunkedHead:
         self.weight = weight  # [v, d], with a group [v / t, d]
         self.group = group
         self.trains = any(trained)
-        # Those of `tensors`, None where not trained; complete when all chunks have been walked.
+        # One for each of `tensors`, None where not trained; complete after the last chunk.
         self.gradients: list[Tensor | None] = [
             torch.empty_like(self.hidden) if trained[0] else None,  # each chunk writes its rows
             *(
@@ -70,12 +74,13 @@ class ChunkedHead:
                 for tensor, trains in zip((weight, self.bias), trained[1:], strict=True)
             ),
         ]
-        # A plan simulates the work on a head once for each set of shapes among these.
+        # `tune plan` simulates a step on tensors without values: the loop over a head's chunks once
+        # for each set of shapes of these.
         self.parts = (self.hidden, weight, self.bias, *self.gradients, group)
-        self.ranks = 1 if group is None else group.size  # number of those that share the vocabulary
+        self.ranks = 1 if group is None else group.size  # how many share the vocabulary
         self.logits_dtype = self.hidden.dtype  # of the last chunk's logits
-        # One kernel computes a chunk's loss. Not with a group: its ranks add up each row's sum of
-        # exponentials in between.
+        # True: one kernel computes a chunk's loss. Not with a group, whose ranks add up each row's
+        # sum of exponentials in between.
         self.fuses_loss = group is None and should_fuse_loss(self.hidden)
         self._tokens: Tensor | None = None  # of the last chunk, with a group those of all ranks
 
@@ -89,7 +94,10 @@ class ChunkedHead:
         return F.linear(tokens, self.weight, self.bias)
 
     def accumulate(self, part: slice, logits_grad: Tensor) -> None:
-        """Add the gradients that follow from that of the last chunk's logits to `gradients`."""
+        """Add the last chunk's part to `gradients`.
+
+        part: the chunk, as given to `compute_logits`. logits_grad: the gradient of its logits.
+        """
         hidden_grad, weight_grad, bias_grad = self.gradients
         tokens = self._tokens
         self._tokens = None
@@ -107,8 +115,8 @@ class ChunkedHead:
 class ChunkedAdaptedHead:
     """A head with an adapter, used as a `ChunkedHead`; autograd differentiates each chunk."""
 
-    group = None  # it is not for tensor-parallel ranks
-    ranks = 1
+    group = None  # tensor-parallel ranks have no such head
+    ranks = 1  # how many share the vocabulary
 
     def __init__(
         self,
@@ -117,8 +125,10 @@ class ChunkedAdaptedHead:
         *,
         project: Callable[..., Tensor],
     ) -> None:
-        """tensors: hidden states `[..., d]`, then `OutputAdapter.trained`. trained: which of
-        `tensors` get a gradient. project: see `OutputAdapter`.
+        """Allocate the gradients of a head.
+
+        tensors: hidden states `[..., d]`, then `OutputAdapter.trained`. trained: which of them get
+        a gradient. project: see `OutputAdapter`.
         """
         hidden, *adapter_tensors = tensors
         assert hidden is not None
@@ -135,12 +145,13 @@ class ChunkedAdaptedHead:
             torch.zeros_like(tensor) if tensor is not None and trains else None
             for tensor, trains in zip((self.hidden, *adapter_tensors), trained, strict=True)
         ]
-        self.parts = (project,)  # for a plan no other head's work is the same, see `ChunkedHead`
+        self.parts = (project,)  # as in `ChunkedHead`; no other head counts as the same
         self.fuses_loss = should_fuse_loss(self.hidden)
-        self._last_chunk: Any = None  # tokens and logits of the last chunk, with its graph
+        self._last_chunk: Any = None  # (tokens, logits) of the last chunk, with its graph
 
     @property
     def logits_dtype(self) -> torch.dtype:
+        """Return the dtype of the last chunk's logits, which the adapter may have widened."""
         return cast(torch.dtype, self._last_chunk[1].dtype)
 
     def compute_logits(self, part: slice) -> Tensor:
@@ -152,7 +163,7 @@ class ChunkedAdaptedHead:
         return logits.detach()
 
     def accumulate(self, part: slice, logits_grad: Tensor) -> None:
-        """Add the gradients that follow from that of the last chunk's logits to `gradients`."""
+        """Add the last chunk's part to `gradients`, as `ChunkedHead.accumulate` does."""
         tokens, logits = self._last_chunk
         self._last_chunk = None
         totals = [(index, total) for index, total in enumerate(self.gradients) if total is not None]
@@ -169,10 +180,10 @@ Head = ChunkedHead | ChunkedAdaptedHead
 def walk_chunks(head: Head, labels: Tensor, chunks: int, per_chunk: PerChunk) -> None:
     """Call `per_chunk(part, labels)` for each of `chunks` pieces of the head's tokens.
 
-    labels: `[..]` of all tokens, with a group of all ranks'. chunks: their number; they are even to
-    within one token. per_chunk: is given a slice of this rank's tokens and the chunk's labels
-    `[m]`, with a group those of all ranks. It calls `head.compute_logits(part)` and returns the
-    gradient of these logits, which the head accumulates; None: there is none.
+    labels: `[..]` of all tokens, with a group those of all ranks. chunks: the number of pieces,
+    equal to within one token. per_chunk: calls `head.compute_logits(part)` and returns the gradient
+    of these logits, which the head accumulates; None: there is none. It is given a slice of this
+    rank's tokens and the chunk's labels `[m]`, with a group those of all ranks.
     """
     rank_labels = labels.reshape(head.ranks, -1)
     for part in split_rows(head.hidden.shape[0], chunks):
@@ -195,9 +206,9 @@ def sum_in_chunks(
 ) -> Tensor:
     """Return `sum_loss(head)`, differentiable once, for a head of these tensors.
 
-    sum_loss: walks the head's chunks and returns the loss `[]`, whose gradients the head has then.
-    So backward needs no logits: kept for it are one gradient of the hidden states `[n, d]` and one
-    of the weight `[v, d]`, which it returns.
+    sum_loss: walks the head's chunks and returns the loss `[]`; its gradients are then in
+    `head.gradients`. So backward needs no logits. It scales and returns what is kept for it: one
+    gradient of the hidden states `[n, d]` and one of the weight `[v, d]`.
 
     hidden: `[..., d]`. weight: `[v, d]`. bias: `[v]`. With a group hidden is this rank's `[n, d]`
     of N tokens, weight its `[v / t, d]`, bias its `[v / t]`. adapter: in place of weight and bias.
@@ -250,19 +261,25 @@ class _GradientsInForward(torch.autograd.Function):
 
 
 def split_rows(rows: int, chunks: int) -> Iterator[slice]:
-    """Yield slices that cut rows into `chunks` pieces, even to within one row; at least one."""
+    """Yield slices that cut rows into `chunks` pieces, equal to within one row.
+
+    There are no more pieces than rows, and at least one.
+    """
     num_pieces = max(1, min(chunks, rows))
     for piece in range(num_pieces):
         yield slice(rows * piece // num_pieces, rows * (piece + 1) // num_pieces)
 
 
 def gather_tokens(tokens: Tensor, group: Group | None) -> Tensor:
-    """Return this rank's tokens, with a group those of all its ranks one after the other."""
+    """Return tokens `[m, ...]`, with a group those of all its ranks in the order of ranks."""
     return tokens if group is None else wait(start_gather(tokens, group))
 
 
 def finish_logits(logits: Tensor, finish: Finish, with_grad: bool) -> tuple[Tensor, Tensor]:
-    """Return the logits as a leaf, and `finish` of them; with_grad: with a graph between them."""
+    """Return the logits as a leaf of autograd, and `finish(leaf)`.
+
+    with_grad: True: the second tensor has a graph to the first.
+    """
     with torch.set_grad_enabled(with_grad):
         logits = logits.detach().requires_grad_(with_grad)
         return logits, finish(logits)
@@ -273,13 +290,14 @@ def find_label_columns(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the column of each label among this rank's logits `[m, width]`, int64 `[m, 1]`.
 
-    labels: int64 `[m]`. ignored: bool `[m]`. The column of a label that is ignored, or in another
-    rank's part of the vocabulary, is 0. The second tensor, bool `[m]`, is True for those of other
-    ranks; None without a group.
+    labels: int64 `[m]`. ignored: bool `[m]`, True where a label is -100. The column of a label that
+    is ignored, or in another rank's part of the vocabulary, is 0. The second tensor, bool `[m]`, is
+    True where a label is in another rank's part, or ignored; None without a group.
     """
     if group is None:
         return labels.masked_fill(ignored, 0).unsqueeze(1), None
-    # Ignored labels are negative, so that they count as another rank's on all.
+    # `columns`: the entries of the vocabulary of each rank but the last ones; 0: all have `width`.
+    # Ignored labels are negative, so that they count as another rank's on all ranks.
     columns = labels - group.rank * (group.columns or width)
     elsewhere = (columns < 0) | (columns >= width)
     return columns.masked_fill_(elsewhere, 0).unsqueeze(1), elsewhere
@@ -291,7 +309,7 @@ def compute_row_max(logits: Tensor, group: Group | None) -> Tensor:
     return largest if group is None else all_reduce(largest, "max", group)
 
 
-# Fused log-probabilities of the labels, and their gradients.
+# Log-probabilities of the labels, and their gradients, each by one fused kernel (torch.compile).
 #
 # Where operators run one by one, losses convert a chunk's logits to fp32 and work in place. Fused,
 # they read the logits as they are, `[m, v]` in bf16, and write the gradients in that dtype, so that
@@ -300,7 +318,7 @@ def compute_row_max(logits: Tensor, group: Group | None) -> Tensor:
 
 
 IGNORED = -100  # the label of tokens that do not count, torch's own
-_WIDEST_FUSED = 2  # bytes of a logit
+_WIDEST_FUSED = 2  # bytes of a logit; in wider ones the loss is not fused
 
 
 def should_fuse_loss(hidden: Tensor) -> bool:
@@ -313,7 +331,8 @@ def fused_cross_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the summed cross-entropy of logits `[m, v]` and labels `[m]`, fp32 (fp64 for fp64).
 
-    The second tensor is the gradient of the logits, in their dtype; None without `with_grad`.
+    softcap: as in `CrossEntropy.__call__`. The second tensor is the gradient of the logits, in
+    their dtype; None without `with_grad`.
     """
     cap = make_softcap_tensor(logits, softcap)
     log_probs, log_sums = label_log_probs(logits, labels, cap)
@@ -324,7 +343,7 @@ def fused_cross_entropy(
 
 
 def make_softcap_tensor(logits: Tensor, softcap: float | None) -> Tensor | None:
-    """Return a softcap as `label_log_probs` and `label_log_prob_gradients` take it."""
+    """Return a softcap as a tensor `[]` in the dtype of the loss; None for None."""
     if softcap is None:
         return None
     # A tensor: with a number of Python, they would be compiled anew for each value.
@@ -334,6 +353,7 @@ def make_softcap_tensor(logits: Tensor, softcap: float | None) -> Tensor | None:
 def _make_empty_log_probs(
     logits: Tensor, labels: Tensor, cap: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """Return empty tensors like the results of `label_log_probs`."""
     log_probs = logits.new_empty(logits.shape[:1], dtype=widen_dtype(logits.dtype))
     return log_probs, torch.empty_like(log_probs)
 
@@ -343,10 +363,10 @@ def _make_empty_log_probs(
     _make_empty_log_probs,
 )
 def label_log_probs(logits: Tensor, labels: Tensor, cap: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of the labels and log-sum-exps of the logits, each fp32 `[m]`.
+    """Return log-probabilities of the labels and log-sum-exps of the logits, each `[m]`.
 
-    logits: `[m, v]`. labels: `[m]`; for -100 the log-probability is 0. cap: from
-    `make_softcap_tensor`.
+    Both are fp32, for fp64 logits fp64. logits: `[m, v]`. labels: `[m]`; for -100 the
+    log-probability is 0. cap: from `make_softcap_tensor`.
     """
     log_sums = _apply_softcap(logits, cap).logsumexp(dim=1)
     ignored = labels == IGNORED
@@ -373,7 +393,7 @@ def label_log_prob_gradients(
     grad = (columns == labels.unsqueeze(1)).to(wide.dtype) - (wide - log_sums.unsqueeze(1)).exp()
     if cap is not None:
         grad = grad * (1 - (wide / cap).square())  # d cap*tanh(x/cap) / dx = 1 - tanh^2
-    # Filled last: a product with 0 would leave what is not finite in a row that does not count.
+    # Filled, not multiplied by 0: that would leave NaN and infinities in a row that is ignored.
     return (
         (grad * slopes.unsqueeze(1))
         .masked_fill((labels == IGNORED).unsqueeze(1), 0)
@@ -382,23 +402,25 @@ def label_log_prob_gradients(
 
 
 def _apply_softcap(logits: Tensor, cap: Tensor | None) -> Tensor:
+    """Return `cap * tanh(logits / cap)` in the dtype of the loss; cap None: the logits in it."""
     wide = logits.to(widen_dtype(logits.dtype))
     return wide if cap is None else cap * torch.tanh(wide / cap)
 
 
 def widen_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which losses of logits are computed: fp32, for fp64 fp64."""
+    """Return the dtype in which losses of logits are computed: fp32, for fp64 logits fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
-# Cross-entropy, or a custom loss, of all tokens, in chunks of them. Where ranks divide the
-# vocabulary, they reduce each row's largest logit, sum of exponentials and label's logit.
+# Cross-entropy, or a custom loss, over the chunks of a head. Ranks that divide the vocabulary
+# reduce each row's largest logit, sum of exponentials and label's logit.
 
 
 # (logits `[m, v]`, labels `[m]`) -> sum of the token losses `[]`
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
+# The default of the config's key `loss`.
 @register("loss", "cross_entropy")
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of the losses of logits `[m, v]` (fp32 or fp64) and labels `[m]` (-100: 0)."""
@@ -412,9 +434,9 @@ class CrossEntropy:
     Its gradients are computed in forward, so that FSDP need not gather the weight for backward.
     """
 
-    # Number of pieces that the n tokens are cut into, even to within one token.
+    # Number of pieces that the n tokens are cut into, equal to within one token.
     chunks: int = 1
-    # A custom loss, of its arguments alone; None: cross-entropy.
+    # A custom loss, which reads no tensor but its arguments; None: cross-entropy.
     loss: Loss | None = None
 
     def __call__(
@@ -451,14 +473,15 @@ class CrossEntropy:
             )
 
         def sum_loss(head: Head) -> Tensor:
-            # By position, as a plan repeats functions that are registered as shaped work.
+            # By position: `register_shaped_work` below needs it.
             settings = (labels, self.chunks, softcap, loss, finish)
             return _sum_over_chunks(head, *settings)
 
         return sum_in_chunks(sum_loss, hidden, weight, bias=bias, group=group, adapter=adapter)
 
 
-# A plan runs this once for each set of parts and settings, and repeats its records for equal ones.
+# `tune plan` simulates this once for each set of parts and settings, and repeats its records of
+# allocations and operators for equal ones.
 @register_shaped_work(lambda head, *settings: (*head.parts, *settings))
 def _sum_over_chunks(
     head: Head,
@@ -468,7 +491,7 @@ def _sum_over_chunks(
     loss: Loss | None,
     finish: Finish | None,
 ) -> Tensor:
-    """Return the loss of all chunks, `[]`; the head has the gradients."""
+    """Return the summed loss of all chunks, `[]`; its gradients are then in `head.gradients`."""
     wide_dtype = widen_dtype(head.hidden.dtype)
     total = torch.zeros((), dtype=wide_dtype, device=head.hidden.device)
     is_fused = loss is None and finish is None and head.fuses_loss
@@ -541,9 +564,10 @@ def compute_chunk_loss(
 def cap_logits(
     logits: Tensor, softcap: float | None, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return capped logits; the logits given are overwritten.
+    """Return soft-capped logits; the logits given are overwritten.
 
-    The second tensor is tanh(logits / softcap), for the gradient; None without `with_grad` or cap.
+    The second tensor is tanh(logits / softcap), for the gradient; None without `with_grad`, and
+    where softcap is None.
     """
     if softcap is None:
         return logits, None
@@ -554,7 +578,10 @@ def cap_logits(
 def _compute_cross_entropy(
     logits: Tensor, labels: Tensor, with_grad: bool, group: Group | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed cross-entropy, and softmax minus one-hot in the storage of the logits."""
+    """Return the summed cross-entropy `[]`, and its gradient in the storage of the logits.
+
+    The gradient of a row is softmax minus one-hot, 0 where the label is ignored.
+    """
     ignored = labels == IGNORED
     columns, elsewhere = find_label_columns(
         labels, ignored=ignored, width=logits.shape[1], group=group
@@ -582,7 +609,7 @@ def _compute_cross_entropy(
 def _compute_custom_loss(
     loss: Loss, logits: Tensor, labels: Tensor, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a custom loss and its gradient, by autograd over this chunk alone."""
+    """Return a custom loss `[]` and its gradient, by autograd over this chunk alone."""
     if not with_grad:
         return loss(logits, labels), None
     with torch.enable_grad():

@@ -1,17 +1,9 @@
-"""Weight gradients that are deferred: backward computes the gradient of the input alone.
+"""Defer weight gradients: backward computes the gradient of the input alone.
 
 A zero-bubble schedule of a pipeline cuts a stage's backward in two: the gradient of its input, for
 which another rank waits, and the gradients of its weights, which nobody waits for (arXiv
-2401.10241). Here the backward of each linear does that: it computes the first, and for the second
-keeps its input `[.., i]` and the gradient of its output `[.., o]`. So autograd runs once, whatever
-is frozen, checkpointed or sharded, and a checkpointed layer is recomputed once.
-
-    with enable_split_backward():
-        hidden = model(...)                  # linears become ones that can be deferred
-        with defer_weight_gradients() as deferred:
-            hidden.backward(gradient)        # no weight of such a linear has a gradient yet
-    for entry in deferred:
-        entry.run()                          # adds it to the weight's
+2401.10241). `parallel.pipeline` runs forward in `enable_split_backward`, backward in
+`defer_weight_gradients`, and later `run` of each entry that the second block has collected.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+# The backward of each linear does the cut: it computes the gradient of its input, and for that of
+# its weight keeps its input `[.., i]` and the gradient of its output `[.., o]`. So autograd runs
+# once, whatever is frozen, checkpointed or sharded, and a checkpointed layer is recomputed once.
+
 T = TypeVar("T")
 
 
 class Switch(Generic[T]):
     """A value of the whole process that a block can set for its duration.
 
-    It is no thread's own: on a GPU backward runs in threads of autograd's.
+    It is the same in all threads: on a GPU backward runs in threads of autograd's.
     """
 
     def __init__(self, value: T) -> None:
@@ -58,13 +54,14 @@ class DeferredGradients:
 
     # The weights as the linear was given them: parameters, or views of their parts.
     weights: Sequence[Tensor]
-    # Returns a gradient, or None, for each weight. It holds the tensors for that until `run`.
+    # Returns a gradient, or None, for each weight. It holds inputs and output gradients until then;
+    # None: `run` has been called.
     compute: Callable[[], Sequence[Tensor | None]] | None
 
     def run(self) -> None:
         """Compute the gradients and add them to the parameters', as autograd would.
 
-        Raises RuntimeError the second time.
+        Raises RuntimeError if it is called a second time.
         """
         if self.compute is None:
             raise RuntimeError("these gradients have been added already")
@@ -78,6 +75,7 @@ class DeferredGradients:
             if gradient is not None
         ]
         del gradients
+        # By autograd, as a weight may be a view of a parameter.
         torch.autograd.backward(
             [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
         )
@@ -120,9 +118,9 @@ def is_deferring() -> bool:
 def defer_gradients(
     weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]
 ) -> None:
-    """Defer the gradients of `weights`, which `compute` returns.
+    """Defer the gradients of `weights`, which `compute` returns; see `DeferredGradients`.
 
-    Raises RuntimeError outside of `defer_weight_gradients`.
+    Raises RuntimeError if it is called outside of `defer_weight_gradients`.
     """
     if _deferred.value is None:
         raise RuntimeError("nothing is deferred here")
@@ -131,7 +129,7 @@ def defer_gradients(
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `hidden [.., i] @ weight.T [i, o] + bias`; its weight gradient can be deferred."""
-    # As torch's functions do, so that a mode of torch functions sees one call of a linear.
+    # As torch's functions do, so that a torch function mode sees one call, of a linear.
     if not torch.compiler.is_dynamo_compiling() and has_torch_function((hidden, weight)):
         return cast(Tensor, handle_torch_function(linear, (hidden, weight), hidden, weight, bias))
     if is_split_backward_enabled() and weight.requires_grad and torch.is_grad_enabled():
@@ -140,6 +138,8 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 class _Linear(torch.autograd.Function):
+    """The node of `linear` inside `enable_split_backward`."""
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # The weight is held, not saved: what checkpointing gives back of a saved tensor is not the
@@ -156,25 +156,29 @@ class _Linear(torch.autograd.Function):
         hidden_grad = out_grad @ weight.detach() if ctx.needs_input_grad[0] else None
         bias_grad = out_grad.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[2] else None
         if is_deferring():
-            hidden = hidden.detach()  # its graph would keep the stage's input until then
+            hidden = hidden.detach()  # its graph would keep the stage's input until `run`
             defer_gradients([weight], lambda: [_compute_weight_gradient(out_grad, hidden)])
             return hidden_grad, None, bias_grad
         return hidden_grad, _compute_weight_gradient(out_grad, hidden), bias_grad
 
 
 def _compute_weight_gradient(out_grad: Tensor, hidden: Tensor) -> Tensor:
+    """Return `[o, i]`, given the output's gradient `[.., o]` and the input `[.., i]`."""
     return out_grad.flatten(0, -2).t() @ hidden.flatten(0, -2)
 
 
 def linear_in_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `hidden [.., i] @ weight.T [i, o]`, computed in a dtype.
+    """Return `hidden [.., i] @ weight.T [i, o]`, computed in `dtype`.
 
-    The operands may be in other dtypes, in which they are saved for backward.
+    The operands may be in other dtypes, in which they are saved for backward. The weight's gradient
+    is never deferred.
     """
     return cast(Tensor, _LinearInDtype.apply(hidden, weight, dtype))
 
 
 class _LinearInDtype(torch.autograd.Function):
+    """The node of `linear_in_dtype`."""
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         # Saved before they are converted: backward converts again, so that no wide copy is kept.

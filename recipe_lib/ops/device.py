@@ -1,7 +1,8 @@
-"""Facts about a device, which may be one that a plan simulates: tensors with sizes but no values.
+"""Tell what a device computes with, also one that `tune plan` simulates.
 
 Code asks these functions where kernels or memory differ. A simulated device stands for a CPU or a
-GPU; its module (`torch.get_device_module`) has attributes that say which.
+GPU; its tensors have sizes but no values. Its module (`torch.get_device_module`) has the attributes
+`kernels` and `holds_values`, and `get_device_capability`.
 """
 
 import torch
@@ -11,7 +12,7 @@ def get_kernel_type(device: torch.device) -> str:
     """Return the device type whose kernels compute tensors of the device: `cpu`, `cuda`, ..."""
     if device.type in ("cpu", "cuda", "meta"):
         return device.type
-    # The module of a simulated device has this attribute.
+    # Of a simulated device: `cpu` or `cuda`.
     return str(getattr(torch.get_device_module(device), "kernels", device.type))
 
 
@@ -32,5 +33,5 @@ def holds_values(device: torch.device) -> bool:
 
 
 def has_host(device: torch.device) -> bool:
-    """Return True if host memory is another memory than the device's: on all devices but a CPU."""
+    """Return True if host memory is not the device's own: for all devices but a CPU."""
     return get_kernel_type(device) != "cpu"

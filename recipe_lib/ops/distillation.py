@@ -1,22 +1,8 @@
-"""The divergence between a student's and a teacher's next tokens, computed in chunks of tokens.
+"""Compute the divergence between a student's and a teacher's next tokens, in chunks of tokens.
 
-A recipe passes a `Distillation` to the student as its head loss. Neither model has logits of all
-tokens. P are the teacher's probabilities, Q the student's, both softmax(logits / T), over the ids
-that both vocabularies have: the output head of one model may have padding rows. With
-M = beta P + (1 - beta) Q the divergences of a token are
-
-    forward_kl       KL(P || Q) = sum P log(P / Q): the student covers the teacher's likely tokens
-    reverse_kl       KL(Q || P) = sum Q log(Q / P): it keeps to the teacher's likely tokens
-    jensen_shannon   beta KL(P || M) + (1 - beta) KL(Q || M), as in GKD (arXiv 2306.13649)
-
-times T^2, which keeps gradients as large as they are at T = 1 (arXiv 1503.02531). The gradients by
-the student's logits are closed formulas, computed with the divergence while a chunk's logits exist
-(`recipe_lib.ops.chunked_heads`): with u = logits / T they are Q - P, Q (log(Q / P) - KL(Q || P))
-and (1 - beta) Q (log(Q / M) - KL(Q || M)).
-
-A chunk of m tokens takes 4 tensors `[m, v]` in fp32, with jensen_shannon 5, and one more if the
-student soft-caps its logits. Kept for backward are a gradient of the hidden states and one of the
-weight, which backward returns.
+A recipe passes a `Distillation` to the student as its head loss, a function of hidden states, the
+output head's weight and labels. Logits of all tokens never exist, of neither model; gradients are
+computed in forward, as in `ops.chunked_heads`.
 """
 
 import math
@@ -42,10 +28,27 @@ from recipe_lib.ops.chunked_heads import (
 )
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 
+# P are the teacher's probabilities, Q the student's, both softmax(logits / T), over the ids that
+# both vocabularies have: the output head of one model may have padding rows. With
+# M = beta P + (1 - beta) Q the divergences of a token are
+#
+#     forward_kl       KL(P || Q) = sum P log(P / Q): the student covers the teacher's likely tokens
+#     reverse_kl       KL(Q || P) = sum Q log(Q / P): it keeps to the teacher's likely tokens
+#     jensen_shannon   beta KL(P || M) + (1 - beta) KL(Q || M), as in GKD (arXiv 2306.13649)
+#
+# times T^2, which keeps gradients as large as they are at T = 1 (arXiv 1503.02531). Their gradients
+# by the student's logits / T, before the factor T^2, are Q - P, Q (log(Q / P) - KL(Q || P)) and
+# (1 - beta) Q (log(Q / M) - KL(Q || M)).
+#
+# A chunk of m tokens takes 4 tensors `[m, v]` in fp32, with jensen_shannon 5, and one more if the
+# student soft-caps its logits. Other shapes: d channels of the student, d_t of the teacher; v and
+# v_t entries of their vocabularies; c ids that a rank compares. On a group of tensor-parallel ranks
+# each has a part of the tokens and of the vocabularies.
+
 
 @dataclass(frozen=True)
 class Divergence:
-    """The comparison of a student with a teacher, see the formulas at the head of this module."""
+    """The comparison of a student with a teacher, see the formulas above."""
 
     kind: str = "forward_kl"  # or `reverse_kl`, `jensen_shannon`
     temperature: float = 1.0  # T, which both models' logits are divided by
@@ -56,7 +59,7 @@ class Divergence:
 class TeacherStates:
     """A teacher's hidden states of a micro-batch, and the head that projects them to logits."""
 
-    # [b, s, d_t], on tensor-parallel ranks [n, d_t]: as the teacher's head takes them
+    # [b, s, d_t], on tensor-parallel ranks this rank's n tokens [n, d_t]
     hidden: Tensor
     # The output head, called as `head(hidden, labels=..., head_loss=...)`. Its weight is gathered,
     # and on the device, while head_loss runs.
@@ -74,7 +77,7 @@ class Distillation:
     weight: float  # of the divergence; the cross-entropy has 1 - weight
     chunks: int = 1  # number of pieces that the tokens are cut into
     # fp64 [2], for the log: the sums of divergence and cross-entropy are added to it, without
-    # gradients. With context parallelism they are those of this rank's tokens.
+    # gradients. With context parallelism they are those of this rank's tokens. None: no log.
     sums: Tensor | None = None
 
     def __call__(
@@ -94,7 +97,7 @@ class Distillation:
         """
 
         def sum_loss(head: Head) -> Tensor:
-            # divergence, cross-entropy
+            # [divergence, cross-entropy]
             sums = torch.zeros(2, dtype=widen_dtype(hidden.dtype), device=hidden.device)
 
             def compare_in_chunks(
@@ -132,7 +135,10 @@ def _run_chunks(
     softcap: float | None,
     sums: Tensor,
 ) -> None:
-    """Add divergence and cross-entropy of all tokens to `sums`; the student has their gradients."""
+    """Add divergence and cross-entropy of all tokens to `sums`, gradients to the student's head.
+
+    labels, softcap: of the student, see `CrossEntropy`. sums: `[2]`, in the dtype of the loss.
+    """
     group = student.group
     temperature = loss.divergence.temperature
 
@@ -183,7 +189,7 @@ class TeacherHead:
         group: Group | None = None,
         bias: Tensor | None = None,
     ) -> None:
-        """hidden: `[..., d_t]`. weight: `[v_t, d_t]`. With a group: those of this rank.
+        """Hold the teacher's hidden states `[..., d_t]` and weight `[v_t, d_t]`, of this rank.
 
         softcap, group, bias: of the teacher's head, see `CrossEntropy`.
         """
@@ -193,7 +199,7 @@ class TeacherHead:
         self.softcap = softcap
         self.group = group
         self.bias = bias
-        # Number of ids that the teacher has a probability for.
+        # Number of ids that the teacher has a probability for, on all ranks.
         self.vocabulary = weight.shape[0] * (1 if group is None else group.size)
 
     def compare(
@@ -201,9 +207,9 @@ class TeacherHead:
     ) -> tuple[Tensor, Tensor]:
         """Return the divergence of each token `[m]`, and its gradient `[m, c]`.
 
-        part: slice of this rank's tokens. log_probs: the student's `[m, c]`, overwritten: of the c
-        ids from `first` on, which are this rank's and in both vocabularies. width: the number of
-        ids that the student has on a rank. The gradient is by the student's logits / T.
+        The gradient is by the student's logits / T. part: slice of this rank's tokens. log_probs:
+        the student's, `[m, c]`, overwritten: of the c ids from `first` on, which are this rank's
+        and in both vocabularies. width: the number of ids that the student has on this rank.
         """
         logits = self.compute_logits(part, first=first, count=log_probs.shape[1], width=width)
         return compute_divergence(
@@ -220,8 +226,8 @@ class TeacherHead:
         """
         logits = F.linear(gather_tokens(self.hidden[part], self.group), self.weight, self.bias)
         if self.group is not None and self.weight.shape[0] != width:
-            # Ranks have other ids of the teacher than of the student, as one vocabulary is padded:
-            # they gather the chunk's logits.
+            # A rank has other ids of the teacher than of the student, as one vocabulary is padded:
+            # the ranks gather the chunk's logits, and each takes the student's ids.
             logits = wait(start_gather(logits.t(), self.group))[first : first + count].t()
         logits = logits[:, :count].to(widen_dtype(logits.dtype))
         if self.softcap is not None:
@@ -236,8 +242,8 @@ def compute_divergence(
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence of each token `[m]`, and its gradient `[m, c]`.
 
-    teacher, student: log-probabilities `[m, c]`, both overwritten. group: the ranks that divide the
-    vocabulary; None: c is all of it. The gradient is by the student's logits / T.
+    The gradient is by the student's logits / T. teacher, student: log-probabilities `[m, c]`, both
+    overwritten. group: the ranks that divide the vocabulary; None: c is all of it.
     """
     if divergence.kind == "forward_kl":
         teacher_probs = teacher.exp()
@@ -271,5 +277,6 @@ def compute_log_sum(logits: Tensor, group: Group | None) -> Tensor:
 
 
 def _sum_rows(values: Tensor, group: Group | None) -> Tensor:
+    """Return the sum of each row over all ranks' columns, `[m]`."""
     sums = values.sum(1)
     return sums if group is None else all_reduce(sums, "sum", group)

@@ -1,4 +1,4 @@
-"""A rank's part of a sharded tensor, and the full tensor gathered from all parts.
+"""Find a rank's part of a sharded tensor, and gather the full tensor from all parts.
 
 Optimizers, checkpoints and weight loading call these with parameters that may be plain tensors, or
 DTensors sharded by FSDP, by tensor parallelism, or by both. "Part" is the local tensor of a rank.
@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-# (dimension, the runs `(start, stop)` along it of a file's tensor, in their order in a parameter)
+# (dimension, runs): a parameter, all ranks' parts together, consists of these runs `(start, stop)`
+# along the dimension of a file's tensor, in this order.
 Runs = tuple[int, tuple[tuple[int, int], ...]]
 
 
@@ -24,12 +25,15 @@ def get_detached_local(tensor: Tensor) -> Tensor:
 
 
 def get_local(parameter: Tensor | None) -> Any:
-    """Return this rank's part of a parameter, through which it gets this rank's gradient."""
+    """Return this rank's part of a parameter, connected by autograd; None for None."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def wrap_local(value: Tensor, part: Tensor) -> Tensor:
-    """Return a tensor sharded as `value` is, with `part` as this rank's part."""
+    """Return a tensor sharded as `value` is, with `part` as this rank's part.
+
+    It is `part` itself if `value` is no DTensor.
+    """
     if not isinstance(value, DTensor):
         return part
     # `from_local` would move the part to the device of the mesh.
@@ -52,8 +56,8 @@ def locate_local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def gather_full(part: Tensor, parameter: Tensor, shape: torch.Size | None = None) -> Tensor:
     """Gather the full tensor of parts that are sharded as the parameter is; a collective.
 
-    part: this rank's. shape: of the full tensor; in the dimensions that it is sharded along it must
-    be the parameter's. None: it is the parameter's.
+    part: this rank's. shape: of the full tensor, None: the parameter's; in the dimensions that are
+    sharded it must be the parameter's.
     """
     if not isinstance(parameter, DTensor):
         return part
@@ -64,8 +68,9 @@ def gather_full(part: Tensor, parameter: Tensor, shape: torch.Size | None = None
         dim for dim, placement in enumerate(placements) if isinstance(placement, _StridedShard)
     ]
     if strided:
-        # FSDP has sharded the parts of a tensor-parallel group: it is gathered first, then the
-        # group. torch gathers both at once with a warning, and slowly.
+        # FSDP has sharded the parts of a tensor-parallel group along the same dimension 0, which
+        # torch calls a strided shard. FSDP's parts are gathered first, then the group's: torch
+        # would gather both at once, with a warning, and slowly.
         (strided_dim,) = strided
         mesh_names = mesh.mesh_dim_names or ()
         (tensor_dim,) = [
@@ -88,6 +93,7 @@ def gather_full(part: Tensor, parameter: Tensor, shape: torch.Size | None = None
 def _gather_parts(
     part: Tensor, mesh: DeviceMesh, placements: list[Placement], sizes: list[int]
 ) -> Tensor:
+    """Return the full tensor of parts with these placements; sizes: its shape."""
     # With shape and stride, without which `from_local` would take all parts to be equally long.
     return DTensor.from_local(
         part,

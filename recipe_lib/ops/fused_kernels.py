@@ -1,10 +1,9 @@
-"""Chains of operators that move bytes, fused by torch.compile on a GPU with Triton.
+"""Fuse chains of elementwise operators into one kernel, by torch.compile on a GPU with Triton.
 
-A chain reads and writes its tensors once for each of its operators, and makes temporaries; one
-kernel reads the first ones and writes the last. `@register_fused(schema, shapes)` makes a function
-of plain tensors an operator, `tune_recipes::...`, which a plan counts as one kernel. A run calls
-`use_fused_kernels` once. Without Triton, on a CPU, or with `fused_kernels=false`, the function runs
-as it is. Inside a layer that is compiled as a whole the compiler sees the function itself.
+`@register_fused(schema, shapes)` makes a function an operator `tune_recipes::...`. `tune plan`,
+which simulates a step on tensors without values, counts it as one kernel. A run calls
+`use_fused_kernels` once. Without Triton, on a CPU, with `fused_kernels=false` and inside code that
+is being compiled, the function runs as it is. The file also makes autograd nodes of functions.
 """
 
 import itertools
@@ -20,15 +19,17 @@ from torch.utils._triton import has_triton
 from recipe_lib.ops.deferred import Switch
 from recipe_lib.ops.device import get_kernel_type, holds_values
 
-_COMPILATIONS = 64  # of one function, beyond which torch would run it uncompiled
-# The most operators by which inductor computes a number again instead of writing it to memory and
+_COMPILATIONS = 64  # the most compilations of one function; beyond it torch runs it uncompiled
+# The most operators by which inductor computes an element again instead of writing it to memory and
 # reading it. Its own limit is 30.
 _REPEATED = 100
+# The namespace of the operators; a fragment, as `make_operator` adds to it too.
 _library = torch.library.Library("tune_recipes", "FRAGMENT")
 _repeats: set[Callable[..., Any]] = set()  # functions that are compiled with this limit
-# Off until a training run calls `use_fused_kernels`: generating a few tokens compiles nothing.
+# True: chains are fused. False until a training run calls `use_fused_kernels`: generating a few
+# tokens compiles nothing.
 _fusing = Switch(False)
-_on_meta = Switch(False)  # chains of meta tensors are one operator
+_on_meta = Switch(False)  # True: chains of meta tensors are one operator, see `fuse_on_meta`
 _Result = TypeVar("_Result")
 
 
@@ -66,7 +67,7 @@ def should_fuse(device: torch.device) -> bool:
 def fuse_on_meta(wanted: bool) -> AbstractContextManager[bool]:
     """Let chains of meta tensors be one operator each inside the block, if wanted.
 
-    So a forward on the meta device saves for backward what it will save on a GPU.
+    A forward on the meta device then saves for backward what it will save on a GPU.
     """
     return _on_meta.set(wanted)
 
@@ -74,12 +75,14 @@ def fuse_on_meta(wanted: bool) -> AbstractContextManager[bool]:
 def register_fused(
     schema: str, shapes: Callable[..., Any], repeats: bool = False
 ) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
-    """Decorate a function so that it is called as an operator of its own where `should_fuse`.
+    """Decorate a function so that it is called as an operator where `should_fuse` is True.
+
+    The operator is not differentiable: call it from an autograd.Function.
 
     schema: `name(Tensor first, ...) -> Tensor`, for torch.library; the first argument is a tensor,
     results are new tensors. shapes: takes the same arguments, and returns empty tensors like the
-    results. repeats: True: the compiler computes numbers that are needed twice again, rather than
-    write them to memory. The operator is not differentiable: call it from an autograd.Function.
+    results. repeats: True: the compiler computes again what is needed twice, rather than write it
+    to memory.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -107,9 +110,9 @@ def register_fused(
 
 
 class GradientNode(torch.autograd.Function):
-    """The autograd node of a function whose gradients another function returns.
+    """The autograd node of a function whose gradients another function computes.
 
-    It saves for backward only the arguments of the second one.
+    It saves for backward only the arguments of the other function.
     """
 
     @staticmethod
@@ -123,11 +126,11 @@ class GradientNode(torch.autograd.Function):
         """Return `function(*arguments)`.
 
         differentiate: takes the gradients of the results, then the arguments with the indices
-        `kept`. It returns the gradient of the first argument, or a tuple of those of the first
-        ones; all others get none.
+        `kept`. It returns the gradient of the first argument, or a tuple of the gradients of the
+        first arguments; all others get none.
         """
         saved = [arguments[index] for index in kept]
-        # Tensors go through save_for_backward, whose hooks (checkpointing, offload) see them there.
+        # Tensors go through save_for_backward, so that its hooks (checkpointing, offload) see them.
         ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in saved))
         ctx.settings = [None if isinstance(value, Tensor) else value for value in saved]
         ctx.differentiate = differentiate
@@ -164,8 +167,8 @@ def make_operator(
     """Return a function as an operator of torch.library that a compiler does not look into.
 
     name: without `tune_recipes::`. function: annotated, as torch.library reads its schema from it.
-    shapes: takes the same arguments, and returns empty tensors like the results; None: the function
-    itself does, given tensors without values.
+    shapes: takes the same arguments, and returns empty tensors like the results; None: `function`
+    itself can be called with tensors without values.
     """
     operator = torch.library.custom_op(f"tune_recipes::{name}", function, mutates_args=())
     operator.register_fake(shapes or function)
@@ -182,8 +185,9 @@ def make_opaque_node(
 ) -> Callable[..., Any]:
     """Return a function whose node is a `GradientNode`, and in code that is compiled an operator.
 
-    gradient: returns the gradient of the first argument; its arguments, and `kept`: see
-    `GradientNode`. shapes, gradient_shapes: of `function` and of `gradient`, see `make_operator`.
+    gradient: returns the gradient of the first argument, given that of the result and the arguments
+    with the indices `kept`, tensors before others. shapes, gradient_shapes: of `function` and of
+    `gradient`, see `make_operator`. name: see there.
     """
     # An operator: a compiler that looked into it would see that forward and backward compute the
     # same tensors, and save them in between.
@@ -212,9 +216,9 @@ def make_opaque_node(
 
 
 def cut_rows(rows: int, columns: int, most: int) -> list[tuple[int, int]]:
-    """Return `range(rows)` in parts (start, stop) of at least a row and at most `most` elements.
+    """Return (start, stop) of parts of `range(rows)`, each of at most `most` elements.
 
-    columns: the number of elements of a row.
+    columns: the number of elements of a row. A part has at least one row, of any length.
     """
     step = max(1, most // max(1, columns))
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
@@ -226,7 +230,10 @@ def can_compile(tensor: Tensor) -> bool:
 
 
 def call_compiled(function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Call the compiled function, which is compiled once for tensors of all lengths."""
+    """Call a function compiled and without gradients.
+
+    It is compiled once for tensors of all lengths.
+    """
     # At torch's own limit of compilations the function would run uncompiled. The setting is a
     # thread's own, and autograd runs backward in other threads: it is set at each call.
     if torch._dynamo.config.recompile_limit < _COMPILATIONS:
@@ -249,7 +256,7 @@ def get_compiled(function: Callable[..., _Result]) -> Callable[..., _Result]:
 
 def get_inductor_options(function: Callable[..., Any]) -> dict[str, Any]:
     """Return Inductor's options for a chain."""
-    # Results are rounded as those of the operators: to bf16 where one of them would do it.
+    # Results are rounded as if the operators ran one by one: to bf16 where one of them would do it.
     # Divisions and exponentials in fp32 may differ in the last bit, as a GPU computes them.
     options: dict[str, Any] = {"emulate_precision_casts": True}
     return options | {"realize_opcount_threshold": _REPEATED} if function in _repeats else options
@@ -264,7 +271,8 @@ def _find_compile_fault(device: torch.device) -> str:
         sums = call_compiled(_run_sample, torch.ones(2, 8, device=device, dtype=torch.bfloat16))
         if not bool(sums.isfinite().all()):
             return "torch.compile is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE)"
-    # Any error: compiler, cache and driver raise many kinds.
+    # Any error, as compiler, cache and driver raise many kinds: the run goes on unfused, and the
+    # log has the error's first line.
     except Exception as error:  # noqa: BLE001
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else 'no text'}"
@@ -272,32 +280,36 @@ def _find_compile_fault(device: torch.device) -> str:
 
 
 def _run_sample(tensor: Tensor) -> Tensor:
-    """Run some operators of chains if compiled; return nan if not, which tells the caller."""
+    """Run some operators of the chains if compiled, `[rows]`; return nan `[]` if not."""
     if not torch.compiler.is_compiling():
         return tensor.new_full((), float("nan"))
     rows = torch.tanh(tensor.float()).logsumexp(dim=1)
     return rows - tensor.gather(1, rows.long().clamp(0, 1).unsqueeze(1)).squeeze(1)
 
 
-# Functions that run many operators, which follow from the shapes of the arguments.
+# Shaped work: functions that run many operators, which follow from the shapes of the arguments.
 #
 #     @register_shaped_work()
 #     def dequantize(codes, scales, dtype): ...
 #
-# A plan simulates such a function once for each set of shapes and settings, and repeats the records
-# of that call for the others. Its arguments are to be given by position.
+# `tune plan` simulates such a function once for each set of shapes and settings, and repeats its
+# records of that call (allocations, operators) for the others. It replaces the function by one that
+# takes no keywords: give all arguments by position.
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# Function -> `fn(*arguments)` that returns what its operators follow from; None: all arguments.
+# Function -> `fn(*arguments)` that returns what decides its operators; None: all arguments do.
 SHAPED_WORK: dict[Callable[..., Any], Callable[..., Sequence[Any]] | None] = {}
 
 
 def register_shaped_work(
     decisive: Callable[..., Sequence[Any]] | None = None,
 ) -> Callable[[_Function], _Function]:
-    """Decorate a function of a module or class. decisive: its value in `SHAPED_WORK`."""
+    """Decorate a function of a module or class to be shaped work.
+
+    decisive: its value in `SHAPED_WORK`.
+    """
 
     def register(function: _Function) -> _Function:
         SHAPED_WORK[function] = decisive

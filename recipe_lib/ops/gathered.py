@@ -1,15 +1,9 @@
-"""Linears over tokens that are divided among the ranks of a tensor-parallel group.
+"""Compute linears over tokens that are divided among the ranks of a tensor-parallel group.
 
-Tensor-parallel layers (`parallel.tensor_forwards`) call these in place of `F.linear`. Hidden states
-are `[n, d]`: this rank's n of the N = n t tokens of a micro-batch on t ranks, in their order.
-Column-parallel linears of the same input (q, k, v, or gate and up) need all N: `gather_linears`
-gathers them once, keeps this rank's n for backward, or what these are computed from, and gathers
-again there. A row-parallel linear gives partial sums for all N tokens, which `scatter` adds up over
-the ranks and divides (reduce-scatter). The collectives serve other modules too.
-
-Eager, each function is an autograd.Function, which saves just that. Under torch.compile it is an
-opaque operator with a backward of its own: the partitioner would keep every gathered tensor that it
-sees.
+`parallel.tensor_forwards` calls these in place of `F.linear`: `gather_linears` for column-parallel
+linears of one input (q, k, v, or gate and up), which need all tokens; `gated_linear` for the
+row-parallel down projection, whose partial sums `scatter` adds up. No gathered tokens and no
+products are kept for backward. Other modules use the collectives.
 """
 
 from collections.abc import Sequence
@@ -30,6 +24,14 @@ from recipe_lib.ops.mlp import (
 )
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 
+# Shapes: hidden states are `[n, d]`, this rank's n of the N = n t tokens of a micro-batch on t
+# ranks, in their order. A linear i of several has o_i output channels on this rank; a gated MLP has
+# f inner channels on this rank.
+#
+# Eager, each function is an autograd.Function. Under torch.compile it is an opaque operator with a
+# backward of its own, as the partitioner would keep every gathered tensor that it sees.
+
+# torch's collectives that return a tensor to wait for; the compiler knows them as operators.
 _FUNCTIONAL = torch.ops._c10d_functional
 # kind -> function. By name, as the schema of an operator can hold a text but no function.
 NORMS = {"rms": rms_norm, "offset": offset_rms_norm}
@@ -42,8 +44,8 @@ class Group:
     name: str  # of the process group, as torch's functional collectives take it
     size: int  # number of ranks
     rank: int  # of this process in the group
-    # Rows of the output head (entries of the vocabulary) on each rank but the last ones, which may
-    # have fewer; 0: all ranks have as many.
+    # Entries of the vocabulary, columns of the logits, on each rank but the last ones, which may
+    # have fewer; 0: all ranks have the same number.
     columns: int = 0
 
 
@@ -51,27 +53,27 @@ class Group:
 class NormedFrom:
     """The source of normed tokens: they are `NORMS[kind](stream, weight, eps)`."""
 
-    stream: Tensor  # hidden states before the norm, [n, d]
+    stream: Tensor  # hidden states before the norm (the residual stream), [n, d]
     weight: Tensor  # of the norm, [d]
-    eps: float  # of the norm
+    eps: float  # of the norm, added to the mean of squares
     kind: str  # a key of `NORMS`
 
 
-# Which gradients of several linears are needed: of their input, of each weight, of each bias.
+# Which gradients of several linears are needed: (of their input, of each weight, of each bias).
 _NeededGradients = tuple[bool, Sequence[bool], Sequence[bool]]
-# `NormedFrom.kind` and `NormedFrom.eps`
+# (`NormedFrom.kind`, `NormedFrom.eps`)
 _Norm = tuple[str, float]
 
 
 def start_gather(shard: Tensor, group: Group) -> Tensor:
-    """Start to gather `[n, ...]` of each rank to `[N, ...]` on all; `wait` returns the tensor."""
+    """Start to gather `[n, ...]` of each rank to `[N, ...]` on all; pass the result to `wait`."""
     return cast(
         Tensor, _FUNCTIONAL.all_gather_into_tensor(shard.contiguous(), group.size, group.name)
     )
 
 
 def start_scatter(partial: Tensor, group: Group) -> Tensor:
-    """Start a reduce-scatter of all ranks' `[N, ...]` to `[n, ...]`; `wait` returns the tensor."""
+    """Start a reduce-scatter of all ranks' `[N, ...]` to `[n, ...]`; pass the result to `wait`."""
     return cast(
         Tensor,
         _FUNCTIONAL.reduce_scatter_tensor(partial.contiguous(), "sum", group.size, group.name),
@@ -79,7 +81,10 @@ def start_scatter(partial: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, operation: str, group: Group) -> Tensor:
-    """Return the reduction of a tensor over the group, in new memory. operation: `sum`, `max`."""
+    """Return the reduction of a tensor over the group, in new memory.
+
+    operation: `sum` or `max`.
+    """
     return wait(_FUNCTIONAL.all_reduce(tensor.contiguous(), operation, group.name))
 
 
@@ -97,10 +102,10 @@ def gather(shard: Tensor, group: Group) -> Tensor:
 
 
 def scatter(partial: Tensor, group: Group) -> Tensor:
-    """Reduce-scatter all ranks' `[N, ...]` to `[n, ...]`; nothing is saved, backward gathers.
+    """Reduce-scatter all ranks' `[N, ...]` to `[n, ...]`; nothing is saved for backward.
 
-    It is an autograd node of its own, so that the recomputation of a checkpointed layer, which ends
-    at the last tensor that backward needs, can end before it.
+    Its backward is a gather. It is an autograd node of its own: the recomputation of a checkpointed
+    layer ends at the last tensor that backward needs, and so can end before this collective.
     """
     return cast(Tensor, _Exchange.apply(partial, group, False))
 
@@ -117,11 +122,12 @@ def gather_linears(
     """Gather tokens `[n, d]` once, and return the results `[N, o_i]` of several linears of them.
 
     shard: this rank's tokens `[n, d]`. weights: `[o_i, d]`. biases: `[o_i]`, None for a linear
-    without one. keep_gathered: save the gathered tokens for backward, not gather them again.
-    normed: what `shard` was computed from, if a norm has made it; it is saved in place of `shard`,
-    and costs no memory, since the norm saves it anyway.
+    without one. keep_gathered: True: save the gathered tokens for backward; False: save `shard` and
+    gather again. normed: what `shard` was computed from, if a norm has made it; it is saved in
+    place of `shard`, and costs no memory, since the norm saves it anyway.
 
-    If no weight needs a gradient, no tokens are saved.
+    If no weight needs a gradient, no tokens are saved. Otherwise the weights' gradients may be
+    deferred, see `ops.deferred`: a pipeline's schedule computes them after backward.
     """
     if torch.compiler.is_compiling():
         source = [normed.stream, normed.weight] if normed else []
@@ -148,15 +154,18 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> T
 
 
 def _gather(shard: Tensor, group: Group) -> Tensor:
+    """Gather as `gather` does, inside an autograd node."""
     return wait(start_gather(shard, group))
 
 
 def _scatter(partial: Tensor, group: Group) -> Tensor:
+    """Reduce-scatter as `scatter` does, inside an autograd node."""
     return wait(start_scatter(partial, group))
 
 
-# Not a `GradientNode` (of `ops.fused_kernels`): compiled, with selective checkpointing, that one
-# makes another view in the second forward than in the first one (torch 2.13).
+# Not a `GradientNode`, the autograd.Function that `ops.fused_kernels` has for all other nodes:
+# compiled, with selective checkpointing, that one makes another view in the second forward than in
+# the first one (torch 2.13).
 class _Exchange(torch.autograd.Function):
     """A gather whose backward scatters, or a scatter whose backward gathers."""
 
@@ -172,8 +181,11 @@ class _Exchange(torch.autograd.Function):
         return exchange(gradients[0], ctx.group), None, None
 
 
-# The eager node of `gather_linears`. `tensors` are `num_linears` weights, then as many biases.
+# The eager node of `gather_linears`. `tensors` are `num_linears` weights, then as many biases, so
+# that they are inputs 5 and following.
 class _GatherLinears(torch.autograd.Function):
+    """Gather tokens and multiply them by several weights; backward gathers them again."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -188,7 +200,7 @@ class _GatherLinears(torch.autograd.Function):
         biases = tensors[num_linears:]
         tokens = wait(start_gather(shard, group))
         norm: _Norm | None = None
-        source: tuple[Tensor, ...] = ()
+        source: tuple[Tensor, ...] = ()  # what backward computes the gathered tokens from
         if any(ctx.needs_input_grad[5 : 5 + num_linears]):
             source = (tokens,) if keep_gathered else (shard,)
             if normed and not keep_gathered:
@@ -196,7 +208,7 @@ class _GatherLinears(torch.autograd.Function):
                 norm = (normed.kind, normed.eps)
         ctx.save_for_backward(*weights, *source)
         ctx.settings = (num_linears, group, keep_gathered, norm)
-        # Held besides: what checkpointing gives back of a saved tensor is not the parameter, to
+        # Held besides: what checkpointing gives back for a saved tensor is not the parameter, to
         # which a deferred gradient is added.
         ctx.parameters = weights if deferred.is_split_backward_enabled() else ()
         return tuple(
@@ -223,7 +235,7 @@ class _GatherLinears(torch.autograd.Function):
         )
         if deferred.is_deferring() and source:
             no_gradients = [False] * num_linears
-            # Detached: their graph would keep the tensors of earlier layers until then.
+            # Detached: until the deferred part, their graph would keep tensors of earlier layers.
             source = [tensor.detach() for tensor in source]
             if norm is not None:
                 # FSDP frees the norm's weight with the layer, before the deferred part reads it.
@@ -253,12 +265,13 @@ def compute_linear_gradients(
     """Return the gradients of `gather_linears`' shard, weights and biases; None: not needed.
 
     gradients: of the linears' results `[N, o_i]`. source: what forward saved of the tokens, empty
-    if no weight needs a gradient. With `is_gathered` it holds the gathered tokens, which are taken
-    out of the list; with `norm` the stream and the norm's weight; else the shard.
+    if no weight needs a gradient. With `is_gathered` it is [gathered tokens], which are taken out
+    of the list, so that they are freed here; with `norm` [stream, the norm's weight]; else [shard].
+    needed: (of the shard, of each weight, of each bias).
     """
     wants_input, wants_weights, wants_biases = needed
-    # The gather overlaps with the matmuls of the input's gradient, whose reduce-scatter overlaps
-    # with the matmuls of the weights'.
+    # The gather overlaps with the matmuls for the input's gradient, whose reduce-scatter overlaps
+    # with the matmuls for the weights'.
     tokens: Tensor | None = None
     if source and is_gathered:
         tokens = source.pop()
@@ -293,6 +306,8 @@ def compute_linear_gradients(
 
 # The eager node of `gated_linear`.
 class _GatedLinear(torch.autograd.Function):
+    """Multiply a gated product by a weight, and compute the product again in backward."""
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
@@ -309,7 +324,7 @@ class _GatedLinear(torch.autograd.Function):
         wants_weight = ctx.needs_input_grad[2]
         if wants_weight and deferred.is_deferring():
             wants_weight = False
-            # Detached: their graph would keep the tensors of earlier layers until then.
+            # Detached: until the deferred part, their graph would keep tensors of earlier layers.
             gate, up = map(torch.detach, (gate, up))
             deferred.defer_gradients(
                 [ctx.parameter],
@@ -324,7 +339,7 @@ class _GatedLinear(torch.autograd.Function):
 
 
 def compute_gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """Return the result of `gated_linear`; autograd would save its product."""
+    """Return the result of `gated_linear`; differentiated by autograd it would save the product."""
     return F.linear(compute_gated_product(gate, up, activation), weight)
 
 
@@ -340,7 +355,7 @@ def compute_gated_linear_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of gate, up and weight, None where not needed.
 
-    The product of forward is computed again.
+    The product `activation(gate) * up` is computed again. wants_input: gate and up need gradients.
     """
     weight_grad: Tensor | None = None
     if should_fuse(out_grad.device):
@@ -352,7 +367,7 @@ def compute_gated_linear_gradients(
             out_grad @ weight, gate, up, activation
         )
         return gate_grad, up_grad, weight_grad
-    # Not fused, the activation is computed once for both gradients, and tensors are overwritten.
+    # Not fused: the activation is computed once for both gradients, and tensors are overwritten.
     activate, activate_backward = ACTIVATIONS[activation]
     activated = activate(gate)
     if wants_weight:
@@ -371,7 +386,7 @@ def compute_gated_linear_gradients(
 # result the partitioner would then keep for backward; and it would keep what backward computes
 # again. As operators with a backward operator of their own, they save what the eager nodes save.
 # Their parameters are of the types that torch.library can write as a schema: `kind` and `eps` are
-# a `_Norm` ("" for None), `name`, `size` and `rank` a `Group`.
+# a `_Norm` (kind "" for None), `name`, `size` and `rank` a `Group`.
 
 
 def _run_gather_linears(
@@ -387,9 +402,9 @@ def _run_gather_linears(
     size: int,
     rank: int,
 ) -> list[Tensor]:
-    """Return the linears' results, then the gathered tokens, if they are to be kept (else `[0]`).
+    """Return the linears' results, then the gathered tokens (without `keep_gathered` `[0]`).
 
-    biases: of the linears that `has_biases` is True for. source, kind, eps: for backward alone.
+    biases: of the linears for which `has_biases` is True. source, kind, eps: for backward alone.
     """
     tokens = wait(start_gather(shard, Group(name, size, rank)))
     remaining_biases = iter(biases)
@@ -432,6 +447,7 @@ def _run_gather_linears_backward(
 
 
 def _set_up_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    """Save for backward what `_GatherLinears` saves; the `setup_context` of the operator."""
     shard, weights, biases, has_biases, source, kind, eps, keep_gathered, *group = inputs
     trained_biases = iter([bias.requires_grad for bias in biases])
     wants_weights = [weight.requires_grad for weight in weights]
@@ -442,8 +458,8 @@ def _set_up_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
         saved_source = [output[-1]] if keep_gathered else list(source) or [shard]
     ctx.save_for_backward(*weights, *saved_source)
     ctx.inputs = (len(weights), has_biases, len(source))
-    ctx.group = group
-    # No kind where backward is not to norm what was saved.
+    ctx.group = group  # [name, size, rank]
+    # Kind "" where what was saved needs no norm in backward.
     ctx.settings = (
         kind if saved_source and source and not keep_gathered else "",
         eps,
@@ -452,6 +468,7 @@ def _set_up_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _differentiate_gather(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+    """Return a gradient or None for each parameter of `_run_gather_linears`."""
     saved = list(ctx.saved_tensors)  # once: a checkpoint that recomputes them gives them once
     num_linears, has_biases, num_sources = ctx.inputs
     weights, source = saved[:num_linears], saved[num_linears:]
@@ -497,12 +514,14 @@ def _run_gated_linear_backward(
 
 
 def _set_up_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save for backward what `_GatedLinear` saves; the `setup_context` of the operator."""
     gate, up, weight, ctx.activation = inputs
     ctx.wants = (gate.requires_grad or up.requires_grad, weight.requires_grad)
     ctx.save_for_backward(gate, up, weight)
 
 
 def _differentiate_gated(ctx: Any, out_grad: Tensor) -> tuple[Any, ...]:
+    """Return a gradient or None for each parameter of `compute_gated_linear`."""
     wants_input, wants_weight = ctx.wants
     returned = iter(_GATED_BACKWARD(out_grad, *ctx.saved_tensors, ctx.activation, *ctx.wants))
     input_grads = (next(returned), next(returned)) if wants_input else (None, None)

@@ -1,16 +1,9 @@
-"""Head losses: functions of hidden states, the output head's weight and labels.
+"""Run head losses: functions of hidden states, the output head's weight and labels.
 
 A recipe passes one to the model, `model(tokens, labels=labels, head_loss=head_loss)`; the head
 calls it by `run_head_loss`, and the model returns its result. `CrossEntropy`, `TokenLogProbs`,
-`TokenScores` and `Distillation` go through the tokens in chunks, so that logits of all tokens never
-exist. A function of your own (a contrastive loss) takes hidden states `[b, s, d]`, the weight
-`[v, d]` and labels `[b, s]`.
-
-A head that has more than a weight passes it by keyword: `softcap`, `bias` and `finish` (an
-operation on logits), `group` (the ranks that divide vocabulary and tokens), `adapter`. A function
-without such a parameter is refused for that head, rather than computing with a part of it.
-`CrossEntropy(loss=fn)` turns a loss of logits, `fn(logits [m, v], labels [m]) -> sum`, into a head
-loss for every head but those of a group.
+`TokenScores` and `Distillation` compute for one chunk of the tokens at a time, so that logits of
+all tokens never exist.
 """
 
 import inspect
@@ -56,17 +49,29 @@ __all__ = [
 ]
 
 
+# Shapes: n tokens, m of them in a chunk, d channels, v entries of the vocabulary. On a group of t
+# tensor-parallel ranks each has n of N = n t tokens and v / t rows of the weight; a chunk then has
+# m tokens of all ranks.
+
+
 class HeadLoss(Protocol):
-    """A function of hidden `[b, s, d]`, weight `[v, d]` and labels `[b, s]` (-100: none)."""
+    """A function of hidden `[b, s, d]`, weight `[v, d]` and labels `[b, s]` (-100: none).
+
+    A head that has more than a weight passes it by keyword: `softcap`, `bias` and `finish` (a
+    function that it applies to logits), `group` (the ranks that divide vocabulary and tokens),
+    `adapter`. A function without such a parameter is refused for that head. `CrossEntropy(loss=fn)`
+    turns a loss of logits, `fn(logits [m, v], labels [m]) -> sum`, into a head loss for every head
+    but those of a group.
+    """
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, /) -> Tensor:
-        """Return the model's result: a sum of token losses, log-probabilities, or the like."""
+        """Return the model's result: a sum of token losses `[]`, or a number for each token."""
 
 
 def makes_gradients_in_forward(head_loss: HeadLoss | None) -> bool:
-    """Return True if backward no longer reads the head's weight, which is not gathered for it then.
+    """Return True if backward does not read the head's weight, so that FSDP need not gather it.
 
-    head_loss None: the default, cross-entropy. A user's function is taken to read it.
+    head_loss: None: cross-entropy. A user's function is taken to read it.
     """
     return head_loss is None or isinstance(head_loss, CrossEntropy | Distillation)
 
@@ -85,8 +90,9 @@ def run_head_loss(
 ) -> Tensor:
     """Call head_loss with the head's weight, and by keyword with what else the head has.
 
-    head_loss None: cross-entropy, all tokens in one chunk. Arguments: see `CrossEntropy.__call__`.
-    Raises SetupError for a function that does not take one of the keywords.
+    head_loss: None: cross-entropy, all tokens in one chunk. Other arguments: see
+    `CrossEntropy.__call__`; None: the head has no such thing. Raises SetupError for a function that
+    does not take one of the keywords that the head has.
     """
     head_loss = head_loss or CrossEntropy()
     options: dict[str, Any] = {
@@ -104,6 +110,7 @@ def run_head_loss(
 
 
 def _check_parameters(head_loss: HeadLoss, needed: dict[str, Any]) -> None:
+    """Raise SetupError if head_loss lacks a parameter of a name in `needed`."""
     parameters = inspect.signature(head_loss).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
@@ -121,17 +128,16 @@ def _check_parameters(head_loss: HeadLoss, needed: dict[str, Any]) -> None:
 # The log-probability of every label, computed in chunks of tokens.
 #
 # A loss over whole answers, as in preference optimization, needs the log-probability of each token
-# before it knows their gradients, so that these cannot be computed in forward as those of a sum
-# are. Here backward computes the logits of a chunk a second time, which costs one matmul. Saved in
+# before it knows their gradients. So these cannot be computed in forward, as the gradients of a sum
+# are: backward computes the logits of a chunk a second time, which costs one matmul. Saved in
 # between are the hidden states and one number for each token, and nothing of size `[n, v]`.
-# `TokenScores` needs no gradients.
 
 
 @dataclass(frozen=True)
 class TokenLogProbs:
-    """The log-probability of each label, 0 where that is -100."""
+    """A head loss: the log-probability of each label, 0 where the label is -100."""
 
-    chunks: int = 1  # pieces that the tokens are cut into
+    chunks: int = 1  # number of pieces that the tokens are cut into
 
     def __call__(
         self,
@@ -148,9 +154,11 @@ class TokenLogProbs:
         """Return log-probabilities of the shape of labels, fp32 (fp64 for fp64).
 
         The arguments are those of `CrossEntropy`. With a group labels and result are those of all N
-        tokens. A frozen weight gets no gradient and costs no memory for one; differentiable once.
-        With an adapter all tensors that it reads get their gradients; its projection is computed
-        again in backward, with the same random numbers (dropout).
+        tokens. A frozen weight gets no gradient and costs no memory for one. Differentiable once.
+
+        adapter: in place of weight and bias; group, bias and finish are then not read, as a head
+        with an adapter has none of them. All tensors that it reads get their gradients; its
+        projection is computed again in backward, with the same random numbers (dropout).
         """
         if adapter is not None:
             return _compute_checkpointed_log_probs(
@@ -162,12 +170,12 @@ class TokenLogProbs:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """The log-probability of each label, and that of the model's likeliest token.
+    """A head loss, without gradients: the log-probability of each label and of the likeliest token.
 
     Where the two are equal, greedy decoding gives the label.
     """
 
-    chunks: int = 1  # pieces that the tokens are cut into
+    chunks: int = 1  # number of pieces that the tokens are cut into
 
     @torch.no_grad()
     def __call__(
@@ -235,7 +243,7 @@ def _compute_checkpointed_log_probs(
             rows.split(sizes), flat_labels.split(sizes), strict=True
         )
     ]
-    # A copy: a module of FSDP should return no view.
+    # A copy, because the head's module returns it: a module wrapped by FSDP should return no view.
     return torch.cat(log_probs).reshape(labels.shape).clone()
 
 
@@ -252,7 +260,7 @@ def _compute_adapted_log_probs(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """The node of `TokenLogProbs`, which computes the logits in forward and again in backward.
+    """The autograd node of `TokenLogProbs`, which computes logits in forward and in backward.
 
     It saves the hidden states and the log-sum-exp of each token's logits.
     """
@@ -301,7 +309,7 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden, weight, bias, labels, log_sums = ctx.saved_tensors
         chunks, softcap, group, finish = ctx.settings
         head = ChunkedHead((hidden, weight, bias), ctx.needs_input_grad[5:], group=group)
-        slopes = log_prob_grads.reshape(log_sums.shape)
+        slopes = log_prob_grads.reshape(log_sums.shape)  # gradients of the log-probabilities
 
         def differentiate_chunk(part: slice, chunk_labels: Tensor) -> Tensor:
             logits = head.compute_logits(part)
@@ -334,7 +342,7 @@ class _TokenLogProbs(torch.autograd.Function):
 def finish_and_cap(logits: Tensor, softcap: float | None, finish: Finish | None) -> Tensor:
     """Return logits after `finish` and the soft cap; the logits given are overwritten.
 
-    The result may be overwritten too.
+    The caller may overwrite the result.
     """
     if finish is not None:
         logits = finish(logits).clone()  # `finish` might return a view of something else
@@ -344,10 +352,10 @@ def finish_and_cap(logits: Tensor, softcap: float | None, finish: Finish | None)
 def gather_label_logits(
     logits: Tensor, labels: Tensor, group: Group | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of each token the label's logit, the largest logit and the log-sum-exp, `[m]` each.
+    """Return for each token (the label's logit, the largest logit, the log-sum-exp), `[m]` each.
 
     logits: `[m, v]`, with a group `[m, v / t]`; they are overwritten. With a group the results are
-    those over the whole vocabulary. labels: `[m]`; where one is -100, its logit is any other's.
+    those over the whole vocabulary. labels: `[m]`; where one is -100, its logit means nothing.
     """
     columns, elsewhere = find_label_columns(
         labels, ignored=labels == IGNORED, width=logits.shape[1], group=group
@@ -376,8 +384,8 @@ def _compute_logit_gradients(
 ) -> Tensor:
     """Return the gradients of logits `[m, v]`, which are overwritten.
 
-    labels: `[m]`. log_sums: their log-sum-exps, of finished and capped logits, `[m]`. slopes: the
-    gradients of the log-probabilities, `[m]`.
+    labels: `[m]`. log_sums: log-sum-exps of the logits after finish and cap, `[m]`. slopes:
+    gradients of the log-probabilities, `[m]`. Other arguments: see `CrossEntropy.__call__`.
     """
     leaf = logits
     if finish is not None:
@@ -397,5 +405,5 @@ def _compute_logit_gradients(
     grad.mul_(slopes.unsqueeze(1))
     if tangents is not None:
         grad.mul_(tangents.square_().neg_().add_(1))  # d softcap*tanh(x/softcap) / dx = 1 - tanh^2
-    grad.masked_fill_((labels == IGNORED).unsqueeze(1), 0)  # what is not finite in such a row, too
+    grad.masked_fill_((labels == IGNORED).unsqueeze(1), 0)  # also NaN and infinities of such rows
     return grad if finish is None else torch.autograd.grad(finished, leaf, grad)[0]

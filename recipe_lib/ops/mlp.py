@@ -1,11 +1,9 @@
-"""The product between the linears of a gated MLP, and the operators of a mixture of experts.
+"""Compute the product between the linears of a gated MLP, and the steps of a mixture of experts.
 
-`models.decoder.MLP` calls `gated_activation`, `activation(gate) * up` (arXiv 2002.05202).
-`models.mixture` calls the others: `group_tokens` sorts tokens by expert, `grouped_linear` is one
-matmul over the weights of all experts, `scored_product` is an expert's `gated_activation`, and
-`sum_choices` sums the results of a token's experts. n tokens with k choices each are m = n k rows,
-sorted by expert. No token is dropped, so sizes are the same whatever is chosen. E experts, d model
-width, f MLP width.
+`models.decoder.MLP` calls `gated_activation` (arXiv 2002.05202). `models.mixture` calls, in this
+order, `group_tokens`, which sorts tokens by expert, `grouped_linear`, one matmul over the weights
+of all experts, `scored_product`, an expert's `gated_activation`, `grouped_linear` again, and
+`sum_choices`, which sums the results of a token's experts.
 """
 
 from collections.abc import Callable
@@ -19,6 +17,10 @@ from torch import Tensor
 from recipe_lib.ops import deferred
 from recipe_lib.ops.attention import RealTokens
 from recipe_lib.ops.fused_kernels import call_with_gradient, make_operator, register_fused
+
+# Shapes: n tokens that each chose k of E experts are m = n k rows, sorted by expert. No token is
+# dropped, so sizes are the same whatever is chosen. d channels of the model, f of an MLP or expert,
+# i and o those of a matrix's input and output.
 
 _Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
 # Name -> (activation, its backward `fn(gradient, input)`), the kernels that autograd uses.
@@ -35,10 +37,11 @@ ACTIVATIONS: dict[str, _Activation] = {
 
 
 def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Return `activation(gate) * up`, contiguous; nothing but these two is saved for backward.
+    """Return `activation(gate) * up`, contiguous; nothing but gate and up is saved for backward.
 
-    gate, up: of one shape. activation: `silu`, `gelu` or `gelu_tanh`.
+    gate, up: of one shape. activation: a key of `ACTIVATIONS`.
     """
+    # A compiler decides itself what it saves. kept: the indices of the arguments that are saved.
     if torch.compiler.is_compiling():
         return compute_gated_product(gate, up, activation)
     return call_with_gradient(
@@ -55,11 +58,13 @@ def _make_contiguous_like(gate: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
+# `register_fused`, here and below: one kernel, by torch.compile, on a GPU with Triton; it is given
+# the schema of an operator and a function that makes empty tensors like the results.
 @register_fused(
     "gated_product(Tensor gate, Tensor up, str activation) -> Tensor", _make_contiguous_like
 )
 def compute_gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Return the result of `gated_activation`, which has its own backward; contiguous."""
+    """Return the result of `gated_activation`, contiguous, without a backward of its own."""
     return (ACTIVATIONS[activation][0](gate) * up).contiguous()
 
 
@@ -76,20 +81,20 @@ def compute_gated_product_gradients(
     return activate_backward(gradient * up, gate).contiguous(), up_grad.contiguous()
 
 
-# The product between the linears of an expert: that of a gated MLP, times the score with which the
-# token chose the expert.
+# The product between the linears of an expert: that of a gated MLP, times the router's score, with
+# which the token chose the expert.
 #
 # The score is multiplied in before the down projection: to f channels, where after it there would
 # be d, and backward computes the score's gradient without the expert's output. Saved for backward
 # are the inner channels `[m, 2f]` and the scores.
 
 
-CLAMPED = "clamped_swiglu"
+CLAMPED = "clamped_swiglu"  # the value of `Gate.activation` for gpt-oss
 
 
 @dataclass(frozen=True)
 class Gate:
-    """The gating by which an expert's inner channels `[m, 2f]`, gate and up, become `[m, f]`."""
+    """How an expert's inner channels `[m, 2f]`, gate and up, become `[m, f]`."""
 
     # A key of `ACTIVATIONS`, or `clamped_swiglu` (gpt-oss): `(up + 1) * gate * sigmoid(alpha *
     # gate)`, with gate clamped to at most `limit`, and up to [-limit, limit].
@@ -103,7 +108,7 @@ class Gate:
 def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
     """Return the gated product of inner channels `[m, 2f]` times each row's score, `[m, f]`.
 
-    scores: `[m]`. gate: how inner channels are combined.
+    scores: the router's, `[m]`.
     """
     settings = (gate.activation, gate.interleaved, gate.alpha, gate.limit)
     if torch.compiler.is_compiling():
@@ -119,6 +124,7 @@ def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
 
 
 def _split_gate_up(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Return gate and up, `[m, f]` each, as views of the inner channels."""
     if interleaved:
         return inner[:, ::2], inner[:, 1::2]
     half = inner.shape[1] // 2
@@ -128,7 +134,7 @@ def _split_gate_up(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 def _activate(
     gate: Tensor, up: Tensor, activation: str, *, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the activated gate, and the factor that it is multiplied by, made of `up`."""
+    """Return the activated gate, and the factor computed from `up` that multiplies it."""
     if activation != CLAMPED:
         return ACTIVATIONS[activation][0](gate), up
     gate = gate.clamp(max=limit)
@@ -143,7 +149,7 @@ def _activate(
 def compute_scored_product(
     inner: Tensor, scores: Tensor, activation: str, interleaved: bool, alpha: float, limit: float
 ) -> Tensor:
-    """Return the result of `scored_product`, which has its own backward, in the dtype of inner."""
+    """Return the result of `scored_product` in inner's dtype, without a backward of its own."""
     gate, up = _split_gate_up(inner, interleaved)
     activated, factor = _activate(gate, up, activation, alpha=alpha, limit=limit)
     return (activated * factor * scores.unsqueeze(1)).to(inner.dtype)
@@ -184,10 +190,10 @@ def compute_scored_product_gradients(
     return torch.cat((gate_grad, up_grad), 1), score_grad
 
 
-# Tokens through the experts that were chosen for them.
+# Gathering of tokens by expert, the experts' matmuls, and the sum over a token's experts.
 
 
-# torch's grouped matmul takes operands whose rows begin at multiples of so many bytes.
+# torch's grouped matmul takes only operands whose rows begin at multiples of so many bytes.
 _ALIGNED = 16
 
 
@@ -204,7 +210,10 @@ class Groups:
 
 
 def group_tokens(chosen: Tensor, num_experts: int) -> Groups:
-    """Return the rows of tokens, given the indices of their experts, `chosen` int64 `[n, k]`."""
+    """Sort the choices of tokens by expert.
+
+    chosen: the indices of the experts that each token chose, int64 `[n, k]`.
+    """
     # Stable: within an expert rows stay in the order of tokens.
     experts, order = chosen.flatten().sort(stable=True)
     places = torch.empty_like(order).scatter_(
@@ -221,7 +230,7 @@ def group_tokens(chosen: Tensor, num_experts: int) -> Groups:
 def count_rows(groups: Groups, real: RealTokens | None) -> Tensor:
     """Return the number of rows of each expert, int64 `[E]`.
 
-    real: the tokens whose rows are counted, those that are no padding; None: all.
+    real: the tokens that are no padding, whose rows are counted; None: all rows are.
     """
     if real is None:
         return groups.ends.diff(prepend=groups.ends.new_zeros(1)).long()
@@ -233,6 +242,7 @@ def count_rows(groups: Groups, real: RealTokens | None) -> Tensor:
 
 def order_by_expert(values: Tensor, groups: Groups) -> Tensor:
     """Return values of each token's choices, `[n, k]`, in the order of rows, `[m]`."""
+    # A permutation: its backward gathers by the same indices.
     return call_with_gradient(
         lambda values, places: torch.empty_like(values).scatter_(0, places, values),
         values.flatten(),
@@ -243,6 +253,7 @@ def order_by_expert(values: Tensor, groups: Groups) -> Tensor:
 
 
 def _permute_back(gradient: Tensor, places: Tensor) -> Tensor:
+    """Return the rows of `gradient` at the indices `places`."""
     return gradient.index_select(0, places)
 
 
@@ -251,8 +262,8 @@ def sum_token_rows(
 ) -> Tensor:
     """Return the sum `[n, d]` of the rows `[m, d]` of each token's choices.
 
-    places, choices, tokens: of `Groups`. tokens is not read: it is for the backward of
-    `sum_choices`, which is given arguments of this function.
+    places, choices, tokens: of `Groups`. tokens is not read: `sum_choices` passes it as an argument
+    that its backward is given.
     """
     return rows.index_select(0, places).unflatten(0, (-1, choices)).sum(dim=1)
 
@@ -260,7 +271,7 @@ def sum_token_rows(
 def sum_choices(rows: Tensor, groups: Groups) -> Tensor:
     """Return rows `[m, d]` summed over the choices of each token, `[n, d]`; no row is saved."""
     order = (groups.places, groups.choices, groups.tokens)
-    # A row's gradient is its token's: the last of these arguments is all that backward takes.
+    # A row's gradient is that of its token: argument 3, `tokens`, is all that backward needs.
     return call_with_gradient(sum_token_rows, rows, *order, differentiate=_permute_back, kept=(3,))
 
 
@@ -271,7 +282,8 @@ def grouped_linear(
 
     rows: `[m, i]`; with of_tokens the tokens `[n, i]`, from which the rows are gathered. weight:
     the matrices, `[E, o, i]`. `rows` are saved as they are given if the weight is trained, else
-    not at all.
+    not at all. The weight's gradient may be deferred, see `ops.deferred`: a pipeline's schedule
+    computes it after backward.
     """
     choices = groups.choices if of_tokens else 0
     order = (groups.tokens, groups.places, groups.ends)
@@ -279,7 +291,10 @@ def grouped_linear(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The node of `grouped_linear`; choices 0: the rows are given, else the tokens are."""
+    """The autograd node of `grouped_linear`.
+
+    choices: 0: `rows` are rows `[m, i]`; k: they are tokens `[n, i]`, of which each has k rows.
+    """
 
     @staticmethod
     def forward(
@@ -295,7 +310,7 @@ class _GroupedLinear(torch.autograd.Function):
         # The rows as they are given: gathered they are k times as many, and backward gathers again.
         ctx.save_for_backward(rows if trained else None, weight, tokens, places, ends)
         ctx.settings = (choices, rows.dtype)
-        # Held besides: what checkpointing gives back of a saved tensor is not the parameter, to
+        # Held besides: what checkpointing gives back for a saved tensor is not the parameter, to
         # which a deferred gradient is added.
         ctx.parameter = weight if trained and deferred.is_split_backward_enabled() else None
         return grouped_matmul(
@@ -316,7 +331,7 @@ class _GroupedLinear(torch.autograd.Function):
             rows_grad = rows_grad.to(dtype)
         if not ctx.needs_input_grad[1]:
             return rows_grad, None, None, None, None, None
-        # Detached: where the gradient is deferred, their graph would keep the stage's input.
+        # Detached: while the gradient is deferred, their graph would keep the stage's input.
         rows = rows.detach()
 
         def compute_weight_gradient() -> list[Tensor]:
@@ -331,9 +346,9 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def take_rows(rows: Tensor, tokens: Tensor, choices: int) -> Tensor:
-    """Return the rows `[m, i]` of tokens `[n, i]`; with choices 0 `rows`, which are rows already.
+    """Return the rows `[m, i]` of tokens `[n, i]`; with choices 0 return `rows` as they are.
 
-    tokens: of `Groups`.
+    tokens: the token of each row, of `Groups`.
     """
     return rows.index_select(0, tokens) if choices else rows
 
@@ -341,7 +356,7 @@ def take_rows(rows: Tensor, tokens: Tensor, choices: int) -> Tensor:
 def grouped_matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return rows `[m, i]` times the matrix of their expert, of `[E, i, o]`: `[m, o]`.
 
-    ends: of `Groups`. It is for the inside of an autograd node.
+    ends: of `Groups`. Call it inside an autograd.Function: it is not always differentiable.
     """
     if rows.dtype != torch.bfloat16:
         return _matmul_loop(rows, weight, ends)
@@ -359,7 +374,7 @@ def grouped_matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def grouped_weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient `[E, o, i]` of the experts' matrices, 0 for an expert without rows.
 
-    gradient: that of the products, `[m, o]`. rows: the matrices were multiplied with, `[m, i]`.
+    gradient: of the products, `[m, o]`. rows: that the matrices were multiplied with, `[m, i]`.
     """
     if rows.dtype != torch.bfloat16:
         return _gradient_loop(gradient, rows, ends)
@@ -374,11 +389,12 @@ def grouped_weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Ten
 
 
 # A loop over the experts, for dtypes that torch's grouped matmul does not have on every device
-# (fp64 on none, fp32 not on all). It is an operator, as a simulated device has no values in `ends`
-# to loop by. On a GPU the host waits for `ends`.
+# (fp64 on none, fp32 not on all). It is an operator, as the simulated device of `tune plan` has no
+# values in `ends` to loop by. On a GPU the host waits for `ends`.
 
 
 def _multiply_one_by_one(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return `grouped_matmul` by one matmul for each expert."""
     out = rows.new_empty(rows.shape[0], weight.shape[2])
     first = 0
     for expert, last in enumerate(ends.tolist()):
@@ -388,6 +404,7 @@ def _multiply_one_by_one(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _differentiate_one_by_one(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """Return `grouped_weight_gradient` by one matmul for each expert."""
     weight_grad = rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
     first = 0
     for expert, last in enumerate(ends.tolist()):

@@ -1,4 +1,7 @@
-"""Root-mean-square norm (arXiv 1910.07467), multiplied by its weight or by 1 + weight."""
+"""Compute the root-mean-square norm (arXiv 1910.07467), times its weight or 1 + weight.
+
+The norms of decoder layers call these. eps is added to the mean of squares.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,9 +1,9 @@
-"""Rotary position embedding (arXiv 2104.09864).
+"""Compute and apply rotary position embeddings (arXiv 2104.09864).
 
 The first `width` channels of a head are rotated: the pair of channels i and i + width / 2 by the
-angle position x frequency i. The decoder takes a function of `FREQUENCIES`, of which there is one
-for each way to stretch a model's context, and calls `compute_rotation`, once for all layers; each
-layer's attention calls `apply_rotation` with its cosines and sines.
+angle position x frequency i. The decoder calls a function of `FREQUENCIES`, one for each way to
+stretch a model's context, and `compute_rotation`, once for all layers; each layer's attention calls
+`apply_rotation` with its cosines and sines.
 """
 
 import math
@@ -16,7 +16,9 @@ from recipe_lib.ops.fused_kernels import call_with_gradient, register_fused, sho
 
 # Frequencies are computed anew in each forward, on the device and in fp32, from plain numbers: a
 # buffer would not survive materializing a model from the meta device, and these few vectors cost
-# nothing. `positions` tells the device, and the highest position where that matters.
+# nothing. They take `width`; `base`, the number whose powers the default frequencies are; and
+# `positions`, for their device and, with longrope, the highest position. `original_positions` is
+# the context, in tokens, of the model before it was stretched; `factor` is by how much it was.
 
 
 def compute_default_frequencies(width: int, base: float, positions: Tensor) -> Tensor:
@@ -107,9 +109,10 @@ def compute_longrope_frequencies(
 ) -> Tensor:
     """Return the frequencies of LongRoPE (arXiv 2402.13753): each pair has a divisor of its own.
 
-    The divisors are `long_factor` if any position is beyond the original ones, else `short_factor`.
+    The divisors `[width / 2]` are `long_factor` if any position is `original_positions` or more,
+    else `short_factor`.
     """
-    # Chosen on the device: a choice in Python would wait for the positions.
+    # Chosen on the device: in Python the host would wait for the positions.
     is_long = positions.max() >= original_positions
     factors = torch.tensor(
         (short_factor, long_factor), dtype=torch.float32, device=positions.device
@@ -118,7 +121,7 @@ def compute_longrope_frequencies(
     return 1.0 / (torch.where(is_long, factors[1], factors[0]) * base ** (steps / width))
 
 
-# `RopeSpec.kind` -> `fn(width, base, positions, **RopeSpec.numbers)`.
+# `RopeSpec.kind`, of a model's spec -> `fn(width, base, positions, **RopeSpec.numbers)`.
 FREQUENCIES: dict[str, Callable[..., Tensor]] = {
     "default": compute_default_frequencies,
     "linear": compute_linear_frequencies,
@@ -133,7 +136,7 @@ def compute_rotation(
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of positions `[b, s]`, each fp32 `[b, s, 1, width / 2]`.
 
-    factor: multiplies both (yarn, longrope).
+    frequencies: `[width / 2]`. factor: multiplies cosines and sines (yarn, longrope).
     """
     angles = positions[..., None, None].float() * frequencies
     return angles.cos() * factor, angles.sin() * factor
@@ -142,10 +145,11 @@ def compute_rotation(
 def apply_rotation(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Return `heads [b, s, h, e]` with their first `width` channels rotated, in their own dtype.
 
-    cosines, sines: fp32 `[b, s, 1, width / 2]`, from `compute_rotation`, which get no gradient. The
-    rotation is computed in fp32.
+    The rotation is computed in fp32. cosines, sines: fp32 `[b, s, 1, width / 2]`, from
+    `compute_rotation`; they get no gradient.
     """
     if should_fuse(heads.device):
+        # The gradient of a rotation is the rotation back: heads need not be saved.
         return call_with_gradient(
             _rotate,
             heads,

@@ -1,10 +1,9 @@
-"""Context parallelism: the exchanges around attention where ranks divide sequences (2309.14509).
+"""Exchange tokens for heads around attention, where ranks divide sequences (arXiv 2309.14509).
 
-b rows, c ranks; this rank has n of the s = n c tokens of each row, in their order. A head's
-attention needs all tokens, but no other head. So before attention one all-to-all
-(`exchange_for_heads`) gives each rank the s tokens of 1/c of the heads, and after it another
-(`exchange_for_tokens`) gives it all heads of its n tokens again. The backward of each is the other.
-Nothing is saved for it.
+`parallel.context` calls these for context parallelism. A head's attention needs all tokens, but no
+other head. So before attention one all-to-all (`exchange_for_heads`) gives each rank all tokens of
+its heads, and after it another (`exchange_for_tokens`) all heads of its tokens again. The backward
+of each is the other; nothing is saved for it.
 """
 
 from typing import Any
@@ -14,6 +13,9 @@ from torch import Tensor
 
 from recipe_lib.ops.fused_kernels import call_with_gradient
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
+
+# Shapes: b rows, c ranks; a rank has n of the s = n c tokens of each row, in their order. There are
+# h heads of queries and k of keys and values, with e channels each.
 
 
 def shard_tokens(values: Tensor, group: Group) -> Tensor:
@@ -34,13 +36,15 @@ def exchange_for_heads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Exchange all heads of this rank's tokens for all tokens of this rank's heads.
 
-    q: `[b, h, n, e]` to `[b, h / c, s, e]`; k and v: `[b, k, n, e]` to `[b, k / c, s, e]`, one kv
-    head if there are more ranks than kv heads; sinks: `[h]` to `[h / c]`.
+    q: `[b, h, n, e]` to `[b, h / c, s, e]`. k, v: `[b, k, n, e]` to `[b, k / c, s, e]`, or to
+    `[b, 1, s, e]` with more ranks than kv heads; one of k and c has to divide the other. sinks, a
+    score for each head (gpt-oss): `[h]` to `[h / c]`; None: there are none.
     """
     num_kv_heads = k.shape[1]
     if num_kv_heads % group.size:
         # There are more ranks than kv heads: several ranks have the same one.
         k, v = (tensor.repeat_interleave(group.size // num_kv_heads, dim=1) for tensor in (k, v))
+    # kept: the index of the argument that backward is given besides the gradients.
     q, k, v = call_with_gradient(_send_heads, q, k, v, group, differentiate=_send_tokens, kept=(3,))
     return q, k, v, None if sinks is None else sinks.chunk(group.size)[group.rank]
 
@@ -55,8 +59,8 @@ def exchange_for_tokens(attended: Tensor, *, group: Group) -> Tensor:
 
 def sum_over_ranks(part: Tensor, group: Group) -> Tensor:
     """Return the sum of all ranks' scalars `[]`, on each rank."""
-    # Not the derivative, which would add up the gradients of all ranks: they go backward from the
-    # same loss, of which each rank's part gets the gradient once.
+    # Backward passes the gradient on as it is. Autograd's would add up the gradients of all ranks;
+    # but they all go backward from the same loss, which has each rank's part once.
     return call_with_gradient(
         lambda part, group: all_reduce(part, "sum", group),
         part,
@@ -87,11 +91,15 @@ def _send_blocks(blocks: Tensor, group: Group) -> Tensor:
 
 
 def _gather_rows(part: Tensor, group: Group) -> Tensor:
+    """Return `[b, s, ...]` of each rank's `[b, n, ...]`."""
     return wait(start_gather(part.unsqueeze(0), group)).transpose(0, 1).flatten(1, 2)
 
 
 def _send_heads(*parts_and_group: Any) -> tuple[Tensor, ...]:
-    """Exchange `[b, h_i, n, e]` each to `[b, h_i / c, s, e]`, in one all-to-all."""
+    """Exchange several `[b, h_i, n, e]` for `[b, h_i / c, s, e]`, in one all-to-all.
+
+    The last argument is the group.
+    """
     *parts, group = parts_and_group
     blocks = torch.cat(
         [part.unflatten(1, (group.size, -1)).permute(1, 0, 3, 2, 4) for part in parts], dim=3
@@ -103,7 +111,10 @@ def _send_heads(*parts_and_group: Any) -> tuple[Tensor, ...]:
 
 
 def _send_tokens(*parts_and_group: Any) -> tuple[Tensor, ...]:
-    """Exchange `[b, h_i / c, s, e]` each to `[b, h_i, n, e]`, in one all-to-all."""
+    """Exchange several `[b, h_i / c, s, e]` for `[b, h_i, n, e]`, in one all-to-all.
+
+    The last argument is the group.
+    """
     *parts, group = parts_and_group
     blocks = torch.cat(
         [part.unflatten(2, (group.size, -1)).permute(2, 0, 3, 1, 4) for part in parts], dim=3

@@ -1,20 +1,9 @@
-"""Causal attention with a soft cap or with sinks, which torch's own attention does not compute.
+"""Compute causal attention with a soft cap or with sinks, which torch's own attention does not.
 
-`ops.attention.attention` calls both functions for the families that have such attention.
-`capped_attention` is Gemma 2's, whose scores are soft-capped (arXiv 2408.00118): two matmuls for
-some queries at a time (`split_queries`), and between them a chain of operators that is one kernel
-where chains are fused. No scores are kept for backward, which computes them again piece by piece.
-
-`attend_with_sinks` is gpt-oss's: each head has a score, the sink, that takes part in its softmax
-but has no value (arXiv 2309.17453). With L the log-sum-exp of a query's scores and L' that of
-scores and sink, the result is that of attention without a sink, times exp(L - L'). A probability is
-exp(score - L'), so that a kernel's own backward, given this result and L', gives the gradients. So
-kernels without sinks serve: torch's varlen kernel, that of the CPU, and elsewhere matmuls for some
-queries at a time.
-
-Shapes: q `[b, h, s, e]`, keys and values `[b, k, t, e]` with h a multiple of k; a piece has m of
-the s queries and sees n of the t keys. Log-sum-exps are `[b, h, s]`, sinks `[h]`. The probabilities
-of the softmax are called shares.
+`ops.attention.attention` calls `capped_attention` for Gemma 2 (arXiv 2408.00118), whose scores are
+soft-capped, and `attend_with_sinks` for gpt-oss, where each head has a sink: a score that takes
+part in the softmax but has no value (arXiv 2309.17453). Both can compute in pieces, for some
+queries at a time, so that the scores of all queries never exist. Softmax's results are "shares".
 """
 
 from collections.abc import Iterator
@@ -31,6 +20,10 @@ from recipe_lib.ops.fused_kernels import (
     should_fuse,
 )
 
+# Shapes: b rows, h heads, k heads of keys and values with h a multiple of k, s queries, t keys
+# (s and those of a cache), e channels of a head. q is `[b, h, s, e]`, keys and values
+# `[b, k, t, e]`. A piece has m of the s queries and sees n of the t keys.
+
 # Elements of a tensor of scores: 64 MiB in fp32, the dtype of scores where chains are not fused.
 MAX_SCORES_AT_ONCE = 2**24
 
@@ -40,9 +33,10 @@ def compute_reach(
 ) -> Tensor:
     """Return how many keys each query sees: its own and those before it, int32 `[b or 1, queries]`.
 
-    queries, keys: the number of each in a row; the queries are those of the last keys. documents:
-    the id of each key's document, int32 `[b, keys]`, rising along a row; None: a row is one
-    document. window: the most keys that a token sees, its own included; None: all.
+    queries, keys: the number of each in a row; the queries belong to the last keys. documents: the
+    id of each key's document, int32 `[b, keys]`, rising along a row; a token sees keys of its own
+    document only. None: a row is one document. window: the most keys that a token sees, its own
+    included; None: no limit.
     """
     reach = torch.arange(keys - queries + 1, keys + 1, dtype=torch.int32, device=device)[None]
     if documents is not None:
@@ -55,8 +49,8 @@ def compute_reach(
 def make_visible_mask(reach: Tensor, keys: int) -> Tensor:
     """Return True where a query sees a key, bool `[b or 1, 1, m, keys]`.
 
-    reach: of m queries, int32 `[b or 1, m]`, from `compute_reach`. keys: their number; the last key
-    is that of the last query.
+    reach: of m queries, int32 `[b or 1, m]`, from `compute_reach`. keys: the number of keys; the
+    last one belongs to the last query.
     """
     query_positions = torch.arange(
         keys - reach.shape[1], keys, dtype=torch.int32, device=reach.device
@@ -72,7 +66,8 @@ def split_queries(
     """Yield the queries in pieces, so that few scores exist at a time.
 
     A piece is (slice of its queries among s, slice among t of the keys that any of them may see,
-    reach of its queries `[b or 1, m]`, these keys and their values, each `[b k, n, e]`).
+    reach of its queries `[b or 1, m]`, these keys `[b k, n, e]`, their values `[b k, n, e]`).
+    documents, window: see `compute_reach`.
     """
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
@@ -99,10 +94,10 @@ def split_queries(
 def _count_pieces(scores_per_query: int, queries: int) -> int:
     """Return the number of pieces that the queries are cut into.
 
-    scores_per_query: over all rows and heads, each as large as an fp32 number.
+    scores_per_query: over all rows and heads, counted as fp32 numbers.
     """
-    # A power of two: the loop over pieces is compiled anew for each number of them, so that few
-    # numbers should occur.
+    # A power of two: the loop over pieces is compiled anew for each number of them, so few numbers
+    # should occur.
     num_pieces = 1
     while num_pieces < queries and scores_per_query * queries > num_pieces * MAX_SCORES_AT_ONCE:
         num_pieces *= 2
@@ -113,16 +108,16 @@ def stack_heads(tensor: Tensor, k: Tensor) -> Tensor:
     """Return `[b, h, m, n]` as `[b k, h/k m, n]`, ready for a batched matmul with the k key heads.
 
     Query heads that share a key head become more rows of it, so that keys need not be expanded.
-    k: the keys, for their number of heads alone.
+    k: only its number of heads is read.
     """
     return tensor.reshape(tensor.shape[0] * k.shape[1], -1, tensor.shape[3])
 
 
 def multiply_heads(stacked: Tensor, keys: Tensor, reach: Tensor, heads: int) -> Tensor:
-    """Return the products of stacked rows with keys, `[b, h, m, n]`.
+    """Return the products of queries with keys, or of output gradients with values: `[b, h, m, n]`.
 
-    stacked: `[b k, h/k m, e]`, from `stack_heads`. keys: or values, `[b k, n, e]`. reach: of the m
-    queries, for their number alone. heads: h.
+    stacked: `[b k, h/k m, e]`, from `stack_heads`. keys: keys or values, `[b k, n, e]`. reach: only
+    its number of queries, m, is read. heads: h.
     """
     return torch.bmm(stacked, keys.transpose(1, 2)).view(-1, heads, reach.shape[1], keys.shape[1])
 
@@ -139,8 +134,10 @@ def capped_attention(
 ) -> Tensor:
     """Return causal attention of q `[b, h, s, e]` over k, v `[b, k, t, e]`: `[b, h, s, e]`.
 
-    Scores are `softcap * tanh(scores * scale / softcap)`. documents, window: see `compute_reach`.
+    Scores are `softcap * tanh(scores * scale / softcap)`. No scores are kept for backward, which
+    computes them again. documents, window: see `compute_reach`.
     """
+    # kept: the indices of the arguments that are saved for backward.
     arguments = (q, k, v, documents, window, softcap, scale)
     return call_with_gradient(
         _compute_attention,
@@ -150,6 +147,8 @@ def capped_attention(
     )
 
 
+# Shaped work, here and below: its operators follow from the shapes of the arguments, so that
+# `tune plan` simulates one call for all calls of the same shapes.
 @register_shaped_work()
 def _compute_attention(
     q: Tensor,
@@ -160,6 +159,7 @@ def _compute_attention(
     softcap: float,
     scale: float,
 ) -> Tensor:
+    """Return `capped_attention`, piece by piece."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for query_slice, _, reach, keys, values in split_queries(
         q, k=k, v=v, documents=documents, window=window
@@ -168,7 +168,7 @@ def _compute_attention(
             stack_heads(q[:, :, query_slice], k), keys=keys, reach=reach, heads=q.shape[1]
         )
         shares = capped_shares(scores, reach, softcap, scale)
-        del scores  # MAX_SCORES_AT_ONCE elements, as are the shares: else both would be alive below
+        del scores  # as large as the shares: else both would be alive below
         out[:, :, query_slice] = torch.bmm(stack_heads(shares, k), values).view(
             out[:, :, query_slice].shape
         )
@@ -187,6 +187,7 @@ def _compute_attention_gradients(
     softcap: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, given that of the result, piece by piece."""
     wide_dtype = torch.promote_types(q.dtype, torch.float32)
     q_grad = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Every piece adds to the gradients of keys and values: in bf16 the sum would lose bits.
@@ -216,6 +217,11 @@ def _compute_attention_gradients(
             k[:, :, key_slice]
         )
     return q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype)
+
+
+# `register_fused`: one kernel, by torch.compile, on a GPU with Triton; it is given the schema of an
+# operator and a function that makes empty tensors like the results. repeats: the kernel computes
+# the shares again where it needs them, rather than write them to memory.
 
 
 @register_fused(
@@ -268,6 +274,11 @@ def _compute_softmax(
 
 
 # Attention with sinks.
+#
+# With L the log-sum-exp of a query's scores and L' that of scores and sink, the result is that of
+# attention without a sink, times exp(L - L'). A probability is exp(score - L'), so that a kernel's
+# own backward, given this result and L', gives the gradients. So kernels without sinks serve:
+# torch's varlen kernel, that of the CPU, and elsewhere matmuls for some queries at a time.
 
 
 def attend_with_sinks(
@@ -285,26 +296,28 @@ def attend_with_sinks(
 ) -> Tensor:
     """Return causal attention with sinks, `[b, h, s, e]`.
 
-    sinks: a score for each head, `[h]`. boundaries: the cu_seqlens of the varlen kernel, int32;
-    None: another kernel is used. longest: the most tokens between two boundaries. mask: True where
-    a query sees a key, for the CPU's kernel; None: causal. documents, window: see `compute_reach`.
-    scale: multiplies the scores.
+    q, k, v: `[b, h, s, e]` and twice `[b, k, t, e]`. sinks: a score for each head, `[h]`.
+    boundaries: the cu_seqlens of the varlen kernel, int32; None: another kernel is used. longest:
+    the most tokens between two boundaries. mask: added to the scores, `[b or 1, 1, s, t]`, for the
+    CPU's kernel; None: causal. documents, window: see `compute_reach`. scale: multiplies q k.
     """
     settings = (boundaries, longest, mask, documents, window, scale)
     return cast(Tensor, _SinkAttention.apply(q, k, v, sinks, *settings))
 
 
-# The node of `attend_with_sinks`: a kernel without sinks, corrected as the module's head says.
 class _SinkAttention(torch.autograd.Function):
+    """The autograd node of `attend_with_sinks`: a kernel without sinks, times exp(L - L')."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *settings: Any) -> Tensor:
         boundaries, longest, mask, documents, window, scale = settings
-        rng_state = None
+        rng_state = None  # of the varlen kernel, for its backward
         if boundaries is not None:
             out, log_sums, rng_state = _run_varlen(
                 q, k, v, boundaries=boundaries, longest=longest, window=window, scale=scale
             )
         elif get_kernel_type(q.device) == "cpu":
+            # The operator below torch's SDPA, which does not return the log-sum-exps.
             out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q,
                 k,
@@ -334,7 +347,7 @@ class _SinkAttention(torch.autograd.Function):
         q, k, v, sinks, out, log_sums, boundaries, mask, documents, rng_state = ctx.saved_tensors
         sink_grad = None
         if ctx.needs_input_grad[3]:
-            # d out / d sink = -(the sink's share) * out: the share is taken from every key's.
+            # d out / d sink = -(the sink's share) * out: the sink takes its share from the keys'.
             shares = torch.exp(sinks.to(log_sums.dtype).view(1, -1, 1) - log_sums)
             sink_grad = (
                 -(shares * (out_grad * out).sum(dim=-1, dtype=log_sums.dtype))
@@ -367,8 +380,8 @@ class _SinkAttention(torch.autograd.Function):
         return (*input_grads, sink_grad, *(None,) * 6)
 
 
-# The kernels. Each has a forward that returns results `[b, h, s, e]` and log-sum-exps `[b, h, s]`,
-# and a backward that returns the gradients of q, k and v.
+# The kernels of `_SinkAttention`. A forward returns results `[b, h, s, e]` and log-sum-exps
+# `[b, h, s]`, a backward the gradients of q, k and v.
 
 
 def flatten_tokens(tensor: Tensor) -> Tensor:
@@ -382,7 +395,10 @@ def unflatten_tokens(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def get_left_window(window: int | None) -> int:
-    """Return a window as the varlen kernel takes it: the keys left of the token's own; -1: all."""
+    """Return a window as the varlen kernel takes it: the number of keys left of the token's own.
+
+    -1: all, for window None.
+    """
     return -1 if window is None else window - 1
 
 
@@ -396,6 +412,7 @@ def _run_varlen(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend by torch's varlen kernel; return (results, log-sum-exps, random state)."""
     # The operator below torch's `varlen_attn`, for the random state that it returns: there is no
     # dropout, but the kernel's backward asks for it.
     flat_out, flat_log_sums, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
@@ -432,6 +449,7 @@ def _run_varlen_backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v; log_sums: with the sinks."""
     flat_grads = torch.ops.aten._flash_attention_backward(
         flatten_tokens(out_grad),
         flatten_tokens(q),
@@ -457,6 +475,7 @@ def _run_varlen_backward(
 
 
 def _is_plain_causal(q: Tensor, mask: Tensor | None) -> bool:
+    """Return the kernel's `is_causal`."""
     # A single query, as in decoding, sees all keys; `is_causal` would let it see the first alone.
     return mask is None and q.shape[2] > 1
 
@@ -464,7 +483,10 @@ def _is_plain_causal(q: Tensor, mask: Tensor | None) -> bool:
 def _run_in_pieces(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend by matmuls, some queries at a time, where no kernel serves, as for fp32 on a GPU."""
+    """Attend by matmuls, some queries at a time, where no kernel serves, as for fp32 on a GPU.
+
+    Return (results, log-sum-exps).
+    """
     wide_dtype = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     log_sums = torch.empty(q.shape[:3], dtype=wide_dtype, device=q.device)
@@ -494,13 +516,15 @@ def _run_backward_in_pieces(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v, by matmuls; log_sums: with the sinks."""
     wide_dtype = log_sums.dtype
     q_grad = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Every piece adds to the gradients of keys and values: in bf16 the sum would lose bits.
     k_grad, v_grad = (
         torch.zeros(tensor.shape, dtype=wide_dtype, device=k.device) for tensor in (k, v)
     )
-    # The sum over the keys of share times its gradient, which softmax's backward subtracts.
+    # By query, the sum over the keys of share times share's gradient: softmax's backward subtracts
+    # it. It equals out_grad times out.
     row_sums = (out_grad * out).sum(dim=-1, keepdim=True, dtype=wide_dtype)
     for query_slice, key_slice, reach, keys, values in split_queries(
         q, k=k, v=v, documents=documents, window=window
@@ -532,6 +556,10 @@ def _run_backward_in_pieces(
 def _compute_scores(
     q: Tensor, k: Tensor, keys: Tensor, *, reach: Tensor, scale: float, wide_dtype: torch.dtype
 ) -> Tensor:
+    """Return a piece's scores `[b, h, m, n]`, -inf where a key is not visible.
+
+    q: `[b, h, m, e]`. k: all keys, for their number of heads alone. keys: those of the piece.
+    """
     scores = (
         multiply_heads(stack_heads(q, k), keys=keys, reach=reach, heads=q.shape[1]).to(wide_dtype)
         * scale

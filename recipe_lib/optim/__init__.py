@@ -1,1 +1,1 @@
-"""Optimizers, where their states lie, when they step, clipping and the learning rate."""
+"""Build and step optimizers, place their states, clip gradients, set the learning rate."""

@@ -1,10 +1,9 @@
-"""AdamW whose states are kept in 4, 8, 16 or 32 bits, with master weights or stochastic rounding.
+"""Step AdamW with states of 4, 8, 16 or 32 bits, master weights or stochastic rounding.
 
-`optim.optimizers` builds a `ChunkedOptimizer`, a torch optimizer, for configs with such states. It
-steps a rank's part of each parameter in chunks: runs of rows with a bounded number of elements,
-computed in fp32 (fp64 for fp64 parameters), in place. So its temporaries have a fixed size,
-whatever the size of the model. An element's values depend on its own block alone: they are the same
-on any number of ranks. The step is made of torch's own operators, one kernel each.
+`optim/algorithms/adamw.py` builds a `ChunkedOptimizer` for such configs; `muon.py` derives from it.
+It steps a rank's part of each parameter in chunks: runs of rows, computed in fp32, so that its
+temporaries have a fixed size. In 4 and 8 bits a state is codes: the elements of a block share a
+scale. Results do not depend on the number of ranks.
 """
 
 import math
@@ -27,46 +26,43 @@ from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.dtensor_shards import get_detached_local, locate_local_part
 
-# Codes, scales and steps are those of torchao's AdamW8bit and AdamW4bit, with which tests compare
-# them bit for bit, but for second moments that its 8 bits round to zero: such a number would take
-# steps of up to 1 / sqrt(1 - betas[1]). Its classes are not used, because they cut blocks out of
-# the flattened part of a rank. So the states of Qwen2.5 0.5B take 270 MiB on each of 5 ranks, where
-# ours take 194 MiB (121 of its 169 matrices are in 8 bits, ours all, on any number of ranks), and
-# what 3 ranks have saved 1, 2 or 4 cannot load, nor the other way round ("start and end align with
-# block boundary"); where the parts happen to be whole blocks, as on 1, 2, 4 and 8 ranks, they load
-# the same codes. Figures by docs/measurements/torchao.md, torchao 0.18. They also need
-# torch.compile.
-
 # A block of consecutive elements is divided by its largest absolute value, and each becomes the
 # index of the nearest of 2^bits levels between -1 (or 0) and 1. The levels are the dynamic ones of
 # Dettmers (arXiv:1511.04561, arXiv:2110.02861), whose spacing grows with the number; unsigned 4-bit
 # levels are evenly spaced without a zero (Li, Chen and Zhu, arXiv:2309.01507), since a second
 # moment of zero would make a step of any size. For the same reason a positive number never becomes
 # the zero of the unsigned 8-bit levels, but the level above it. Levels, the longest blocks and all
-# other rounding are torchao's, bit for bit, which tests hold. Its functions are not called:
-# importing them takes a start 2 s of CPU more, as much again as torch, and its levels are made of
-# tensors, which have no values on a simulated device.
+# other rounding are torchao's. Its functions are not called: importing them takes 2 s of CPU, and
+# its levels are tensors, which have no values on the simulated device of `tune plan`.
+
+# Codes, scales and steps are those of torchao's AdamW8bit and AdamW4bit, with which tests compare
+# them bit for bit, but for second moments that its 8 bits round to zero: such a number would take
+# steps of up to 1 / sqrt(1 - betas[1]). Its classes are not used, because they cut blocks out of
+# the flattened part of a rank: which matrices are in 8 bits depends on the number of ranks, and
+# states saved by 3 ranks cannot be loaded by 1, 2 or 4 (docs/measurements/torchao.md, torchao
+# 0.18). They also need torch.compile.
 
 BLOCKS = {8: 256, 4: 128}  # bits -> the most elements that share a scale
-_SMALLEST_SCALE = 1e-12  # of a block of zeros, whose elements are divided by it
+_SMALLEST_SCALE = 1e-12  # of a block, as its elements are divided by the scale: all may be zeros
 _EXPONENTS = {8: 7, 4: 3}  # bits -> the number of powers of ten that dynamic levels span
 _WORD = 2**32  # the number of values of a 32-bit word
 
 
 @dataclass(frozen=True)
 class Code:
-    """A code of 8 or 4 bits for blocks of numbers: its tables on one device."""
+    """The tables, on one device, of a code of 8 or 4 bits for blocks of numbers."""
 
     bits: int  # 8 or 4
     levels: Tensor  # `[2^bits]` fp32, rising: the number, over its block's scale, of each code
-    # `[2^bits - 1]` fp32: from border i on, a number becomes level i + 1, below it level i.
+    # `[2^bits - 1]` fp32: a number from border i on becomes level i + 1, one below it level i.
     borders: Tensor
 
     def encode(self, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """Return codes and scales of fp32 values `[.., n]`, of which each `block` share a scale.
+        """Return codes and scales of fp32 values `[.., n]`.
 
-        Codes are uint8 `[.., n]` (4 bits: `[.., n / 2]`, the first of two in the upper half),
-        scales fp32 `[.., n / block]`.
+        block: the number of consecutive elements that share a scale. Codes are uint8 `[.., n]`;
+        with 4 bits `[.., n / 2]`, the first of two in the upper half. Scales are fp32
+        `[.., n / block]`.
         """
         blocks = values.unflatten(-1, (-1, block))
         scales = blocks.abs().amax(-1).clamp_(min=_SMALLEST_SCALE)
@@ -89,9 +85,9 @@ class Code:
 
 
 def make_code(bits: int, *, signed: bool, device: torch.device) -> Code:
-    """Return the code of 8 or 4 bits for values of both signs, or without `signed` of 0 and above.
+    """Return the code of 8 or 4 bits, with its tables on a device, which take at most 2 KiB.
 
-    Its tables take at most 2 KiB.
+    signed: for values of both signs; False: for values from 0 on.
     """
     levels, borders = _make_tables(bits, signed)
     return Code(
@@ -110,16 +106,16 @@ def _make_tables(bits: int, signed: bool) -> tuple[tuple[float, ...], tuple[floa
         levels = _make_dynamic_levels(bits, signed)
     borders = _find_borders(levels)
     if not signed and levels[0] == 0:
-        # No number above zero becomes zero, as the comment on levels above says.
+        # No number above zero becomes zero: the module's comment on levels says why.
         borders[0] = np.nextafter(np.float32(0), np.float32(1))
     return tuple(levels.tolist()), tuple(borders.tolist())
 
 
 def _make_dynamic_levels(bits: int, signed: bool) -> np.ndarray:
-    """Return the dynamic levels: for each power of ten up to 1, the middles of parts of [0.1, 1].
+    """Return the dynamic levels, fp32 `[2^bits]`, rising.
 
-    The middles are multiplied by the power. Its parts are equal, and twice as many as those of the
-    power below.
+    For each power of ten up to 1, [0.1, 1] is cut into equal parts, twice as many as for the power
+    below. The levels are the middles of the parts times the power, and 0 and 1.
     """
     levels: list[np.ndarray] = [np.array([0, 1], dtype=np.float32)]
     exponents = _EXPONENTS[bits]
@@ -138,7 +134,7 @@ def _make_dynamic_levels(bits: int, signed: bool) -> np.ndarray:
 
 
 def _find_borders(levels: np.ndarray) -> np.ndarray:
-    """Return the first fp32 number that is at least half way from each level to the next."""
+    """Return for each level but the last the least fp32 number half way or more to the next."""
     lower = levels[:-1]
     half = (levels[1:] - lower) * np.float32(0.5)
     # In fp32 the sum is near the middle, on either side: a few steps down or up find the border.
@@ -154,8 +150,9 @@ def _find_borders(levels: np.ndarray) -> np.ndarray:
 def round_stochastically(values: Tensor, indices: Tensor, key: tuple[int, int]) -> Tensor:
     """Return fp32 values rounded up or down to bf16, so that the mean over keys is the value.
 
-    indices: int32 of the same shape, overwritten: each element draws its random number by its own.
-    key: two 32-bit words for all elements, from `compute_rounding_key`. Infinities and NaN stay.
+    indices: int32 of the same shape, from `compute_element_indices`, overwritten: an element's
+    random number follows from its index and the key. key: two 32-bit words, from
+    `compute_rounding_key`. Infinities and NaN stay.
     """
     random_words = _mix(indices.bitwise_xor_(_wrap_word(key[0]))).bitwise_xor_(_wrap_word(key[1]))
     # A random number below 2^16 is added to the 16 bits that bf16 lacks, which are then set to 0.
@@ -167,7 +164,7 @@ def round_stochastically(values: Tensor, indices: Tensor, key: tuple[int, int]) 
 
 
 def compute_rounding_key(seed: int, step: int, name: str) -> tuple[int, int]:
-    """Return two words of 32 bits, others for each seed, step and name."""
+    """Return two words of 32 bits, a hash of seed, step and the tensor's name."""
     digest = sha256(f"{seed}\0{step}\0{name}".encode()).digest()
     return int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:8], "big")
 
@@ -186,6 +183,7 @@ def compute_element_indices(
     indices = torch.zeros((), dtype=torch.int32, device=device)
     stride = 1
     for dim in reversed(range(len(shape))):
+        # Computed in int64; `words` are the same modulo 2^32, in the range of int32.
         positions = torch.arange(start[dim], start[dim] + shape[dim], device=device)
         words = (positions * stride + _WORD // 2).bitwise_and_(_WORD - 1).sub_(_WORD // 2)
         words = words.to(torch.int32)
@@ -213,9 +211,9 @@ def _mix(words: Tensor) -> Tensor:
     return words
 
 
-# Whatever its bits, a state is sharded as its parameter is: a DTensor on the same mesh with the
-# same placements, whose last dimension may be shorter. Blocks that share a scale lie within a row,
-# so that neither values nor saved states depend on the number of ranks.
+# A state is sharded as its parameter is: a DTensor on the same mesh with the same placements. Its
+# last dimension is shorter for scales and 4-bit codes. Blocks lie within a row, so that neither
+# values nor saved states depend on the number of ranks.
 
 CHUNK_ELEMENTS = 2**22  # elements that a step computes at a time: temporaries of some 20 B for each
 MIN_BLOCKWISE_ELEMENTS = 4096  # the least elements of a parameter whose states are coded in blocks
@@ -223,7 +221,7 @@ MIN_BLOCK_SIZE = 16  # elements of a block: with fewer, scales take as many byte
 MASTER = "master"  # the key of the fp32 master weights in a parameter's state
 ADAMW_STATES = ("exp_avg", "exp_avg_sq")
 _LAYER_INDEX = re.compile(r"\.\d+\.")  # in the names of parameters in a list of modules
-_FLOATS = {16: torch.bfloat16, 32: torch.float32}
+_FLOATS = {16: torch.bfloat16, 32: torch.float32}  # bits -> dtype of a state without codes
 
 
 @dataclass(frozen=True)
@@ -231,15 +229,15 @@ class StateLayout:
     """The dtype and width of one tensor of a parameter's states."""
 
     dtype: torch.dtype
-    per: int = 1  # number of elements of the parameter's last dimension for one of the tensor's
+    per: int = 1  # how many elements of a parameter's row stand for one element of the tensor
 
 
 def get_state_bits(parameter: Tensor, bits: int | None) -> int | None:
     """Return the bits in which a parameter's states are kept; None: those of its own dtype.
 
-    bits: `optimizer.state_bits`, None as in the result. 8 and 4 are for matrices (two dimensions or
-    more) of at least `MIN_BLOCKWISE_ELEMENTS` elements whose rows are whole blocks of at least
-    `MIN_BLOCK_SIZE`. All others, together a small part of a model, have 32.
+    bits: the config's `optimizer.state_bits`, None as in the result. 8 and 4 are for tensors of two
+    dimensions or more, with at least `MIN_BLOCKWISE_ELEMENTS` elements, whose rows are whole blocks
+    of at least `MIN_BLOCK_SIZE`. All others, together a small part of a model, have 32.
     """
     if bits not in BLOCKS:
         return bits
@@ -262,10 +260,10 @@ def get_block_size(parameter: Tensor, bits: int) -> int:
 def build_state_layouts(
     parameter: Tensor, names: tuple[str, ...], bits: int | None, *, master: bool
 ) -> dict[str, StateLayout]:
-    """Return the layouts of a parameter's state tensors, by key in `optimizer.state`.
+    """Return the layouts of a parameter's state tensors, by key in `optimizer.state[parameter]`.
 
-    names: of the states, such as `exp_avg`. bits: `optimizer.state_bits`. master: with fp32 master
-    weights.
+    names: of the states, such as `exp_avg`; in 4 or 8 bits it becomes two tensors, `exp_avg_codes`
+    and `exp_avg_scales`. bits: `optimizer.state_bits`. master: True: with fp32 master weights.
     """
     state_bits = get_state_bits(parameter, bits)
     layouts: dict[str, StateLayout] = {}
@@ -283,17 +281,22 @@ def build_state_layouts(
 
 
 def is_layer_matrix(parameter: Tensor, name: str) -> bool:
-    """Return True for a matrix of a layer, or of an adapter in it.
+    """Return True for a matrix of a layer, or of an adapter in it: those that Muon steps.
 
-    Return False for embedding and output head, for their adapters, and for vectors.
+    Return False for embedding and output head, for their adapters, for vectors, and for tensors of
+    three dimensions such as stacked experts. name: the parameter's in the model.
     """
+    # With a dot before the name, which may begin with the index.
     return parameter.dim() == 2 and _LAYER_INDEX.search(f".{name}") is not None
 
 
 def list_state_sizes(
     parameter: Tensor, names: tuple[str, ...], bits: int | None, *, master: bool
 ) -> list[int]:
-    """Return the bytes of each of a parameter's state tensors on this rank."""
+    """Return the bytes of each of a parameter's state tensors on this rank.
+
+    names, bits, master: see `build_state_layouts`.
+    """
     num_elements = get_detached_local(parameter).numel()
     layouts = build_state_layouts(parameter, names, bits, master=master)
     return [num_elements // layout.per * layout.dtype.itemsize for layout in layouts.values()]
@@ -313,15 +316,16 @@ def make_state_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:
 
 
 def _compute_state_shape(tensor: Tensor, layout: StateLayout) -> tuple[int, ...]:
+    """Return the shape of a state tensor for a parameter, or for this rank's part of one."""
     if layout.per == 1:  # the tensor may have no dimensions
         return tuple(tensor.shape)
     return (*tensor.shape[:-1], tensor.shape[-1] // layout.per)
 
 
 def check_blocks(parameter: Tensor, name: str, bits: int | None) -> None:
-    """Raise ConfigError if a matrix is sharded by its columns within a block.
+    """Raise ConfigError if a matrix is sharded by columns, and a cut lies within a block.
 
-    name: the parameter's, for the message. bits: `optimizer.state_bits`.
+    name: the parameter's, for the message; may be empty. bits: `optimizer.state_bits`.
     """
     state_bits = get_state_bits(parameter, bits)
     if state_bits not in BLOCKS:
@@ -338,7 +342,10 @@ def check_blocks(parameter: Tensor, name: str, bits: int | None) -> None:
 
 
 def iterate_chunks(local: Tensor) -> Iterator[slice]:
-    """Yield slices of a part's rows of at most CHUNK_ELEMENTS elements, or of one longer row."""
+    """Yield slices of a tensor's rows, of at most CHUNK_ELEMENTS elements or one longer row each.
+
+    local: this rank's part of a parameter, of at least one dimension.
+    """
     if not local.numel():
         return
     rows = max(1, CHUNK_ELEMENTS * len(local) // local.numel())
@@ -350,15 +357,18 @@ def iterate_chunks(local: Tensor) -> Iterator[slice]:
 class ChunkValues:
     """A chunk of the weights or of a state: change `values` in place, then `write_back()`."""
 
-    values: Tensor  # in the dtype of the step's arithmetic
+    values: Tensor  # in the dtype of the step's arithmetic; of weights the master's, if any
     stored: Tensor  # rows of the weights or the state: `values` itself, rounded ones, or codes
-    scales: Tensor | None  # of the codes; None: stored has numbers
-    code: Code | None  # None: stored has numbers
+    scales: Tensor | None  # of the codes; None: `stored` has no codes
+    code: Code | None  # None: `stored` has no codes
     round_to: Callable[[Tensor, Tensor], None]  # `fn(values, stored)` writes rounded values
 
     @property
     def is_copy(self) -> bool:
-        """Return True if `values` is a copy, which may be overwritten after `write_back()`."""
+        """Return True if `values` and `stored` are two tensors.
+
+        Those of a state may then be overwritten after `write_back()`, but not master weights.
+        """
         return self.values is not self.stored
 
     def write_back(self) -> None:
@@ -373,7 +383,7 @@ class ChunkValues:
 
 
 class TrainedParameters(list[nn.Parameter]):
-    """The parameters that are trained, with facts that builders of optimizers need."""
+    """The parameters that are trained, with what builders of optimizers need to know of them."""
 
     def __init__(
         self,
@@ -384,15 +394,18 @@ class TrainedParameters(list[nn.Parameter]):
     ):
         super().__init__(parameters)
         self.names = names  # parameter -> its name in the model
-        self.device = device  # the one that computes
+        self.device = device  # the one that computes; parameters may be on the host
         self.seed = seed  # of stochastic rounding
 
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """A parameter's part on this rank, in a step, with its gradient and states."""
+    """A parameter's part on this rank, in a step, with its gradient and states.
 
-    weights: Tensor
+    All have at least one dimension, so that they can be cut by rows.
+    """
+
+    weights: Tensor  # in the parameter's dtype
     gradient: Tensor  # of the weights' shape
     state: dict[str, Tensor]  # key -> this rank's part of the state tensor
     start: tuple[int, ...]  # the part's offset in the full parameter
@@ -402,9 +415,9 @@ class ParameterShard:
     dtype: torch.dtype  # of the step's arithmetic: fp32, for fp64 parameters fp64
 
     def take(self, rows: slice, name: str = "", code: Code | None = None) -> ChunkValues:
-        """Return rows of a state as values to compute with; name "": of the weights.
+        """Return rows of a state as values to compute with; name "": rows of the weights.
 
-        code: of the state; None: it has numbers.
+        code: of the state, from `find_code`; None: it has no codes.
         """
         round_to = partial(self._round_to, rows, name)
         if code is not None:
@@ -423,7 +436,10 @@ class ParameterShard:
         return ChunkValues(values=values, stored=stored, scales=None, code=None, round_to=round_to)
 
     def _round_to(self, rows: slice, name: str, values: Tensor, stored: Tensor) -> None:
-        """Write values to `stored`, rows of a state or the weights, rounded as the config says."""
+        """Write values to `stored`, rounded to the nearest or, in bf16, stochastically.
+
+        rows: where `stored` lies in this rank's part. name: the state's; "": the weights.
+        """
         if self.rounding is None or stored.dtype != torch.bfloat16:
             stored.copy_(values)
             return
@@ -445,6 +461,11 @@ class ChunkedOptimizer(Optimizer):
     """
 
     def __init__(self, params: TrainedParameters, cfg: OptimizerConfig, defaults: dict[str, Any]):
+        """Make torch's parameter groups; states are made at a parameter's first step.
+
+        defaults: hyperparameters of torch's parameter groups, besides `lr` and `weight_decay`.
+        Raises ConfigError as `check_blocks` does.
+        """
         self.cfg = cfg
         self.names = params.names
         self.device = params.device
@@ -465,11 +486,14 @@ class ChunkedOptimizer(Optimizer):
         self._starts = {parameter: locate_local_part(parameter)[1] for parameter in rounded}
 
     def states_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """Return the names of a parameter's states, without those of codes and scales."""
+        """Return the names of a parameter's states, without the endings for codes and scales."""
         return ADAMW_STATES
 
     def add_stand_in(self, parameter: nn.Parameter, owner: nn.Parameter) -> None:
-        """Let a parameter on the device be stepped for its owner on the host, under its name."""
+        """Let a parameter on the device be stepped for its owner on the host.
+
+        It takes the owner's name and offset, so that stochastic rounding draws the same numbers.
+        """
         self.names[parameter] = self.names.get(owner, "")
         if owner in self._starts:
             self._starts[parameter] = self._starts[owner]
@@ -489,13 +513,14 @@ class ChunkedOptimizer(Optimizer):
             self._step_group(group, parameters)
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        """Step parameters with gradients by the hyperparameters of one of torch's groups."""
         for parameter in parameters:
             self._step_adamw(parameter, group)
 
     def _step_adamw(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """Step AdamW (Loshchilov and Hutter, arXiv:1711.05101) on this rank's part.
+        """Step AdamW (Loshchilov and Hutter, arXiv:1711.05101) on this rank's part of a parameter.
 
-        The update is computed of the moments before they are rounded to their bits, as torchao's.
+        As in torchao, the update uses the moments before they are rounded to their bits.
         """
         shard = self._begin(parameter)
         step = self.state[parameter]["step"]
@@ -529,9 +554,9 @@ class ChunkedOptimizer(Optimizer):
     def find_code(
         self, parameter: nn.Parameter, device: torch.device, *, signed: bool
     ) -> Code | None:
-        """Return the code of a parameter's states, on a device; None: they are numbers.
+        """Return the code of a parameter's states, on a device; None: they have no codes.
 
-        signed: for the first moment; without it for the second.
+        signed: True for the first moment and momentum, False for the second moment.
         """
         state_bits = get_state_bits(parameter, self.state_bits)
         if state_bits not in BLOCKS:

@@ -1,9 +1,9 @@
-"""Optimizer states in pinned host memory, on the device only while their parameter is stepped.
+"""Keep optimizer states in pinned host memory, on the device only while a parameter is stepped.
 
-With `memory.optimizer_offload`, `OffloadedStates(optimizer, device)` replaces `optimizer.step` by
-one that steps one parameter after another. AdamW's states take twice the memory of the parameters;
-here those of three parameters at most are on the device. (ZeRO-Offload, arXiv 2101.06840, sends
-gradients to the host instead, and steps there.)
+With `memory.optimizer_offload`, `optim.optimizers.apply_optimizer_levers` makes `OffloadedStates`,
+which replaces `optimizer.step` by one that steps one parameter after another. The states of three
+parameters at most are on the device. (ZeRO-Offload, arXiv 2101.06840, sends gradients to the host
+instead, and steps there.)
 """
 
 from collections.abc import Callable
@@ -28,9 +28,9 @@ def step_parameter(
 ) -> None:
     """Step one parameter of an optimizer, and leave the others as they are.
 
-    step: the optimizer's original one, where `optimizer.step` has been replaced; None: it has not.
-    stand_in: a parameter that is stepped instead, by the hyperparameters of this one's group; None:
-    the parameter itself.
+    step: the optimizer's original one, if `optimizer.step` has been replaced; None: it has not.
+    stand_in: stepped in place of the parameter, with the hyperparameters of its group; None: the
+    parameter itself is stepped.
     """
     # torch's optimizers step all parameters of their groups: the others are taken out meanwhile.
     groups = optimizer.param_groups
@@ -49,9 +49,9 @@ def step_parameter(
 class OffloadedStates:
     """The states of an optimizer, copied to the device for a parameter's step, and back after it.
 
-    They are prefetched during the step of the parameter before. What has been sent back is freed
-    when the step after the next begins: at a time the states of one parameter leave, those of one
-    are stepped, and those of one arrive.
+    They are prefetched during the step of the parameter before, and freed on the device when the
+    step after the next one begins. So at any time the states of one parameter are sent back, those
+    of one are in use, and those of one arrive.
     """
 
     def __init__(
@@ -60,16 +60,18 @@ class OffloadedStates:
         device: torch.device,
         get_stand_in: Callable[[nn.Parameter], nn.Parameter] | None = None,
     ) -> None:
-        """Replace `optimizer.step` by the step of this object.
+        """Replace `optimizer.step` by this object's `step`.
 
         device: the one that computes. get_stand_in: returns the parameter on the device that is
-        stepped in place of one on the host, or the parameter itself; None: always itself.
+        stepped in place of one on the host (`memory.stream_layers`), or the parameter itself; None:
+        always the parameter itself.
         """
         self._optimizer = optimizer
         self._step = optimizer.step  # the original one
         self._get_stand_in = get_stand_in or (lambda parameter: parameter)
         self._copies = HostCopies(device)
-        # The states on the device, by name in `optimizer.state`, of the next one or two parameters.
+        # Parameter -> its states on the device, by key in `optimizer.state[parameter]`: of the next
+        # one or two parameters.
         self._on_device: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._prefetch = Prefetch(self._copies, self._allocate, self._on_device.pop)
         # Parameter -> the one that was stepped after it. Learned in the first step of the
@@ -79,14 +81,17 @@ class OffloadedStates:
         optimizer.step = self.step  # type: ignore[method-assign]
 
     def allocate_state(self, value: Tensor) -> Tensor:
-        """Return memory for a state like `value`, without values: on the host if it is large.
+        """Return memory like a state's, without values, on the host; a small state itself.
 
         A checkpoint's states are loaded into it.
         """
         return self._allocate_on_host(value) if _is_large(value) else value
 
     def step(self, closure: None = None) -> None:
-        """Step every parameter that has a gradient, and leave no offloaded state on the device."""
+        """Step every parameter that has a gradient, and leave no offloaded state on the device.
+
+        closure: not called.
+        """
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -101,8 +106,9 @@ class OffloadedStates:
         stepped = self._get_stand_in(parameter)
         on_device = self._fetch(parameter)
         hosts = states.get(parameter, {})
+        # States that are not offloaded: the step count, and small ones.
         counts = {key: value for key, value in hosts.items() if key not in on_device}
-        # A fused kernel needs the step count on the device; one from a checkpoint is on the host.
+        # torch's fused kernels need the step count on the device; a checkpoint's is on the host.
         if self._optimizer.defaults.get("fused"):
             counts = {
                 key: value.to(self._copies.device) if isinstance(value, Tensor) else value
@@ -117,7 +123,7 @@ class OffloadedStates:
         after = states.get(stepped, {})
         if stepped is not parameter:
             states.pop(stepped, None)
-        # The first step makes states on the device, which have no memory on the host yet.
+        # The first step makes states on the device: they get memory on the host here.
         targets = {
             key: hosts[key] if key in on_device else self._allocate_on_host(value)
             for key, value in after.items()
@@ -140,13 +146,14 @@ class OffloadedStates:
         return _is_large(value) or self._get_stand_in(parameter) is not parameter
 
     def _fetch(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a parameter's states on the device, and begin to copy those of the next one."""
+        """Return a parameter's states on the device, by key, and begin to copy the next one's."""
         if self._last is not None:
             self._next[self._last] = parameter
         self._last = parameter
         self._copies.free_sent(keep=1)
         self._prefetch.use(parameter, self._next.get(parameter))
-        self._prefetch.on_device.pop(parameter, None)  # freed when it has been sent back
+        # Out of the prefetch, which would free them: that happens when they have been sent back.
+        self._prefetch.on_device.pop(parameter, None)
         return self._on_device.pop(parameter, {})
 
     def _allocate(self, parameter: nn.Parameter) -> list[Pair]:
@@ -165,9 +172,11 @@ class OffloadedStates:
         return [(on_device[key], host) for key, host in hosts.items()]
 
     def _allocate_on_host(self, like: Tensor) -> Tensor:
+        """Return pinned host memory, sharded as a state is, without values."""
         local = get_detached_local(like)
         return wrap_local(like, self._copies.allocate_on_host(local.shape, local.dtype))
 
 
 def _is_large(value: Any) -> bool:
+    """Return True for a tensor of at least _MIN_BYTES; of a DTensor the full tensor counts."""
     return isinstance(value, Tensor) and value.numel() * value.element_size() >= _MIN_BYTES

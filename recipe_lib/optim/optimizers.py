@@ -1,7 +1,8 @@
-"""Optimizers: built by registered name, the bytes of their states, clipping, the learning rate.
+"""Build optimizers, count the bytes of their states, clip gradients, set the learning rate.
 
 A run calls `build_optimizer`, once `apply_optimizer_levers`, and each step `clip_grad_norm` and
-`set_learning_rate(optimizer, compute_learning_rate(...))`. Nothing here waits for the device.
+`set_learning_rate(optimizer, compute_learning_rate(...))`. A lever is a config key that trades
+memory for time: here states in host memory, and steps in backward.
 """
 
 import math
@@ -30,10 +31,11 @@ from recipe_lib.optim.low_bit_adamw import (
 from recipe_lib.optim.offloaded_states import OffloadedStates, step_parameter
 from recipe_lib.parallel import Parallel, World, derive_seed
 
-# Builds an optimizer of trained parameters (TrainedParameters, which knows their names), given
-# torch's arguments for its implementations.
+# `fn(cfg, parameters, kernels) -> Optimizer`, registered as a value of `optimizer.name`. The
+# parameters are a TrainedParameters, which knows their names. kernels: torch's keywords `fused` and
+# `foreach`, at most one of them True.
 Builder = Callable[[OptimizerConfig, list[nn.Parameter], dict[str, bool]], Optimizer]
-Parameters = Iterable[nn.Parameter | tuple[str, nn.Parameter]]
+Parameters = Iterable[nn.Parameter | tuple[str, nn.Parameter]]  # alone, or (name, parameter)
 
 
 def build_optimizer(
@@ -47,15 +49,15 @@ def build_optimizer(
 
     parameters: plain or sharded (DTensor), alone or with their names. Muon chooses matrices by
     name, and stochastic rounding draws other numbers for each name. States will be where the
-    parameters are, under CPU offload on the host. device: the one that computes. world: in a
-    pipeline a rank may have nothing to train, if others do. seed: of stochastic rounding.
+    parameters are, under CPU offload on the host. device: the one that computes. world: None: one
+    process; in a pipeline a rank may have nothing to train, if others do. seed: of stochastic
+    rounding.
 
-    `implementation: auto` takes fused kernels where torch has right ones. Implementations agree to
-    rounding in fp32 and fp64, and differ in time and in the temporary memory of a step (`foreach`
-    takes up to one more copy of the parameters, `fused` and `single` next to nothing). In bf16 they
-    differ by some percent of a step: `fused` rounds a second moment once, the others twice, and
-    `foreach` on a CPU rounds the betas too. At a beta near 1 a second moment in bf16 stands still
-    (`recipe_lib/config/precision.py` tells of it).
+    `implementation: auto` takes fused kernels where torch has right ones. In fp32 and fp64 the
+    implementations agree but for rounding. They differ in time and in the temporary memory of a
+    step: `foreach` takes up to one more copy of the parameters, `fused` and `single` next to
+    nothing. In bf16 they differ by some percent of a step: `fused` rounds a second moment once, the
+    others twice, and `foreach` on a CPU rounds the betas too.
 
     Raises ConfigError when there is nothing to train, for Muon without names, for a fused SGD that
     torch lacks or has wrong, and for `state_bits` below 16 where a rank's columns of a matrix end
@@ -85,12 +87,13 @@ def build_optimizer(
 
 
 def set_hyperparameters(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
-    """Put the config's hyperparameters over those that a saved state has brought back.
+    """Set the config's hyperparameters again, after a saved state was loaded with its own.
 
-    The learning rate is set before every step.
+    The learning rate is not among them: it is set before every step.
     """
-    # Of a plugin's optimizer without facts nothing is touched: what its groups hold may be what it
-    # has learned.
+    # "Facts" of an optimizer are the config keys that it reads and the states that it has. An
+    # optimizer of a plugin (a user's file) may have none: then nothing is touched, since what its
+    # groups hold may be learned.
     facts = find_optimizer_facts(cfg.name)
     # Every optimizer with facts reads `weight_decay`, so that its `keys` do not list it.
     keys = (*facts.keys, "weight_decay") if facts is not None else ()
@@ -100,7 +103,7 @@ def set_hyperparameters(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Set the rate that the next step trains with, in every group."""
+    """Set the learning rate of the next step, in every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -117,10 +120,10 @@ def count_optimizer_state_bytes(cfg: OptimizerConfig, parameters: Parameters) ->
 def list_optimizer_state_sizes(cfg: OptimizerConfig, parameters: Parameters) -> list[int] | None:
     """Return the bytes of each state tensor on this rank.
 
+    Master weights count as states. None: not known, as for a plugin's optimizer without facts.
+
     parameters: alone or, as Muon needs them, with their names; those that are not trained have no
     states.
-    States are those of the optimizer's facts, of the parameter's dtype or, in `state_bits`, codes
-    and scales; and master weights. None: not known, as for a plugin's optimizer without facts.
     """
     facts = find_optimizer_facts(cfg.name)
     if facts is None:
@@ -137,7 +140,7 @@ def list_optimizer_state_sizes(cfg: OptimizerConfig, parameters: Parameters) -> 
 
 
 def count_local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the tensors on this rank: of a sharded one (DTensor) its own part.
+    """Return the bytes of the tensors on this rank: of a sharded one (DTensor) this rank's part.
 
     The same tensor counts once.
     """
@@ -146,7 +149,7 @@ def count_local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _avoid_fused_sgd(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
-    """Take torch's SGD, also a plugin's, off the fused kernel where that is missing or wrong.
+    """Switch torch's SGD, also a plugin's, to `foreach` where the fused kernel is missing or wrong.
 
     Raises ConfigError if the config asks for the kernel by name.
     """
@@ -165,7 +168,7 @@ def _avoid_fused_sgd(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
 
 
 def _find_fused_sgd_fault(parameters: Iterable[torch.Tensor]) -> str | None:
-    """Return which parameters torch's fused SGD cannot step, and why; None: it steps them all."""
+    """Return which parameters torch's fused SGD cannot step, and why; None: there are none."""
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             return "sharded parameters, for which torch has no such kernel"
@@ -184,7 +187,7 @@ def _find_fused_sgd_fault(parameters: Iterable[torch.Tensor]) -> str | None:
 def compute_learning_rate(
     cfg: LrSchedulerConfig, peak: float, step: int, total_steps: int
 ) -> float:
-    """Return the rate to train step `step` with, of `total_steps` steps that count from 0.
+    """Return the learning rate of step `step`, of `total_steps` steps that count from 0.
 
     The first w = `warmup_steps` steps rise linearly: step 0 trains with peak / w, step w - 1 with
     `peak`. Then the rate falls, by half a cosine or a line, towards `min_lr_ratio * peak`, which it
@@ -201,7 +204,7 @@ def compute_learning_rate(
 
 
 def count_warmup_steps(cfg: LrSchedulerConfig, total_steps: int) -> int:
-    """Return the steps of the warm-up: `warmup_steps`, or the share `warmup_ratio` of all steps."""
+    """Return the number of warm-up steps: `warmup_steps`, or `warmup_ratio` times all steps."""
     if cfg.warmup_ratio is None:
         return cfg.warmup_steps
     return math.ceil(cfg.warmup_ratio * total_steps)  # rounded up, as in transformers
@@ -211,31 +214,34 @@ def count_warmup_steps(cfg: LrSchedulerConfig, total_steps: int) -> int:
 # division by zero.
 _NORM_EPSILON = 1e-6
 
-# torch sums squares in one fp32 number on a CPU, which is off by 1e-3 at 20 M elements; by pieces
-# of this length it is off by 1e-7.
+# Elements of a piece whose norm is taken by itself: torch sums squares in one fp32 number on a CPU,
+# which is off by 1e-3 at 20 M elements; by pieces of this length it is off by 1e-7.
 _CPU_PIECE = 16384
-_CPU_PIECES = 1024  # at a time: as many as are converted to fp32 together
+_CPU_PIECES = 1024  # pieces that are converted to fp32 together: 64 MiB
 
-# The mesh dimensions that a gradient is sharded over, and its device
+# ((mesh, mesh dimension) for each one that a gradient is sharded over, its device)
 _GroupKey = tuple[tuple[tuple[DeviceMesh, int], ...], torch.device]
 
 
 @dataclass
 class GradNormsInBackward:
-    """Squared norms of this rank's gradients that were used and freed in backward, by kind."""
+    """Squared norms of this rank's gradients that were used and freed in backward.
+
+    They are summed by sharding and device, as the sums over ranks differ. fp64 `[]` each.
+    """
 
     _squares: dict[_GroupKey, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def add(self, parameter: nn.Parameter) -> None:
-        """Count a parameter's gradient, on the stream that has it."""
+        """Add the square of a parameter's gradient, on the current stream."""
         key, group = _group_gradients([parameter]).popitem()  # one parameter makes one group
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         square = group.compute_local_square(dtype)
         self._squares[key] = square if key not in self._squares else self._squares[key] + square
 
     def take(self) -> dict[_GroupKey, Tensor]:
-        """Return the sums since the last call, `[]` fp64 each."""
+        """Return the sums since the last call, fp64 `[]` each, and begin anew."""
         squares = self._squares
         self._squares = {}
         return squares
@@ -245,18 +251,21 @@ class GradNormsInBackward:
 class _GradientGroup:
     """Gradients on one device that are sharded over the same dimensions of the same mesh."""
 
-    sharded_over: tuple[tuple[DeviceMesh, int], ...]
+    sharded_over: tuple[tuple[DeviceMesh, int], ...]  # (mesh, mesh dimension); (): not sharded
     device: torch.device
-    grads: list[Tensor] = field(default_factory=list)
-    # Scaled with the others, and counted on another rank
+    grads: list[Tensor] = field(default_factory=list)  # this rank's parts
+    # Gradients of tied weights, scaled with the others but counted in another rank's norm
     copies: list[Tensor] = field(default_factory=list)
 
     def compute_local_square(self, dtype: torch.dtype) -> Tensor:
-        """Return the sum of squares of this rank's part, fp64 `[]` on the group's device."""
-        if not self.grads:  # none here, perhaps one elsewhere
+        """Return the sum of squares of this rank's parts, fp64 `[]` on the group's device.
+
+        dtype: in which each tensor's squares are summed.
+        """
+        if not self.grads:  # another rank may have some
             return torch.zeros((), dtype=torch.float64, device=self.device)
         norms: Sequence[Tensor]
-        # Not `device.type`: a simulated device sums as the one does that it stands for.
+        # Not `device.type`: a simulated device sums as the device that it stands for.
         if get_kernel_type(self.device) == "cpu":
             norms = _compute_piece_norms(self.grads, dtype)
             joined = torch.cat(norms)
@@ -266,9 +275,10 @@ class _GradientGroup:
         return torch.linalg.vector_norm(joined, dtype=torch.float64).square()
 
     def compute_squared_norm(self, dtype: torch.dtype, freed_square: Tensor | None) -> Tensor:
-        """Return the sum of squares over the whole group, fp64 `[]`, the same on every rank.
+        """Return the sum of squares over all ranks' parts, fp64 `[]`, the same on every rank.
 
-        freed_square: this rank's sum of squares of gradients that backward has used and freed.
+        A collective. dtype: see `compute_local_square`. freed_square: this rank's sum of squares of
+        gradients that backward has used and freed; None: none were.
         """
         total = self.compute_local_square(dtype)
         if freed_square is not None:
@@ -279,11 +289,11 @@ class _GradientGroup:
 
 
 def _compute_piece_norms(grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the norms of pieces of _CPU_PIECE elements, `[n]` each, made many at a time."""
+    """Return the norms of pieces of _CPU_PIECE elements, in tensors `[n]` of many pieces each."""
     norms = []
     for grad in grads:
         for part in grad.reshape(-1).split(_CPU_PIECE * _CPU_PIECES):
-            # What is left of a gradient is one shorter piece.
+            # The last elements of a gradient are one shorter piece.
             num_even = len(part) - len(part) % _CPU_PIECE
             if num_even:
                 pieces = part[:num_even].view(-1, _CPU_PIECE)
@@ -303,14 +313,15 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale all gradients so that their global L2 norm is at most `max_norm`.
 
-    Return the norm before that: fp32 (fp64 where a parameter is), `[]` where gradients are. Nothing
-    is read back: the factor, at most 1, is made and applied on the gradients' device. A norm that
-    is not finite makes the gradients so too.
+    Return the norm before clipping, `[]` on the gradients' device, fp32 (fp64 if any parameter is
+    fp64). The host waits for nothing. A norm that is not finite makes the gradients so too.
 
     parameters: sharded (DTensor, over meshes of any number of dimensions) or plain, on one device
-    or several (CPU offload); those without a gradient are left out. max_norm None: only the norm is
-    taken. parallel: says which parameter is a copy of another rank's. norms_in_backward: squared
-    norms of the parameters that were stepped in backward.
+    or several (CPU offload). max_norm: None: only the norm is taken. parallel: says which parameter
+    is a copy of another rank's. norms_in_backward: squared norms of the gradients that were used
+    and freed in backward, which are not scaled; None: there are none.
+
+    Raises ValueError for a gradient that is not summed over the ranks yet (Partial).
     """
     # Each element counts once: sums run over the mesh dimensions a gradient is sharded over, not
     # over those it is replicated over, and over the stages of a pipeline.
@@ -332,8 +343,8 @@ def clip_grad_norm(
     for key, group in groups.items():
         total += group.compute_squared_norm(dtype, squares.get(key)).to(total.device)
     if world.pipeline is not None:
-        # Each stage has parameters of its own. This sum needs no group for the ranks of a pipeline:
-        # it runs over all batches, and has each stage's total once from each of their ranks.
+        # Each stage has parameters of its own. This sum over all ranks needs no process group for
+        # the ranks of a pipeline: it has each stage's total once for each of the data ranks.
         total = world.all_reduce_sum(total) / world.data_ranks
     norm = total.sqrt_().to(dtype)
     if max_norm is not None:
@@ -349,7 +360,8 @@ def _group_gradients(
 ) -> dict[_GroupKey, _GradientGroup]:
     """Return the local gradients by mesh, sharded dimensions and device.
 
-    copy: the parameter whose gradient is counted on another rank.
+    copy: the parameter whose gradient is counted on another rank, in a pipeline that ties embedding
+    and head; None: there is none.
     """
     groups: dict[_GroupKey, _GradientGroup] = {}
     for parameter in parameters:
@@ -369,7 +381,10 @@ def _group_gradients(
 
 
 def _find_sharded_dims(tensor: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
-    """Return the mesh dimensions of more than one rank that a tensor is sharded over."""
+    """Return (mesh, mesh dimension) for each dimension of several ranks that shards a tensor.
+
+    Raises ValueError if the tensor is a rank's part of a sum (Partial).
+    """
     if not isinstance(tensor, DTensor):
         return ()
     if any(placement.is_partial() for placement in tensor.placements):
@@ -387,9 +402,10 @@ def _find_sharded_dims(tensor: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
 class OptimizerLevers:
     """The results of `memory.optimizer_in_backward` and `memory.optimizer_offload`."""
 
-    # Of gradients that are gone when `clip_grad_norm` is called; None: none are
+    # Norms of gradients that are freed before `clip_grad_norm` is called; None: none are
     norms: GradNormsInBackward | None = None
-    # Gives a state's memory where it waits, without values; None: next to its parameter
+    # `fn(state)` returns memory without values where that state is between steps, to load a
+    # checkpoint into; None: states are next to their parameters
     place_state: Callable[[Tensor], Tensor] | None = None
 
 
@@ -400,18 +416,18 @@ def apply_optimizer_levers(
     memory: MemoryConfig,
     device: torch.device,
 ) -> OptimizerLevers:
-    """Let the optimizer step parameters, and keep its states, as these levers say.
+    """Apply `memory.optimizer_offload` and `memory.optimizer_in_backward` to an optimizer.
 
-    Call it once, after `build_optimizer`.
+    Call it once, after `build_optimizer`. device: the one that computes.
 
     `memory.optimizer_offload`: states are in pinned host memory, and `optimizer.step()` takes the
     parameters one after the other, each with its states on the device. On a CPU nothing changes.
 
     `memory.optimizer_in_backward`: a parameter is stepped when backward has made its gradient (a
     sharded one when FSDP has summed it), which is then freed, as in LOMO (arXiv 2306.09782).
-    Parameters whose gradients are not whole at that moment are left for `optimizer.step()` after
-    backward: a tied embedding's come twice, and those that every rank of a tensor-parallel group
-    has are summed once a step. There may be one backward a step.
+    Parameters whose gradients are not complete at that moment are left for `optimizer.step()` after
+    backward: a tied embedding's comes in two parts, and those of parameters that every rank of a
+    tensor-parallel group has are summed once a step. There may be only one backward a step.
     """
     # `memory.stream_layers`: parameters are on the host, and a stand-in on the device gets the
     # gradient of each.
@@ -424,6 +440,7 @@ def apply_optimizer_levers(
         return OptimizerLevers(place_state=place_state)
     norms = GradNormsInBackward()
 
+    # The hook of a parameter on the device.
     def step(parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         if parameter.grad is not None:  # torch calls hooks also where backward has given none
@@ -432,7 +449,7 @@ def apply_optimizer_levers(
     # parameter: has the gradient, and is `owner` or its stand-in on the device.
     def step_and_free(owner: nn.Parameter, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        # Offloaded by FSDP: torch 2.11 does not wait for the copy.
+        # FSDP has copied the gradient to the host (CPU offload); torch 2.11 does not wait for it.
         if parameter.grad.device.type != device.type:
             torch.get_device_module(device).current_stream().synchronize()
         norms.add(parameter)
@@ -454,10 +471,10 @@ def apply_optimizer_levers(
 def _find_stepped_in_backward(
     optimizer: Optimizer, model: nn.Module, tensor_gradients: Mapping[str, str]
 ) -> Sequence[nn.Parameter]:
-    """Return the optimizer's parameters whose gradient is whole when backward gives it, once.
+    """Return the optimizer's parameters whose gradient is complete when backward gives it.
 
-    tensor_gradients: as in `Parallel`, `sharded` or `partial` by name; a `partial` gradient is a
-    rank's part of a sum.
+    tensor_gradients: name -> `sharded` or `partial`, of the parameters that a tensor-parallel group
+    divides or uses in part; a `partial` gradient is a rank's part of a sum.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

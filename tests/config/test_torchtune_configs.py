@@ -22,6 +22,7 @@ from benchmarks.imported_configs import (
 from recipe_lib.cli.main import main
 from recipe_lib.config import load_config
 from recipe_lib.config.paths import read_recipe_configs
+from recipe_lib.config.schema_data import resolve_sources, resolve_validation_source
 from recipe_lib.config.torchtune import ImportedConfig, import_file
 from recipe_lib.config.torchtune.conversion import CARRIED, CHANGED, DEFAULT, DROPPED
 from recipe_lib.errors import ConfigError
@@ -297,6 +298,117 @@ run_val_every_n_steps: 25
     assert cfg.validation.batch_size == 4 and cfg.validation.every_n_steps == 25
     without = read(STYLE + "batch_size_val: 4\n", tmp_path)
     assert without.fates["batch_size_val"].why.startswith("validation.batch_size has no effect: ")
+
+
+def with_datasets(train: str, held_out: str = "") -> str:
+    """STYLE with other datasets, in brackets of flow style without the functions' module."""
+    text = re.sub(r"dataset: .*", f"dataset: {train}", STYLE)
+    text += f"dataset_val: {held_out}\n" if held_out else ""
+    return re.sub(r"(\w+_dataset)\b", r"_component_: torchtune.datasets.\1", text)
+
+
+TEXTS = "text_completion_dataset, source: o/d"
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "key", "name", "value"),
+    [
+        ("{samsum_dataset, train_on_input: False}", "{samsum_dataset, train_on_input: True}",
+         "train_on_input", "train_on", "assistant"),
+        ("{samsum_dataset, train_on_input: True}", "{samsum_dataset, train_on_input: False}",
+         "train_on_input", "train_on", "all"),
+        ("{samsum_dataset}", "{samsum_dataset, train_on_input: True}", "train_on_input", "train_on", "assistant"),
+        ("[{samsum_dataset, train_on_input: True}]", "{samsum_dataset}", "train_on_input", "train_on", "all"),
+        ("{alpaca_dataset, train_on_input: False}", "{alpaca_dataset}", "train_on_input", "train_on", "assistant"),
+        ("{samsum_dataset, packed: True}", "{samsum_dataset, packed: False}", "packed", "packing", True),
+        ("{samsum_dataset}", "{samsum_dataset, packed: True}", "packed", "packing", False),
+        (f"{{{TEXTS}}}", f"{{{TEXTS}, add_eos: False}}", "add_eos", "add_eos", True),
+        # Of a text every token is a label, so that no training data has the key.
+        (f"{{{TEXTS}}}", "{alpaca_dataset}", "train_on_input", "train_on", "assistant"),
+    ],
+)  # fmt: skip
+def test_validation_sets_no_key_of_the_training_data(
+    train: str, held_out: str, key: str, name: str, value: Any, tmp_path: Path
+):
+    """It is read with the same keys, and a line of the table says where its own differ."""
+    imported = read(with_datasets(train, held_out), tmp_path)
+    assert getattr(imported.cfg.data, name) == value
+    is_in_file = f"{key}:" in held_out
+    fate = imported.fates[f"dataset_val.{key}"]
+    assert fate.kind == (CHANGED if is_in_file else DEFAULT) and not fate.ours
+    row = f"dataset_val.{key}  validation has the data.{name} of the training data"
+    assert row in re.sub(" {2,}", "  ", imported.format_table())
+    # Of one value there is nothing to say.
+    same = read(with_datasets(train, train.strip("[]")), tmp_path)
+    assert "of the training data" not in same.format_table()
+
+
+@pytest.mark.parametrize(
+    ("train", "key", "name"),
+    [
+        ("{samsum_dataset, train_on_input: False}, {samsum_dataset, train_on_input: True}",
+         "[1].train_on_input: 'True'", "train_on"),
+        ("{samsum_dataset, train_on_input: True}, {slimorca_dataset, train_on_input: False}",
+         "[1].train_on_input: 'False'", "train_on"),
+        # torchtune's defaults, of which that of alpaca_dataset is to train on prompts.
+        ("{alpaca_dataset}, {samsum_dataset}", "[1].train_on_input: 'False'", "train_on"),
+        ("{samsum_dataset}, {alpaca_dataset}", "[1].train_on_input: 'True'", "train_on"),
+        ("{samsum_dataset, packed: True}, {samsum_dataset, packed: False}", "[1].packed: 'False'", "packing"),
+        (f"{{{TEXTS}, add_eos: False}}, {{{TEXTS}}}", "[1].add_eos: 'True'", "add_eos"),
+    ],
+)  # fmt: skip
+def test_datasets_of_a_list_differ_in_no_key_that_holds_for_all(
+    train: str, key: str, name: str, tmp_path: Path
+):
+    with pytest.raises(ConfigError) as raised:
+        read(with_datasets(f"[{train}]"), tmp_path)
+    (fault,) = raised.value.faults
+    assert fault.startswith(f"{tmp_path}/theirs.yaml")
+    assert f": dataset{key}: data.{name} holds for all datasets; give each the same value" in fault
+
+
+def test_keys_of_other_formats_do_not_differ(tmp_path: Path):
+    """A text has no train_on_input, and conversations have no add_eos."""
+    several = f"[{{{TEXTS}, add_eos: False}}, {{samsum_dataset, train_on_input: True}}]"
+    data = read(with_datasets(several), tmp_path).cfg.data
+    assert data.train_on == "all" and data.add_eos is False
+
+
+def test_an_override_is_not_told_as_a_default(tmp_path: Path):
+    imported = read(STYLE, tmp_path, overrides=["data.packing=true"])
+    assert imported.cfg.data.packing and "dataset.packed" not in imported.format_table()
+
+
+@pytest.mark.parametrize(
+    ("train", "columns"),
+    [
+        ("{samsum_dataset}, {samsum_dataset, split: validation}", {"instruction": "dialogue", "output": "summary"}),
+        ("{slimorca_dataset}, {samsum_dataset}", {"instruction": "dialogue", "output": "summary"}),
+        ("{samsum_dataset}, {slimorca_dataset}", {}),
+    ],
+)  # fmt: skip
+def test_validation_has_columns_beside_a_list_of_datasets(
+    train: str, columns: dict[str, str], tmp_path: Path
+):
+    """They are `data.columns`, which no dataset takes over."""
+    alone = resolve_sources(read(with_datasets(f"[{train}]"), tmp_path).cfg.data)
+    held_out = "{samsum_dataset}" if columns else "{slimorca_dataset}"
+    imported = read(with_datasets(f"[{train}]", held_out), tmp_path)
+    cfg = imported.cfg
+    source = resolve_validation_source(cfg.data, cfg.validation)
+    assert source is not None and source.columns == columns
+    assert resolve_sources(cfg.data) == alone
+    check_whole(tmp_path / "theirs.yaml", imported, tmp_path)
+
+
+def test_validation_has_the_columns_of_one_dataset(tmp_path: Path):
+    assert read(with_datasets("{samsum_dataset}", "{samsum_dataset}"), tmp_path).cfg
+    with pytest.raises(ConfigError) as raised:
+        read(with_datasets("{samsum_dataset}", "{alpaca_dataset, train_on_input: False}"), tmp_path)
+    (fault,) = raised.value.faults
+    assert fault.endswith(
+        "validation has the columns of the training data; rename those in its file"
+    )
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,9 @@ def test_versions_of_mistral(tmp_path):
 
 def test_nothing_there(tmp_path):
     refused(r"no such folder or file; set tokenizer.path", tmp_path / "nowhere")
+    # Where there is no config, no key of one is named.
+    remedy = "put there a folder with a tokenizer$"
+    refused(f"nowhere: no such folder or file; {remedy}", tmp_path / "nowhere", by_key=False)
     refused(r"found no files, expected tokenizer.json or tokenizer.model", tmp_path)
     (tmp_path / "vocab.json").write_text("{}")
     refused(r"found vocab.json, expected tokenizer.json or tokenizer.model", tmp_path)

@@ -1,1 +1,1 @@
-"""Settings that do not go together: a `Rule` for each, by subject, and the table of all of them."""
+"""Refuse settings that do not go together: a `Rule` for each, and the table of all of them."""

@@ -1,4 +1,9 @@
-"""Rules of samples: sections `data`, `tokenizer`, `validation`, the best step, stopping early."""
+"""List the refused combinations (`Rule`) about samples: data, tokenizer, validation, best step.
+
+`table.py` joins them to the table of all rules. A format is the value of `data.format`, by which
+samples are read; the best step is chosen by a metric of validation (`checkpoint.keep_best`), which
+also stops a run early (`validation.patience`).
+"""
 
 from typing import Any
 
@@ -9,6 +14,7 @@ from recipe_lib.config.schema import SAMPLES
 from recipe_lib.config.schema_data import resolve_sources
 from recipe_lib.config.suggest import did_you_mean, quote
 
+# Keys that `list_unused_formats` looks at.
 FORMAT_KEYS = (
     "data.source",
     "data.sources",
@@ -19,10 +25,10 @@ FORMAT_KEYS = (
 
 
 def list_unused_formats(cfg: Any, samples: str) -> set[str]:
-    """Return the formats of a config that a recipe for such samples has no use for.
+    """Return the formats of a config whose samples are not of the kind that its recipe trains on.
 
-    samples: a key of SAMPLES. Empty for a recipe that trains on others. A plugin's formats are not
-    judged: nobody knows what its samples are.
+    samples: the kind that is asked about, a key of SAMPLES. Empty if the recipe trains on another
+    kind. A format that a plugin registered is not judged: its kind of samples is not known.
     """
     if getattr(cfg, "samples", "answers") != samples:
         return set()
@@ -85,12 +91,12 @@ UNUSED_TEMPLATE = Rule(
 
 
 def _compares_steps(cfg: Any) -> bool:
-    """Return True if `checkpoint.best_metric` is read."""
+    """Return True if `checkpoint.best_metric` has an effect."""
     return cfg.checkpoint.keep_best or cfg.validation.patience is not None
 
 
 def _find_unknown_metric(cfg: Any) -> str | None:
-    """Return the fault of a `checkpoint.best_metric` that validation does not give."""
+    """Return the fault of a `checkpoint.best_metric` that validation lacks; None: it has it."""
     metric = cfg.checkpoint.best_metric
     known = [*cfg.validation_numbers, *(f"validation_{name}" for name in cfg.validation.metrics)]
     if not _compares_steps(cfg) or metric in known:
@@ -103,7 +109,10 @@ def _find_unknown_metric(cfg: Any) -> str | None:
 
 
 def _refuse_generation(dimension: str) -> Rule:
-    """Return the rule that a plugin's metric and a mesh dimension exclude each other."""
+    """Return the rule that refuses a plugin's metric with several ranks along a mesh dimension.
+
+    dimension: `tensor`, `context` or `pipeline`. `mine` in examples is a metric of a plugin.
+    """
     example = ["validation.metrics=[mine]", "validation.source=held_out.jsonl"]
     example += TWO_STAGES if dimension == "pipeline" else [f"parallel.{dimension}=2"]
     return Rule(
@@ -123,6 +132,7 @@ def _refuse_generation(dimension: str) -> Rule:
 VALIDATION_RULES: tuple[Rule, ...] = (
     Rule(
         keys=("validation.metrics", "data.format"),
+        # A recipe with a loss of its own: pairs, labels, scores or a teacher.
         applies=lambda cfg: bool(cfg.validation.metrics) and cfg.own_loss is not None,
         reason="the recipe's validation has numbers of its own, and no single answers to measure",
         remedy="remove validation.metrics",

@@ -1,10 +1,14 @@
-"""Rules of the levers that trade time for memory."""
+"""List the refused combinations (`Rule`) of levers, keys that trade time for memory.
+
+`table.py` joins them to the table of all rules. Streamed layers are layers in host memory, each on
+the device while it runs (`memory.stream_layers`).
+"""
 
 from typing import Any
 
 from recipe_lib.config.compatibility.rule import EXTERNAL_MODEL, Rule, is_external_model
 
-# What brings a trained layer's streaming about: its step in backward, with states on the host.
+# Overrides that streaming trained layers needs: a step in backward, and states on the host.
 _OFFLOADED_IN_BACKWARD = (
     "memory.optimizer_in_backward=true",
     "memory.optimizer_offload=true",
@@ -20,6 +24,7 @@ _TWO_STAGES_WITHOUT_ACCUMULATION = (
 
 
 def _streams_trained_layers(cfg: Any) -> bool:
+    """Return True if the layers that are streamed are trained: with adapters they are frozen."""
     return bool(cfg.memory.stream_layers) and getattr(cfg, "trained_adapters", None) is None
 
 
@@ -151,7 +156,7 @@ MEMORY_RULES: tuple[Rule, ...] = (
     ),
 )
 
-# Frozen layers, those of adapters, may always be streamed.
+# About trained layers alone: frozen ones, as with adapters, may always be streamed.
 STREAMING_RULES: tuple[Rule, ...] = (
     Rule(
         keys=("memory.stream_layers", "memory.optimizer_in_backward", "memory.optimizer_offload"),

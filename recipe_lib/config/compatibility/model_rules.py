@@ -1,7 +1,8 @@
-"""Rules of what is trained: model, dtype, optimizer, adapters, low-precision matmuls and rounding.
+"""List the refused combinations (`Rule`) about what is trained: model, dtype, optimizer, adapters.
 
-`lora` is the section of adapters; `matmul_dtype` multiplies in low precision, and `qat` trains for
-weights that are rounded afterwards.
+`table.py` joins them to the table of all rules. `lora` is the section of adapters; `matmul_dtype`
+multiplies in low precision, `qat` trains for weights that are rounded afterwards. A native model is
+this project's own decoder, an external one another library's (`model.implementation`).
 """
 
 from typing import Any
@@ -146,11 +147,12 @@ ROUTER_LOSS_RULES: tuple[Rule, ...] = (
 )
 
 
+# Values of `lora.target_modules` for a native model.
 _TARGETS = (*LINEARS, "embedding", "head", *MIXTURE_TARGETS, "all-linear")
 
 
 def _find_unknown_target(cfg: Any) -> str | None:
-    """Return the fault of the first target that a native model does not have."""
+    """Return the fault of the first target that a native model does not have; None: it has all."""
     unknown = [name for name in cfg.lora.target_modules if name not in _TARGETS]
     # An external model's targets are ends of its own modules' names, known once it is built.
     if is_external_model(cfg) or not unknown:

@@ -1,4 +1,9 @@
-"""Rules of the section `parallel`: tensor and context parallel, DDP, pipelines."""
+"""List the refused combinations (`Rule`) of the section `parallel`: tensor, context, DDP, pipeline.
+
+`table.py` joins them to the table of all rules. An external model is another library's
+(`model.implementation=transformers`); its tensor plan, how each module's tensors are divided, is
+inferred from one forward.
+"""
 
 from typing import Any
 
@@ -17,17 +22,22 @@ from recipe_lib.config.mesh import (
     find_schedule_fault,
 )
 
+# Keys that rules about a pipeline's micro-batches look at (`Rule.reads`).
 _BATCH_KEYS = ("batch_size", "gradient_accumulation_steps")
 _SCHEDULE_KEYS = (
     "parallel.pipeline",
     "parallel.pipeline_schedule",
     "parallel.pipeline_stages_per_rank",
 )
+# Names of the schedules that split backward, and do its weight gradients later.
 DEFERRING_SCHEDULES = ", ".join(name for name, facts in SCHEDULES.items() if facts.splits)
 
 
 def _find_uneven_micro_batches(cfg: Any) -> str | None:
-    """Return the fault of micro-batches that do not divide the sequences of a step."""
+    """Return the fault of a number of micro-batches that does not divide the sequences of a step.
+
+    None if it does, or there is no pipeline.
+    """
     num_sequences = cfg.batch_size * cfg.gradient_accumulation_steps
     num_micro_batches = cfg.parallel.pipeline_microbatches
     if cfg.parallel.pipeline == 1 or not num_micro_batches:
@@ -46,13 +56,13 @@ def _find_uneven_micro_batches(cfg: Any) -> str | None:
     )
 
 
-# An external model's tensor parallel runs by a plan that was inferred from one forward of it.
 COMPILED_INFERRED_PLAN = Rule(
     keys=("model.implementation", "parallel.tensor", "compile", "parallel.fsdp_wrap_policy"),
     applies=lambda cfg: (
         is_external_model(cfg)
         and cfg.parallel.tensor > 1
         and cfg.compile
+        # A list of module names, by which units may be parts of a layer.
         and not isinstance(cfg.parallel.fsdp_wrap_policy, str)
     ),
     reason=(
@@ -163,6 +173,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         keys=("parallel.pipeline", "parallel.pipeline_schedule", "parallel.pipeline_microbatches"),
         applies=lambda cfg: (
+            # The rule above tells of those; the number of micro-batches is not known then.
             not _find_uneven_micro_batches(cfg)
             and find_schedule_fault(cfg.parallel, compute_micro_batches(cfg)[1])
         ),

@@ -1,10 +1,9 @@
-"""Settings that do not go together, with the reason and the remedy: the table of all rules, but for
-those of a method, which are with its config class.
+"""List all combinations of settings that are refused (`Rule`), and find those of a config.
 
-`load_config` refuses by this table, `docs/config.md` prints it, and the tests walk it. A
-combination that only the world (ranks, devices, files) can decide is not here: it is checked where
-the world is known. A key that another one makes idle is no fault: `needs` at the key in the schema
-says so.
+`load_config` calls `find_broken_rules`, `docs/config.md` prints the list, and the tests walk it.
+The rules of a method (dpo, reward, distill) are with its config class. A combination that only
+ranks, devices or files can decide is checked where these are known. A key that another one makes
+useless is not refused: `needs` at the key in the schema says so.
 """
 
 from collections.abc import Collection
@@ -19,7 +18,7 @@ from recipe_lib.config.compatibility import (
 from recipe_lib.config.compatibility.rule import Rule
 from recipe_lib.config.paths import read_recipe_configs
 
-# In the order in which docs/config.md lists them, and errors of one config follow each other.
+# In the order in which docs/config.md lists them, and lines of one error follow each other.
 RULES: tuple[Rule, ...] = (
     *model_rules.MODEL_RULES,
     *memory_rules.MEMORY_RULES,
@@ -41,7 +40,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def list_rules() -> list[Rule]:
-    """Return the rules of all recipes, then those of each method."""
+    """Return the rules that hold for all recipes, then those of each method's config class."""
     rules = list(RULES)
     config_class: Any
     for config_class in read_recipe_configs().values():
@@ -50,13 +49,14 @@ def list_rules() -> list[Rule]:
 
 
 def find_broken_rules(cfg: Any, judged_keys: Collection[str]) -> list[Rule]:
-    """Return the rules that a config breaks, of all recipes' and of its own.
+    """Return the rules that a config breaks: of those for all recipes, and of its own class.
 
-    judged_keys: dotted keys that may be judged; a rule about another one is skipped, so that a
-    fault that is told already is not told a second time.
+    judged_keys: dotted keys of the config without a fault of their own. A rule about any other key
+    is skipped: the config lacks the key, or its value stands for one that was refused already.
     """
     return [
         rule
+        # The class of a user's own recipe may lack `rules`.
         for rule in (*RULES, *getattr(cfg, "rules", ()))
         if all(key in judged_keys for key in (*rule.keys, *rule.reads)) and rule.applies(cfg)
     ]

@@ -1,13 +1,12 @@
-"""A config of torchtune's on its way to one of ours.
+"""Convert a torchtune config (0.6.1, "theirs") to a config of this project ("ours"), key by key.
 
-`read_torchtune_file` reads the file. `ConfigImport` has our keys so far, and what became of each of
-theirs (`KeyFate`); a table gives a `Meaning` to the values of a key. A dataset names a function of
-torchtune.datasets: DATASETS has what each reads, and `convert_datasets` notes every key of the
-sections `dataset` and `dataset_val`.
+`import_file.py` calls `read_torchtune_file`, then notes each key of it in a `ConfigImport`: it is
+carried to keys of ours, dropped with a reason, or refused, which is a fault. `convert_datasets`
+does so for `dataset` and `dataset_val`; `key_tables.py` gives each value of other keys a `Meaning`.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError
 from pathlib import Path
@@ -24,7 +23,7 @@ from recipe_lib.config.convert_values import (
 from recipe_lib.config.local_files import is_data
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand_home
 from recipe_lib.config.read_yaml import MAX_BYTES, YamlNode, read_file
-from recipe_lib.config.schema_data import HUB
+from recipe_lib.config.schema_data import HUB, DataConfig
 from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError, raise_faults
 from recipe_lib.reading import read_text
@@ -44,17 +43,20 @@ class TorchtuneFile:
     shown: str
     # By dotted key, in the file's order.
     values: dict[str, Any]
-    # Key -> the line where its value stands.
+    # Dotted key -> the line where its value stands, counted from 1.
     lines: dict[str, int]
-    # A line each, without `#`. The commands in them name models on the hub.
+    # Text of each comment line, without `#`. Their `tune download` commands name models on the hub.
     comments: list[str]
 
     def format_place(self, key: str) -> str:
-        """Return `theirs.yaml:12`, of a key."""
+        """Return the file and line of a key: `theirs.yaml:12`, without a line for an absent key."""
         return f"{self.shown}:{self.lines[key]}" if key in self.lines else self.shown
 
     def list_keys(self, section: str) -> list[str]:
-        """Return the keys of a section, in the file's order; its name if it is one value."""
+        """Return the dotted keys inside a section or list, in the file's order.
+
+        A name that holds a plain value is returned itself. Empty: the file has nothing there.
+        """
         return [
             key
             for key in self.values
@@ -65,7 +67,8 @@ class TorchtuneFile:
 def read_torchtune_file(path: str) -> TorchtuneFile:
     """Read a file of torchtune's.
 
-    Raises ConfigError, a line a fault, for what is no YAML file with keys.
+    Raises ConfigError, with a line for each fault, if there is no such .yaml or .yml file, if it is
+    not YAML with keys, holds a list in a list, or refers to a key that it does not have.
     """
     file = expand_home(path)
     if file.suffix not in CONFIG_SUFFIXES:
@@ -74,7 +77,7 @@ def read_torchtune_file(path: str) -> TorchtuneFile:
         )
     if not file.exists():
         raise ConfigError(f"{show(path)}: no such file; expected a config of torchtune's")
-    shown = quote(path)[1:-1]
+    shown = quote(path)[1:-1]  # escaped, without the quotes: a line number may follow
     document = read_file(file, shown)
     raise_faults(ConfigError, (f"{shown}:{line}: {fault}" for line, fault in document.faults))
     if document.top.kind != "mapping":
@@ -99,7 +102,10 @@ def read_torchtune_file(path: str) -> TorchtuneFile:
 
 
 def _list_values(name: str, node: YamlNode) -> Iterator[tuple[str, Any, int]]:
-    """Yield (dotted key, value, line) of every value; a list of plain values is one."""
+    """Yield (dotted key, value, line) of every value at or below a node.
+
+    A list of plain values is one value. name: dotted key of the node; empty for the whole file.
+    """
     if node.kind == "mapping" and node.entries:
         for word, (_, inner) in node.entries.items():
             yield from _list_values(f"{name}.{word}" if name else word, inner)
@@ -111,23 +117,28 @@ def _list_values(name: str, node: YamlNode) -> Iterator[tuple[str, Any, int]]:
 
 
 def _fill_names(theirs: TorchtuneFile) -> None:
-    """Put the values of other keys into those that name them."""
+    """Fill in references such as `${other.key}`, in place.
+
+    Raises ConfigError for a reference to no key, or keys that refer to each other in a circle.
+    """
     values = theirs.values
+    # Key -> its texts that hold a reference.
     texts = {
         key: [text for text in (value if isinstance(value, list) else [value]) if "${" in str(text)]
         for key, value in values.items()
     }
-    names = {key: list_names(inside, key) for key, inside in texts.items() if inside}
+    names = {key: list_names(with_names, key) for key, with_names in texts.items() if with_names}
     if not names:
         return
     try:
         order = order_keys(names)
     except CycleError as error:
-        key = error.args[1][0]
+        key = error.args[1][0]  # graphlib gives the keys of the circle
         raise ConfigError(
             f"{theirs.format_place(key)}: {show(key)}: found {quote(texts[key][0])}{IN_A_CIRCLE}"
         ) from None
     remedy = ", expected ${section.key} of this file; write the value itself"
+    # Keys with references are added one by one, each before those that refer to it.
     plain_values = {key: value for key, value in values.items() if key not in names}
     named_values = NamedValues(plain_values, lambda name: remedy)
     for key in order:
@@ -144,16 +155,16 @@ def _fill_names(theirs: TorchtuneFile) -> None:
         named_values.put(key, values[key])
 
 
-# Kinds of `KeyFate`, as the table of `tune import` has them.
+# Values of `KeyFate.kind`, and headings in the table that `tune import` prints.
 CARRIED = "carried"
 CHANGED = "other effect"
 DROPPED = "dropped"
 DEFAULT = "their default"
 
-# In a `Meaning`: the value that the file has.
+# In `Meaning.ours`, stands for the value that the file has.
 VALUE = "the value of theirs"
 
-# Keys whose null says something of its own.
+# Keys whose null has a meaning: no clipping, a random seed, no limit. Others count as absent.
 NULL_MEANS = ("clip_grad_norm", "seed", "tokenizer.max_seq_len")
 
 
@@ -161,82 +172,89 @@ NULL_MEANS = ("clip_grad_norm", "seed", "tokenizer.max_seq_len")
 class KeyFate:
     """The fate of a key of theirs: what became of it here."""
 
-    # CARRIED, CHANGED (carried, with another effect), DROPPED, or DEFAULT: what torchtune takes for
-    # a key that is not in the file.
+    # CARRIED, CHANGED (carried, with another effect), DROPPED, or DEFAULT: the key is not in the
+    # file, and torchtune's default for it is carried.
     kind: str
-    # Our keys, with the values that come of it.
+    # Our dotted keys -> their values. Empty: no key of ours is needed.
     ours: Mapping[str, Any]
-    # For the reader.
+    # Reason or difference, for the user.
     why: str = ""
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """The meaning of a value of a key of theirs: what it says here."""
+    """The meaning of one value of a key of theirs: the settings here that do the same."""
 
-    # Our keys with their values; VALUE: theirs.
+    # Our dotted keys -> their values; VALUE: the value that the file has.
     ours: Mapping[str, Any] = field(default_factory=dict)
-    # For the reader.
+    # Reason or difference, for the user.
     why: str = ""
-    # The effect here is another one.
+    # True: the settings here have another effect, which `why` names.
     differs: bool = False
-    # What torchtune takes with it for other keys that are left out.
+    # Other keys of theirs -> the defaults that torchtune takes for them beside this value, such as
+    # the weight decay of an optimizer's class.
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ConfigImport:
     """Their file, our keys so far, and what became of each of theirs.
 
-    Each key of the file is noted once: a second time is a fault of a table, not of a user.
+    `carry`, `take`, `drop` and `refuse` note a key. A key noted twice is a mistake in the tables,
+    not the user's, and raises AssertionError.
     """
 
     def __init__(self, theirs: TorchtuneFile, defaults: Mapping[str, Any]) -> None:
         """Begin with no key of ours.
 
-        defaults: what torchtune takes for keys that are absent or null.
+        defaults: key of theirs -> what torchtune takes for it if it is absent or null.
         """
         self.theirs = theirs
         self.defaults = dict(defaults)
-        self.recipe = ""  # ours, once it is known
-        self.ours: dict[str, Any] = {}
-        self.fates: dict[str, KeyFate] = {}
-        self.faults: list[str] = []
-        # Keys with a default of theirs of which nothing comes.
+        self.recipe = ""  # our recipe's name, set by `import_file.convert`
+        self.ours: dict[str, Any] = {}  # our dotted key -> value
+        self.fates: dict[str, KeyFate] = {}  # by key of theirs
+        self.faults: list[str] = []  # lines of the error
+        # Keys that the file lacks, whose torchtune default needs no key of ours.
         self.ignored: set[str] = set()
 
     def get_value(self, key: str) -> Any:
-        """Return what torchtune uses; None for what is neither set nor has a default."""
+        """Return the value that torchtune uses for a key of theirs: the file's, or the default.
+
+        None: it is neither set nor has a default.
+        """
         value = self.theirs.values.get(key)
         if value is None and not (key in self.theirs.values and key in NULL_MEANS):
             return self.defaults.get(key)
         return value
 
     def read_component(self, section: str) -> str:
-        """Return the class or function that a section names, without its module; empty if it names
-        none.
+        """Return the class or function of a section's `_component_`, without its module.
+
+        Empty if the section names none.
         """
         return str(self.get_value(f"{section}._component_") or "").rpartition(".")[2]
 
     def is_on(self, key: str) -> bool:
-        """Return True if a key is set to something."""
+        """Return True if torchtune's value of a key asks for something (see `is_off`)."""
         return not is_off(self.get_value(key))
 
     def is_any_on(self, section: str) -> bool:
-        """Return True if a key, or one of a section, is set to something."""
+        """Return True if `is_on` holds for a key, or for any key of a section, of the file."""
         return any(self.is_on(key) for key in self.theirs.list_keys(section))
 
     def carry(
         self, key: str, ours: Mapping[str, Any], why: str = "", *, differs: bool = False
     ) -> None:
-        """Note that these keys of ours do what theirs does.
+        """Note the settings of ours that stand for a key of theirs.
 
-        differs: they do something else, which `why` says.
+        ours: our dotted keys -> values; empty: nothing needs to be set. differs: they have another
+        effect, which `why` names.
         """
         kind = CHANGED if differs else CARRIED
         self._note(key, KeyFate(kind if key in self.theirs.values else DEFAULT, ours, why))
 
     def take(self, key: str, meaning: Meaning) -> None:
-        """Note what a value says here, and the defaults that it brings."""
+        """Note a key by the meaning of its value, and add the defaults that this value brings."""
         self.defaults |= meaning.defaults
         ours = {
             name: self.get_value(key) if value == VALUE else value
@@ -245,14 +263,17 @@ class ConfigImport:
         self.carry(key, ours, meaning.why, differs=meaning.differs)
 
     def drop(self, key: str, why: str) -> None:
-        """Note that nothing comes of it, and why nothing is missed."""
+        """Note a key that needs no key of ours. why: the reason that nothing is missed."""
         if key in self.theirs.values:
             self._note(key, KeyFate(DROPPED, {}, why))
         else:
             self.ignored.add(key)
 
     def refuse(self, key: str, why: str, *, may_be_left_out: bool = True) -> None:
-        """Note a fault: without this key the run would not be what was asked."""
+        """Note a fault: without this key the run would not be what was asked.
+
+        why: the fault, with a remedy. may_be_left_out: the error also offers `--without KEY`.
+        """
         setting = f"{show(key)}: {quote(str(self.get_value(key)))}"
         remedy = ""
         if may_be_left_out:
@@ -266,7 +287,7 @@ class ConfigImport:
     def build_error(self, why: str, key: str = "") -> ConfigError:
         """Return the error of a file that cannot become a config of ours, in one line.
 
-        key: whose line it names, or the section whose first line.
+        key: the key, or the section, whose line it names; empty: the file alone.
         """
         keys = self.theirs.list_keys(key) if key else []
         return ConfigError(
@@ -274,14 +295,14 @@ class ConfigImport:
         )
 
     def is_noted(self, key: str) -> bool:
-        """Return True if it is known what became of a key."""
+        """Return True if a key has been noted."""
         return key in self.fates or (key in self.ignored and key not in self.theirs.values)
 
     def _note(self, key: str, fate: KeyFate) -> None:
         if key in self.fates:
             raise AssertionError(f"{key} is noted twice")
         if fate.kind == DEFAULT:
-            # What the file says under another name stands.
+            # Several keys of theirs may lead to one of ours: what the file sets has precedence.
             ours = {name: value for name, value in fate.ours.items() if name not in self.ours}
             fate = KeyFate(DEFAULT, ours, fate.why)
         self.fates[key] = fate
@@ -289,46 +310,31 @@ class ConfigImport:
 
 
 def is_off(value: Any) -> bool:
-    """Return True if a value asks for nothing."""
+    """Return True if a value asks for nothing: null, false, 0, empty or `none`."""
     return value is None or value is False or value in (0, "", [], {}, "none", "None")
-
-
-def omit_keys(keys: Iterable[str], theirs: TorchtuneFile) -> dict[str, KeyFate]:
-    """Take keys and sections out of the file, as the user has asked; return what became of them.
-
-    Raises ConfigError for one that the file does not have.
-    """
-    fates = {}
-    for key in keys:
-        names = theirs.list_keys(key)
-        if not names:
-            raise ConfigError(f"--without: {theirs.shown} has no key {quote(key)}")
-        for name in names:
-            del theirs.values[name]
-            fates[name] = KeyFate(DROPPED, {}, "left out by --without")
-    return fates
 
 
 @dataclass(frozen=True)
 class TorchtuneDataset:
-    """The samples that a function of torchtune.datasets reads, in our words."""
+    """The samples that a function of torchtune.datasets reads, as settings of ours."""
 
     # The value of `data.format`.
     format: str
-    # Its dataset on the hub, where it is of one.
+    # Name of its dataset on the hub; None: the config has to name one.
     source: str | None = None
-    # Theirs by the names that our format knows.
+    # Column that our format reads -> what the dataset calls it by default, where that differs.
     columns: Mapping[str, str] = field(default_factory=dict)
-    # Names of theirs in `column_map` -> ours.
+    # Key that `column_map` may have -> the column of our format that it names.
     renamed: Mapping[str, str] = field(default_factory=dict)
-    # Its default of train_on_input is false.
+    # True: its default of train_on_input is false, so that prompts are no labels.
     masks: bool = True
-    # What is different here.
+    # What is different here; empty: nothing.
     why: str = ""
-    # The subset of `source`.
+    # The subset of `source` on the hub; None: it has none, or the default one is read.
     subset: str | None = None
 
 
+# Values of `why`, then of `renamed`, for several datasets.
 _ALPACA = (
     "the text is the tokenizer's chat template, without Alpaca's own words around the instruction"
 )
@@ -339,6 +345,7 @@ _IN_OUT = {"input": "instruction", "output": "output"}
 _PAIRS = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
 _SELF = {"instruction": "instruction", "input": "input", "output": "output"}
 
+# Function of torchtune.datasets -> what it reads.
 DATASETS = {
     "alpaca_dataset": TorchtuneDataset(
         "alpaca", "tatsu-lab/alpaca", renamed=_SELF, masks=False, why=_ALPACA
@@ -385,16 +392,16 @@ DATASETS = {
         "text", "ccdv/cnn_dailymail", {"text": "article"}, why=_DOCUMENTS, subset="3.0.0"
     ),
 }
-# conversation_style -> our format, and the name of its column of messages.
+# Value of conversation_style -> (our format, the column of that format that holds the messages).
 STYLES = {"sharegpt": ("sharegpt", "conversations"), "openai": ("messages", "messages")}
 
-# What `load_dataset` takes in place of a name, with the files in data_files.
+# Values of `source` that name a kind of file, as `load_dataset` takes them; data_files has a path.
 LOADERS = ("json", "csv", "parquet", "text")
 
-# Keys of a dataset that are ours for all data.
+# Key of a dataset -> our key, which holds for all datasets at once.
 SWITCHES = {"packed": "data.packing", "add_eos": "data.add_eos"}
 
-# Of one dataset: why nothing is missed, or what is missing.
+# Key of a dataset -> why nothing is missed without it.
 _NOT_NEEDED = {
     "split_across_pack": "a text that does not fit into a pack begins another",
     "data_files": "is read with the dataset's source",
@@ -403,6 +410,7 @@ _NOT_NEEDED = {
     "trust_remote_code": "no code of a dataset is run",
 }
 _NO_PART = "a dataset is read whole; put its folder here and name it in data.source"
+# Key of a dataset -> what is missing here, told only if the key is on.
 _MISSING = {
     "new_system_prompt": "no message is put before a sample's own; write it into the samples",
     "filter_fn": "no config names Python code; filter the file of samples",
@@ -412,24 +420,32 @@ _MISSING = {
 
 
 def convert_datasets(conversion: ConfigImport) -> None:
-    """Note the keys of `dataset`, a section or a list of them, and of `dataset_val`."""
+    """Note the keys of `dataset`, a section or a list of them, and of `dataset_val`.
+
+    Raises ConfigError if the file names no training data.
+    """
     values = conversion.theirs.values
-    listed = [key.removeprefix("dataset[") for key in values if key.startswith("dataset[")]
-    numbers = sorted({int(key.partition("]")[0]) for key in listed})
-    if not numbers and "dataset._component_" not in values:
+    # Keys of a list are `dataset[0].source` and so on.
+    suffixes = [key.removeprefix("dataset[") for key in values if key.startswith("dataset[")]
+    indices = sorted({int(suffix.partition("]")[0]) for suffix in suffixes})
+    if not indices and "dataset._component_" not in values:
         raise conversion.build_error(
             "dataset._component_ is missing, which says what is trained on"
         )
-    for number in numbers:
-        _convert_dataset(conversion, f"dataset[{number}]", f"data.sources[{number}]")
-    if not numbers:
+    for index in indices:
+        _convert_dataset(conversion, f"dataset[{index}]", f"data.sources[{index}]")
+    if not indices:
         _convert_dataset(conversion, "dataset", "data")
     if "dataset_val._component_" in values:
         _convert_dataset(conversion, "dataset_val", "validation")
 
 
 def _convert_dataset(conversion: ConfigImport, section: str, our_section: str) -> None:
-    """Note the keys of one dataset. our_section: the one that it becomes."""
+    """Note the keys of one dataset.
+
+    section: `dataset`, `dataset[0]` or `dataset_val`. our_section: the one that it becomes, `data`,
+    `data.sources[0]` or `validation`. The functions below take the same two.
+    """
     component = f"{section}._component_"
     dataset = DATASETS.get(conversion.read_component(section))
     if dataset is None:
@@ -445,23 +461,22 @@ def _convert_dataset(conversion: ConfigImport, section: str, our_section: str) -
     source = _convert_source(conversion, section, our_section, dataset=dataset)
     if source is not None and f"{section}.source" not in conversion.theirs.values:
         our_keys[f"{our_section}.source"] = source
-    _convert_columns(conversion, section, our_section, dataset=dataset)
     conversion.carry(component, our_keys, dataset.why, differs=bool(dataset.why))
-    for key in conversion.theirs.list_keys(section):
+    _convert_columns(conversion, section, our_section, dataset=dataset)
+    defaults = {f"{section}.packed": False, f"{section}.train_on_input": not dataset.masks} | (
+        {f"{section}.add_eos": True} if dataset.format == "text" else {}
+    )
+    conversion.defaults |= defaults
+    # After the keys of the file: a default counts only where the file says nothing.
+    for key in [*conversion.theirs.list_keys(section), *defaults]:
         if not conversion.is_noted(key):
             _convert_key(conversion, key, our_section, dataset=dataset, source=source)
-    # After the keys of the file: a default counts only where the file says nothing.
-    train_on_input = f"{section}.train_on_input"
-    is_default = train_on_input not in conversion.theirs.values
-    if is_default and not dataset.masks and our_section != "validation":
-        conversion.defaults[train_on_input] = True
-        _convert_key(conversion, train_on_input, our_section, dataset=dataset, source=source)
 
 
 def _convert_source(
     conversion: ConfigImport, section: str, our_section: str, *, dataset: TorchtuneDataset
 ) -> str | None:
-    """Note where a dataset is; return what `data.source` is, None after a fault."""
+    """Note where a dataset is; return the value of our `source`, None after a fault."""
     key = f"{section}.source"
     if key not in conversion.theirs.values:
         if dataset.source is None:
@@ -502,7 +517,7 @@ def _format_hub_name(name: str, subset: str | None) -> str:
 
 
 def is_local(name: str) -> bool:
-    """Return True for a file or folder: one that is there, or what no hub dataset is called."""
+    """Return True for a file or folder: it exists, or its name is one of a data file or a path."""
     path = expand_home(name)
     return os.path.exists(path) or is_data(path) or name.startswith(("/", "./", "../", "~"))
 
@@ -510,7 +525,8 @@ def is_local(name: str) -> bool:
 def _convert_columns(
     conversion: ConfigImport, section: str, our_section: str, *, dataset: TorchtuneDataset
 ) -> None:
-    """Note the names of columns: theirs by our names, as far as they differ."""
+    """Note the names of columns, and set our `columns` to those that differ from the format's."""
+    # Column that our format reads -> what the file calls it.
     columns = dict(dataset.columns)
     for key in conversion.theirs.list_keys(f"{section}.column_map"):
         word = key.rpartition(".")[2]
@@ -522,22 +538,25 @@ def _convert_columns(
             columns[dataset.renamed[word]] = str(conversion.get_value(key))
             conversion.carry(key, {})
     style = conversion.get_value(f"{section}.conversation_style")
+    # Other key that names a column -> the column of our format.
     column_keys = {"column": "text", "conversation_column": STYLES.get(style, ("", ""))[1]}
     for word, name in column_keys.items():
         key = f"{section}.{word}"
         if conversion.is_on(key) and name:
             columns[name] = str(conversion.get_value(key))
             conversion.carry(key, {})
-    columns = {name: theirs for name, theirs in columns.items() if name != theirs}
-    # Validation takes the columns of the section `data`.
-    if our_section == "validation":
+    columns = {name: their_name for name, their_name in columns.items() if name != their_name}
+    # Validation takes `data.columns`, which are free beside a list of datasets.
+    if our_section == "validation" and "data.format" in conversion.ours:
         if columns != conversion.ours.get("data.columns", {}):
             conversion.refuse(
                 f"{section}._component_",
                 "validation has the columns of the training data; rename those in its file",
+                may_be_left_out=False,
             )
     elif columns:
-        conversion.ours[f"{our_section}.columns"] = columns
+        # Set here, not by `carry`: it comes of several keys of theirs.
+        conversion.ours[f"{our_section.replace('validation', 'data')}.columns"] = columns
 
 
 def _convert_key(
@@ -548,15 +567,15 @@ def _convert_key(
     dataset: TorchtuneDataset,
     source: str | None,
 ) -> None:
-    """Note a key of a dataset besides its source and columns."""
+    """Note a key of a dataset besides its source and columns. source: of `_convert_source`."""
     value = conversion.get_value(key)
     word = key.rpartition(".")[2]
     if word == "split":
         _convert_split(conversion, key, our_section, source=source)
     elif word in SWITCHES:
-        conversion.carry(key, {SWITCHES[word]: bool(value)} if our_section != "validation" else {})
+        _convert_shared(conversion, key, our_section, name=SWITCHES[word], value=bool(value))
     elif word == "train_on_input":
-        _convert_labels(conversion, key, dataset, trains_on_all=bool(value))
+        _convert_labels(conversion, key, our_section, dataset=dataset)
     elif word == "conversation_style":
         if value is None or value in STYLES:
             conversion.carry(key, {})
@@ -586,12 +605,35 @@ def _convert_split(
 
 
 def _convert_labels(
-    conversion: ConfigImport, key: str, dataset: TorchtuneDataset, *, trains_on_all: bool
+    conversion: ConfigImport, key: str, our_section: str, dataset: TorchtuneDataset
 ) -> None:
+    """Note train_on_input, by which prompts are label tokens too."""
+    train_on = "all" if conversion.get_value(key) else "assistant"
     if dataset.format == "text":
         conversion.drop(key, "every token of a text is trained on")
-    elif dataset.format == "preference" and trains_on_all:
+    elif dataset.format != "preference":
+        _convert_shared(conversion, key, our_section, name="data.train_on", value=train_on)
+    elif train_on == "all":
         conversion.refuse(key, "of pairs the answers alone are compared")
     else:
-        labels = {"data.train_on": "all" if trains_on_all else "assistant"}
-        conversion.carry(key, labels if dataset.format != "preference" else {})
+        conversion.carry(key, {})
+
+
+def _convert_shared(
+    conversion: ConfigImport, key: str, our_section: str, *, name: str, value: Any
+) -> None:
+    """Note a key of a dataset whose counterpart, `name`, is one for all data, also of validation.
+
+    value: what this dataset asks for. Validation sets nothing, and training data is of one value.
+    """
+    if our_section == "validation":
+        # Where no training data has the key, ours is at its default.
+        differs = value != conversion.ours.get(name, getattr(DataConfig, name.rpartition(".")[2]))
+        why = f"validation has the {name} of the training data" if differs else ""
+        conversion.carry(key, {}, why, differs=differs)
+    elif value != conversion.ours.get(name, value):
+        conversion.refuse(
+            key, f"{name} holds for all datasets; give each the same value", may_be_left_out=False
+        )
+    else:
+        conversion.carry(key, {name: value})

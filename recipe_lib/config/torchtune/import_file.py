@@ -1,13 +1,13 @@
-"""Imports a file of torchtune's as a config of ours, checked.
+"""Import a torchtune config file as a config of this project, checked, for `tune import`.
 
-`import_file` returns an `ImportedConfig`: the config, as YAML in the shape of the shipped ones, and
-what became of every key of the file. torchtune's configs name no recipe: the model's builder and
-the loss say which is meant.
+`import_file` returns an `ImportedConfig`: the config, and the fate of every key of the file
+(carried, dropped with a reason, ...). "Theirs" is torchtune's, "ours" this project's. torchtune's
+configs name no recipe: the model's builder and the loss say which is meant.
 """
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from recipe_lib.config.load import ALTERNATIVES, LoadedConfig, load_with_origins
 from recipe_lib.config.local_files import is_hub_id
 from recipe_lib.config.paths import expand_home, read_recipe_configs
 from recipe_lib.config.precision import describe_stalled_means
-from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.config.torchtune.conversion import (
     CARRIED,
     CHANGED,
@@ -31,7 +31,6 @@ from recipe_lib.config.torchtune.conversion import (
     TorchtuneFile,
     convert_datasets,
     is_off,
-    omit_keys,
     read_torchtune_file,
 )
 from recipe_lib.config.torchtune.key_tables import (
@@ -51,30 +50,30 @@ from recipe_lib.config.torchtune.key_tables import (
 )
 from recipe_lib.errors import ConfigError, raise_faults
 
+# One key of one dataset of several: (index, key).
 _SOURCE = re.compile(r"data\.sources\[(\d+)\]\.(\w+)")
-_LEAST_WIDTH = 20
+_LEAST_WIDTH = 20  # characters of the table's first column
 
 
 @dataclass(frozen=True)
 class ImportedConfig:
-    """A config of ours, and what it came of."""
+    """A config of ours that was imported, and the fate of each key of the file."""
 
-    # The recipe of ours that it is for.
+    # Name of our recipe that the config is for.
     recipe: str
-    # The name of the file.
+    # Name of the file, without its folder.
     source: str
-    # The config object.
+    # The config object, of the recipe's class.
     cfg: Any
-    # What became of each key of the file, and of what torchtune takes for keys that the file leaves
-    # out.
+    # Key of theirs -> what became of it; of the file, or with a default of torchtune's.
     fates: dict[str, KeyFate]
-    # Our keys that differ from the defaults.
+    # Our dotted key -> value, of keys that differ from the defaults and have an effect.
     settings: dict[str, Any]
-    # What to know of the config.
+    # Lines for the user about optimizer states that rounding may stall; mostly empty.
     notes: list[str]
 
     def format_yaml(self, name: str) -> str:
-        """Return the config as text. name: of its file, for the command in its header."""
+        """Return the config as YAML. name: of the file it will be in, for the header's command."""
         header = (
             f"# Imported from {show(self.source)} of torchtune; `tune import` says what became of"
             " each key."
@@ -107,8 +106,12 @@ class ImportedConfig:
     def _is_shown(self, fate: KeyFate) -> bool:
         if fate.kind != DEFAULT:
             return True
-        # Of defaults of theirs, those that are not ours.
-        return any(name in self.settings for name in fate.ours) if fate.ours else bool(fate.why)
+        # A default of theirs is shown if the config has it and it is not ours too, or has a note.
+        return (
+            any(setting in self.settings.items() for setting in fate.ours.items())
+            if fate.ours
+            else bool(fate.why)
+        )
 
 
 def import_file(
@@ -116,9 +119,9 @@ def import_file(
 ) -> ImportedConfig:
     """Return the config of ours that a file of torchtune's asks for.
 
-    overrides: of our keys, as on the command line; they win. omitted: keys of the file to do
-    without. Raises ConfigError, a line a fault: for a file that no recipe of ours trains, a key
-    that cannot be carried, a config that would not run.
+    overrides: `key=value` of our keys, as on the command line; they win. omitted: keys of the file
+    to leave out. Raises ConfigError, with a line for each fault, for a file that no recipe of ours
+    trains, a key that cannot be carried, or a config that is refused.
     """
     theirs = read_torchtune_file(path)
     # Of all tools' configs torchtune's alone name Python code so.
@@ -128,10 +131,10 @@ def import_file(
             f" imported; `tune validate {theirs.shown}` checks a config of ours, and has our key"
             " for each of another tool's"
         )
-    omitted_fates = omit_keys(omitted, theirs)
+    omitted_fates = _omit_keys(omitted, theirs)
     conversion = ConfigImport(theirs, DEFAULTS)
     convert(conversion)
-    given = {word.removeprefix("~").partition("=")[0] for word in overrides}
+    given = {word.removeprefix("~").partition("=")[0] for word in overrides}  # our keys
     loaded = _load(conversion, overrides, given)
     fates = _drop_idle(conversion, loaded, given) | omitted_fates
     settings = _select_settings(loaded, conversion.recipe)
@@ -145,11 +148,32 @@ def import_file(
     )
 
 
+def _omit_keys(keys: Iterable[str], theirs: TorchtuneFile) -> dict[str, KeyFate]:
+    """Remove keys and sections from `theirs`, as the user has asked; return their fates by key.
+
+    Raises ConfigError for a key that the file does not have.
+    """
+    fates = {}
+    for key in keys:
+        names = theirs.list_keys(key)
+        if not names:
+            raise ConfigError(f"--without: {theirs.shown} has no key {quote(key)}")
+        for name in names:
+            del theirs.values[name]
+            fates[name] = KeyFate(DROPPED, {}, "left out by --without")
+    return fates
+
+
 def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -> LoadedConfig:
-    """Check the config as `tune validate` does; our keys are taken as if they had been typed."""
+    """Load the config that was converted, checked as `tune validate` does.
+
+    Its settings are passed as overrides, so that those of the user are later ones and win. given:
+    our keys that the user sets. Raises ConfigError with lines that name places in their file.
+    """
     ours = dict(conversion.ours)
     for pair in ALTERNATIVES:
-        # What the user sets takes the place of its alternative.
+        # Keys for the same thing, such as data.source and data.sources: the user's takes the place
+        # of the converted one.
         for name, alternative in (pair, pair[::-1]):
             if name in given:
                 ours = {key: ours[key] for key in ours if not key.startswith(alternative)}
@@ -157,32 +181,35 @@ def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -
     try:
         return load_with_origins((), [*words, *overrides], read_recipe_configs()[conversion.recipe])
     except ConfigError as error:
-        typed = tuple(f"{COMMAND_LINE}: {show(word)}" for word in overrides)
+        # Beginnings of faults of the user's overrides, which stay; others are about converted keys.
+        user_faults = tuple(f"{COMMAND_LINE}: {show(word)}" for word in overrides)
         faults = (
-            line if typed and line.startswith(typed) else _place_fault(conversion, line)
+            line if user_faults and line.startswith(user_faults) else _place_fault(conversion, line)
             for line in error.faults
         )
         raise ConfigError(*faults) from error
 
 
 def _place_fault(conversion: ConfigImport, line: str) -> str:
-    """Return the line of a fault with the place in their file that it came of."""
+    """Return the line of a fault, with the place in their file instead of our override."""
     fault = line.removeprefix(f"{COMMAND_LINE}: ")
     our_name = fault.partition("=")[0]
-    place = conversion.theirs.shown
+    location = conversion.theirs.shown
     for key, fate in conversion.fates.items():
         if our_name in fate.ours:
-            place = f"{conversion.theirs.format_place(key)}: {show(key)}"
-    return f"{place}: as ours: {fault}"
+            location = f"{conversion.theirs.format_place(key)}: {show(key)}"
+    return f"{location}: as ours: {fault}"
 
 
 def _join_sources(ours: dict[str, Any]) -> dict[str, Any]:
-    """Put `data.sources[0].source` and its like into one list."""
+    """Return settings with all `data.sources[0].source` and the like joined to one list."""
     joined = {}
-    sources: dict[int, dict[str, Any]] = {}
+    sources: dict[int, dict[str, Any]] = {}  # index -> key -> value
+    # `data.columns` beside a list are those of validation: a dataset without its own has none.
+    columns: dict[str, Any] = {"columns": {}} if "data.columns" in ours else {}
     for name, value in ours.items():
         if match := _SOURCE.fullmatch(name):
-            sources.setdefault(int(match[1]), {})[match[2]] = value
+            sources.setdefault(int(match[1]), dict(columns))[match[2]] = value
         else:
             joined[name] = value
     if sources:
@@ -193,7 +220,11 @@ def _join_sources(ours: dict[str, Any]) -> dict[str, Any]:
 def _drop_idle(
     conversion: ConfigImport, loaded: LoadedConfig, given: set[str]
 ) -> dict[str, KeyFate]:
-    """Return the fates, with keys dropped whose counterpart is idle or given by the user."""
+    """Return the fates, with keys dropped whose counterpart is idle or given by the user.
+
+    An idle key is one that another setting robs of its effect.
+    """
+    # Our key -> why theirs is dropped.
     reasons = {line.partition(" has no effect: ")[0]: line for line in loaded.idle}
     reasons |= {name: f"{name} is set on the command line" for name in given}
     fates = dict(conversion.fates)
@@ -206,7 +237,7 @@ def _drop_idle(
 def _select_settings(loaded: LoadedConfig, recipe: str) -> dict[str, Any]:
     """Return our keys that differ from the defaults and have an effect, in the schema's order.
 
-    Of a list of sections it is what differs of each.
+    A list of sections becomes a list of dicts, of what differs in each.
     """
     keys = read_schema(read_recipe_configs()[recipe]).keys
     settings: dict[str, Any] = {}
@@ -220,6 +251,7 @@ def _select_settings(loaded: LoadedConfig, recipe: str) -> dict[str, Any]:
 
 
 def _select_fields(section: Any) -> dict[str, Any]:
+    # Of a dataclass, an attribute of the class is a field's default.
     fields = vars(section).items()
     return {name: value for name, value in fields if value != getattr(type(section), name, None)}
 
@@ -230,9 +262,9 @@ def _describe_fate(fate: KeyFate) -> str:
 
 
 def convert(conversion: ConfigImport) -> None:
-    """Note every key of the file.
+    """Choose our recipe, and note every key of the file in `conversion`.
 
-    Raises ConfigError for what does not train, or cannot be trained here.
+    Raises ConfigError for a file that does not train a model, and for all keys that are refused.
     """
     _check_purpose(conversion)
     is_adapted = conversion.read_component("model").startswith(("lora_", "qlora_"))
@@ -248,6 +280,7 @@ def convert(conversion: ConfigImport) -> None:
             "lora_finetune_distributed" if is_adapted else "full_finetune_distributed"
         )
     if not is_adapted:
+        # DEFAULTS has them for every file.
         del conversion.defaults["model.lora_rank"], conversion.defaults["model.lora_alpha"]
     if conversion.get_value("optimizer._component_") == "torch.optim.Adam" and conversion.is_on(
         "optimizer.weight_decay"
@@ -258,7 +291,7 @@ def convert(conversion: ConfigImport) -> None:
             " that too",
         )
     convert_datasets(conversion)
-    # Those first that bring defaults for others.
+    # The tables' keys first, in the tables' order: some bring defaults for later ones.
     for key in [*CONVERTED, *MEANINGS]:
         if key in conversion.theirs.values or key in conversion.defaults:
             _convert_key(conversion, key)
@@ -290,7 +323,7 @@ def _check_purpose(conversion: ConfigImport) -> None:
 
 
 def _convert_key(conversion: ConfigImport, key: str) -> None:
-    """Note what became of a key, if that is not known yet."""
+    """Note a key by the first table of `key_tables` that has it, unless it is noted already."""
     value = conversion.get_value(key)
     if conversion.is_noted(key):
         return
@@ -304,7 +337,8 @@ def _convert_key(conversion: ConfigImport, key: str) -> None:
         try:
             CONVERTED[key](conversion, key)
         except (AttributeError, TypeError, ValueError):
-            # Text where a number is expected, a list where text is.
+            # The functions take the user's value as it is: it may be text where a number is
+            # expected, or a list where text is.
             conversion.refuse(key, "is no value of this key", may_be_left_out=False)
     elif meaning := _find_meaning(key, str(value)):
         conversion.take(key, meaning)
@@ -327,15 +361,18 @@ def _convert_key(conversion: ConfigImport, key: str) -> None:
 
 
 def _find_meaning(key: str, value: str) -> Meaning | None:
-    """Return the meaning of a value of a key, which may be a component."""
-    # As it is written first: of optimizers the module counts too.
+    """Return the meaning of a value, written as text; None: it has none in MEANINGS.
+
+    A component, `torchtune.modules.loss.CrossEntropyLoss`, is found by its last word.
+    """
+    # As it is written first: of optimizers the module counts too. ANY stands for every value.
     meanings = MEANINGS.get(key, {})
     spellings = (value, value.rpartition(".")[2], value.partition(":")[0], ANY)
     return next((meanings[spelling] for spelling in spellings if spelling in meanings), None)
 
 
 def find_row(table: Mapping[str, str], key: str) -> str | None:
-    """Return the row of a key, or of the section that it is in."""
+    """Return the text of a key, or of the innermost section around it that has one; else None."""
     name = key
     while name:
         if name in table:
@@ -346,8 +383,9 @@ def find_row(table: Mapping[str, str], key: str) -> str | None:
 
 
 def _convert_model(c: ConfigImport, key: str) -> None:
-    """Read the builder: family and size are the folder's, adapters and quantization are keys of
-    ours.
+    """Note the model's builder, such as `torchtune.models.llama3.qlora_llama3_8b`.
+
+    Family and size come from the model folder; only NF4 quantization needs a key of ours.
     """
     component = str(c.get_value(key))
     family, _, builder = component.removeprefix("torchtune.models.").partition(".")
@@ -364,9 +402,9 @@ def _convert_model(c: ConfigImport, key: str) -> None:
 
 
 def _convert_folder(c: ConfigImport, key: str) -> None:
-    """Keep a folder that is here; of one that is not, take the name on the hub.
+    """Note a checkpoint folder: one that exists is kept, else the model's name on the hub is taken.
 
-    The file's `tune download` line has it.
+    The file's `tune download` line has that name.
     """
     folder = str(c.get_value(key)).rstrip("/")
     ours = "distill.teacher" if key.startswith("teacher") else "model.path"
@@ -391,7 +429,7 @@ def _convert_folder(c: ConfigImport, key: str) -> None:
 
 
 def find_hub_name(theirs: TorchtuneFile, folder: str) -> str | None:
-    """Return the name on the hub of the model that is downloaded into a folder.
+    """Return the name on the hub of the model that is downloaded into a folder; None: not known.
 
     The comments of a file have `tune download NAME --output-dir FOLDER`. The folder is this one, or
     one that has the model's own name.
@@ -408,6 +446,7 @@ def find_hub_name(theirs: TorchtuneFile, folder: str) -> str | None:
 
 
 def _convert_reference(c: ConfigImport, key: str) -> None:
+    # The reference model's folder has to be the trained model's.
     if str(c.get_value(key)).rstrip("/") == str(c.get_value("checkpointer.checkpoint_dir")).rstrip(
         "/"
     ):
@@ -417,6 +456,7 @@ def _convert_reference(c: ConfigImport, key: str) -> None:
 
 
 def _convert_tokenizer(c: ConfigImport, key: str) -> None:
+    # Theirs is a file, ours the folder of one.
     path = str(c.get_value(key))
     folder = str(c.get_value("checkpointer.checkpoint_dir")).rstrip("/").removesuffix("/original")
     if path.startswith(f"{folder}/"):
@@ -433,7 +473,7 @@ def _convert_tokenizer(c: ConfigImport, key: str) -> None:
 
 
 def _convert_template(c: ConfigImport, key: str) -> None:
-    """Take a model's own template for the one in its tokenizer's files."""
+    """Note a prompt template: a model's own is in its tokenizer's files, others are refused."""
     if str(c.get_value(key)).startswith("torchtune.models."):
         c.carry(
             key,
@@ -451,12 +491,13 @@ def _convert_template(c: ConfigImport, key: str) -> None:
 
 
 def _convert_linears(c: ConfigImport, key: str) -> None:
-    """Join three keys, which are one list here."""
+    """Note the three keys that choose modules for LoRA, which are one list here."""
     modules = [ATTENTION.get(str(word), str(word)) for word in c.get_value(key)]
     if c.get_value("model.apply_lora_to_mlp"):
         modules += MLP
     if c.get_value("model.apply_lora_to_output"):
         modules.append("head")
+    # ATTENTION: torchtune's name of a linear -> ours. MLP: our names of the MLP's linears.
     is_every_one = set(modules) == {*ATTENTION.values(), *MLP}
     c.carry(key, {"lora.target_modules": ["all-linear"] if is_every_one else modules})
     for switch in ("model.apply_lora_to_mlp", "model.apply_lora_to_output"):
@@ -465,6 +506,7 @@ def _convert_linears(c: ConfigImport, key: str) -> None:
 
 
 def _convert_steps(c: ConfigImport, key: str) -> None:
+    # Theirs counts the steps of an epoch, ours of the run.
     steps = c.get_value(key)
     epochs = c.get_value("epochs") or 1
     if epochs == 1:
@@ -479,7 +521,7 @@ def _convert_steps(c: ConfigImport, key: str) -> None:
         )
 
 
-# In this order: what a key brings as defaults is there for the next.
+# Key of theirs -> the function that notes it; called with the key, in this order.
 CONVERTED: dict[str, Callable[[ConfigImport, str], None]] = {
     "model._component_": _convert_model,
     "checkpointer.checkpoint_dir": _convert_folder,

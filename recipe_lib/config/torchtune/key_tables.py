@@ -1,17 +1,19 @@
-"""Tables of torchtune's keys and values (0.6.1).
+"""List torchtune's keys and values (0.6.1) with what stands for them in this project's configs.
 
-SAME and MEANINGS have those that are ours under another name, WITHOUT those that are not needed,
-REFUSED those that are missing here. In the tables of reasons a name is that of a key or of a
-section.
+`import_file.py` looks a key up in these tables, in this order: MEANINGS has keys whose values are
+translated, SAME those with another name alone, WITHOUT those that nothing is needed for, REFUSED
+those that are missing here. The last two have reasons, for a key or for all keys of a section.
+"Ours" is this project's, "theirs" and "there" torchtune's.
 """
 
 from typing import Any
 
 from recipe_lib.config.torchtune.conversion import VALUE, Meaning
 
+# In MEANINGS, stands for every value that has no entry of its own.
 ANY = "any value"
 
-# What torchtune takes for keys that a file leaves out, where that is not ours.
+# Key -> what torchtune takes for it if a file leaves it out, where our default is another one.
 DEFAULTS: dict[str, Any] = {
     "clip_grad_norm": None,
     "lr_scheduler._component_": "none",
@@ -20,8 +22,8 @@ DEFAULTS: dict[str, Any] = {
     "model.lora_rank": 8,
 }
 
-# A key that only such configs have -> what they are for, and what does that here.
 _NO_REINFORCEMENT = "there is none; dpo_distributed trains on pairs"
+# Key that only configs of another purpose have -> this purpose, and what serves it here.
 OTHER_PURPOSES = {
     "tasks": (
         "it measures a model (eleuther_eval) and trains none; `tune eval MODEL --lm-eval TASKS`"
@@ -32,6 +34,7 @@ OTHER_PURPOSES = {
     "max_new_tokens": "it generates and trains nothing; `tune generate MODEL` does",
 }
 
+# Reasons why an optimizer of theirs is not the same here, shown to the user.
 PAGED = (
     "states are on the device, none is paged out when it is full: memory.optimizer_offload=true has"
     " them on the host"
@@ -42,16 +45,23 @@ BLOCKS = (
 )
 NO_ZEROS = "no second moment is rounded to 0, which there makes too long steps of small gradients"
 FOUR_BITS = "as there, a gradient far below its block's largest hardly moves its weight"
+# Defaults of AdamW's classes in torch, torchao and bitsandbytes, where ours are others.
 _OF_ADAMW = {"optimizer.weight_decay": 0.01, "optimizer.betas": [0.9, 0.999]}
 
 
 def _describe_adamw(state_bits: int | None, why: str = "", *, differs: bool = True) -> Meaning:
+    """Return the meaning of an AdamW.
+
+    state_bits: bits of each number of the states; None: those of the parameters' dtype. differs:
+    the effect here is another one, for the reason `why`.
+    """
     bits = {} if state_bits is None else {"optimizer.state_bits": state_bits}
     return Meaning(
         {"optimizer.name": "adamw", **bits}, why=why, differs=differs, defaults=_OF_ADAMW
     )
 
 
+# `optimizer._component_` -> what it says here.
 OPTIMIZERS = {
     "torch.optim.AdamW": _describe_adamw(None, differs=False),
     "torch.optim.Adam": Meaning(
@@ -63,7 +73,7 @@ OPTIMIZERS = {
     "bitsandbytes.optim.PagedAdamW": _describe_adamw(32, PAGED),
     "bitsandbytes.optim.PagedAdamW8bit": _describe_adamw(8, f"{PAGED}; {BLOCKS}"),
 }
-# Where torchao had them, and has them.
+# Modules in which older and newer releases of torchao have them.
 for _module in ("prototype.low_bit_optim", "optim"):
     OPTIMIZERS[f"torchao.{_module}.AdamW8bit"] = _describe_adamw(8, NO_ZEROS)
     OPTIMIZERS[f"torchao.{_module}.AdamW4bit"] = _describe_adamw(4, FOUR_BITS, differs=False)
@@ -73,6 +83,7 @@ WARM_UP = (
     "each step of the warm-up has the rate that theirs has one step later: the first trains, there"
     " at a rate of 0"
 )
+# The default of torchtune's quantizers.
 _QAT = {"quantizer.groupsize": 256}
 _SELECTIVE = (
     "there some layers are recomputed whole, here in each layer attention and every second matmul"
@@ -81,14 +92,14 @@ _SELECTIVE = (
 _CHUNKED = "computed in memory.loss_chunks pieces, with the same value"
 _WRAPPED = {"parallel.fsdp_wrap_policy": "memory_efficient"}
 
-# Key -> what each of its values says here: the value as text, the last word of a component, or ANY
-# of them.
+# Key -> value -> what it says here. A value is written as text, a component by its whole path or by
+# its last word; ANY: every other value.
 MEANINGS: dict[str, dict[str, Meaning]] = {
     "tokenizer.max_seq_len": {
         "None": Meaning(
             {},
             "there no limit, here max_seq_len, of which longer samples are cut to: 2048 unless set",
-            True,
+            True,  # differs
         ),
         ANY: Meaning({"max_seq_len": VALUE}),
     },
@@ -170,7 +181,7 @@ MEANINGS: dict[str, dict[str, Meaning]] = {
         "TensorBoardLogger": Meaning({"log.trackers": ["tensorboard"]}),
     },
 }
-# What is said of another value, where it is not `expected X or Y`.
+# Key -> the error for a value without a meaning, in place of `expected X or Y`.
 NO_MEANING = {
     "custom_sharded_layers": "expected tok_embeddings and output",
     "optimizer._component_": f"no such optimizer; known are {', '.join(OPTIMIZERS)}",
@@ -179,7 +190,7 @@ NO_MEANING = {
     "loss._component_": "no such loss; there are cross-entropy and those of dpo.loss",
     "kd_loss._component_": "no such divergence; there are the losses of ForwardKL and ReverseKL",
 }
-# Keys without which the rest cannot be imported.
+# Keys of which a value without a meaning cannot be left out by `--without KEY`.
 NEEDED = (
     "optimizer._component_",
     "lr_scheduler._component_",
@@ -191,13 +202,14 @@ NEEDED = (
     "model._component_",
 )
 
-# The linears of a layer.
+# The linears of a layer: torchtune's name in attention -> ours; our names in the MLP.
 ATTENTION = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "output_proj": "o"}
 MLP = ("gate", "up", "down")
 
 _FROM_FOLDER = "the model's folder says it: config.json, and the index of its files"
 _RESUMED = "states are read from output_dir/state: resume=latest goes on with a run of ours"
 _PROFILER = "there is no profiler; `tune plan CONFIG --full` has the time of each part of a step"
+# Keys of each of the sections `checkpointer`, `ref_checkpointer`, `teacher_checkpointer`.
 _CHECKPOINTER = {
     "_component_": "checkpoints are folders in the Hugging Face layout",
     "checkpoint_files": _FROM_FOLDER,
@@ -272,7 +284,7 @@ WITHOUT = {
     "kd_loss.num_output_chunks": "the divergence is computed in memory.loss_chunks pieces",
     "low_cpu_ram": "weights are read one by one",
 }
-# Key or section -> what is missing here. Of a value that is off nothing is.
+# Key or section -> what is missing here. A value that is off (null, false, 0, empty) is accepted.
 REFUSED = {
     "resume_from_checkpoint": f"a state of torchtune's cannot be gone on with; {_RESUMED}",
     "checkpointer.recipe_checkpoint": f"a state of torchtune's cannot be gone on with; {_RESUMED}",
@@ -301,7 +313,7 @@ FAMILIES = (
     "qwen2_5",
 )
 
-# Words in a component's path -> why there is no such model here.
+# (part of a component's path, why there is no such model here).
 NO_MODELS = (
     ("vision", "there are no images here, only text"),
     ("multimodal", "there are no images here, only text"),

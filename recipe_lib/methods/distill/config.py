@@ -1,8 +1,9 @@
 """Define the config of `distill_distributed`, which trains a model to follow a teacher.
 
 `DistillConfig` is its section `distill`, `_RULES` are the combinations of keys that are refused,
-and `DistillFinetuneConfig` is the whole, with what the library asks of every recipe's config
-(`config.schema.RecipeFacts`). Imports no torch, so that configs are checked without it.
+and `DistillFinetuneConfig` is the whole, with the facts that the library asks of every recipe's
+config class (`config.schema.RecipeFacts`). A field is declared by `key(default, help, limits...)`;
+users see the text `help`. Imports no torch, so that configs are checked without it.
 """
 
 from dataclasses import dataclass, field
@@ -82,8 +83,8 @@ class DistillConfig:
         return [f"distill.{name}" for name in ("teacher", "teacher_preset") if getattr(self, name)]
 
 
-# Finds a config with no teacher or two; None: it has one.
 def _find_teacher_fault(cfg: Any) -> str | None:
+    """Return the error's text for a config with no teacher or two; None: it has one."""
     sources = cfg.distill.sources
     if len(sources) == 1:
         return None
@@ -95,7 +96,8 @@ def _find_teacher_fault(cfg: Any) -> str | None:
 
 # The cost of a lever (a key that trades precision for memory), as a plan that proposes it says it.
 _ROUNDED = "the teacher's weights are rounded"
-# Combinations that are refused; `applies` returns True, or the error's text, for a config with one.
+# Combinations that are refused. `applies` returns True, or the error's text, for a config with one;
+# `example` are overrides with which the tests try the rule.
 _RULES = (
     Rule(
         keys=("distill.teacher", "distill.teacher_preset"),
@@ -166,15 +168,15 @@ class DistillFinetuneConfig(LoraFinetuneConfig):
         "distill.trainable",
     )
     rules = _RULES
-    # What other tools call these keys, for the hint of an error.
+    # What other tools call these keys, parted by spaces, for the hint of an error.
     key_aliases = {
         "distill": "kd kd_config distillation",
         "distill.teacher": "teacher_model teacher_model_name_or_path teacher_model_path",
         "distill.temperature": "kd_temperature",
         "distill.weight": "kd_alpha kd_ratio",
     }
-    # Keys that there are not, with the answer of the error's line: other tools store a teacher's
-    # logits on disk.
+    # Key that does not exist here -> what there is in its place, which ends the error's line. Other
+    # tools store a teacher's logits on disk.
     key_answers = {
         "distill.from_disk": "the teacher runs with the model: distill.teacher names it;"
         " distill.quantize_teacher and distill.stream_teacher make it fit"

@@ -1,8 +1,8 @@
 """Build and check distillation's teacher, run it, and compute the metrics of steps and validations.
 
 The recipe `distill_distributed` calls `resolve_teacher` and `check_same_ids` before it builds
-models, `build_teacher` and `load_teacher` to have one, and `compute_teacher_states` in a step. With
-these states the student's output head computes the loss, `ops.distillation.Distillation`, whose
+models, then `build_teacher` and `load_teacher`, and `compute_teacher_states` in a step. With these
+states the trained model's output head computes the loss (`ops.distillation.Distillation`), whose
 sums `compute_distillation_means` averages.
 """
 
@@ -49,11 +49,11 @@ from recipe_lib.units import format_bytes
 def resolve_teacher(cfg: DistillFinetuneConfig) -> ResolvedModel:
     """Return the teacher that the config names, checked: its folder, config.json and architecture.
 
-    Raises CheckpointError or ConfigError if it cannot be read, or cannot be divided among the ranks
-    or quantized as the config says.
+    Raises CheckpointError or ConfigError, with the teacher's key, if it cannot be read, or cannot
+    be divided among the ranks or quantized as the config says.
     """
     keys = cfg.distill
-    key = "distill.teacher" if keys.teacher else "distill.teacher_preset"
+    key = "distill.teacher" if keys.teacher else "distill.teacher_preset"  # the one that is set
     try:
         source = resolve_model(ModelConfig(path=keys.teacher, preset=keys.teacher_preset))
         spec = cast(DecoderSpec, source.spec)
@@ -80,8 +80,8 @@ def resolve_teacher(cfg: DistillFinetuneConfig) -> ResolvedModel:
 def check_same_ids(source: ResolvedModel, tokenizer: Tokenizer, data: TrainingData) -> None:
     """Raise DataError, with the first difference, if an id is another token for the teacher.
 
-    source: the teacher. tokenizer: the model's. It is also raised for samples with ids that the
-    teacher's embedding lacks.
+    source: the teacher. tokenizer: the trained model's. DataError is also raised for samples with
+    ids that the teacher's embedding lacks. Samples longer than its positions are warned of.
     """
     if source.folder is None:  # a preset, which has no tokenizer
         return
@@ -156,8 +156,8 @@ def compute_teacher_states(teacher: Decoder, batch: Batch) -> TeacherStates:
 
     Not its logits, which the loss computes for a chunk of the tokens at a time.
     """
-    # FSDP frees what it gathered at the end of the root's forward. To run the layers without the
-    # head is none, so that `evaluate_in_parts` frees it.
+    # FSDP frees what it gathered at the end of the root module's forward. Running the layers
+    # without the head is no such forward, so that `evaluate_in_parts` frees it.
     with evaluate_in_parts(teacher):
         hidden = teacher.hidden_states(batch.tokens, batch.positions, batch.attention)
 
@@ -188,8 +188,8 @@ def compute_distillation_means(
 ) -> dict[str, Tensor]:
     """Return loss, divergence and cross-entropy, means over the label tokens of all ranks.
 
-    sums: divergence and cross-entropy summed over this rank's tokens, `[2]`. num_label_tokens: of
-    all ranks. A collective.
+    sums: divergence and cross-entropy summed over this rank's label tokens, `[2]`.
+    num_label_tokens: of all ranks. A collective.
     """
     sums = world.all_reduce_sum(world.sum_over_sequence(sums))
     divergence, cross_entropy = sums / max(1, num_label_tokens)
@@ -207,8 +207,8 @@ def validate_distillation(
 ) -> dict[str, float]:
     """Return the metrics of a validation by name: means over label tokens, and their number.
 
-    Each validation sequence counts once; without dropout. A collective. add_sums: runs a
-    micro-batch, and adds its divergence and its cross-entropy to a tensor `[2]`.
+    Each validation sequence counts once; the model runs without dropout. A collective. add_sums:
+    runs a micro-batch, and adds its divergence and its cross-entropy to a tensor `[2]`.
     """
     sums = torch.zeros(2, device=world.device, dtype=torch.float64)
     num_label_tokens, _ = sum_over_validation(

@@ -15,7 +15,10 @@ from recipe_lib.units import format_bytes
 
 
 def check_answers(data: TrainingData, cfg: DpoConfig) -> None:
-    """Raise ConfigError unless the loss can train on these samples: pairs, or labeled answers."""
+    """Raise ConfigError unless the loss can train on these samples: pairs, or labeled answers.
+
+    For labeled answers see `check_labels`.
+    """
     if cfg.takes_single_answers:
         check_labels(data, cfg)
     else:
@@ -37,7 +40,7 @@ def check_labels(data: TrainingData, cfg: DpoConfig) -> None:
             " that are wanted and some that are not; add the others, or train on the answers"
             " themselves with lora_finetune_distributed"
         )
-    # With packing a batch of one is a pack of several samples: so those of step 0 are counted.
+    # With packing a batch of one may be a pack of several samples, so that step 0's are counted.
     first_slot = data.plan.slots(step=0)[0]  # indices of the samples in it
     if cfg.loss == "kto" and data.global_batch_size == 1 and len(first_slot) == 1:
         raise ConfigError(

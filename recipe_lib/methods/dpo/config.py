@@ -1,8 +1,9 @@
 """Define the config of `dpo_distributed`, which trains by preference optimization.
 
 `DpoConfig` is its section `dpo`, `_RULES` are the combinations of keys that are refused, and
-`DpoFinetuneConfig` is the whole, with what the library asks of every recipe's config
-(`config.schema.RecipeFacts`). Imports no torch, so that configs are checked without it.
+`DpoFinetuneConfig` is the whole, with the facts that the library asks of every recipe's config
+class (`config.schema.RecipeFacts`). A field is declared by `key(default, help, limits...)`; users
+see the text `help`. Imports no torch, so that configs are checked without it.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from recipe_lib.config.flat_schema import key
 from recipe_lib.config.schema import LoraFinetuneConfig
 
 UNPAIRED = ("kto", "apo_zero_unpaired")  # losses of single answers
-# The condition of a key that these losses alone have.
+# The condition under which a key of these losses has an effect.
 _OF_SINGLE_ANSWERS = f"dpo.loss in {', '.join(UNPAIRED)}"
 
 
@@ -94,10 +95,11 @@ class DpoConfig:
         return self.loss != "simpo" and not self.reference_free
 
 
-# Combinations that are refused; `applies` is not empty for a config that has one. Both judge by the
-# format's name, before a sample is read: `list_unused_formats` returns the formats of the config
-# whose samples are not what this recipe needs, or an empty set if it needs something else. `reads`:
-# `applies` also looks at the formats of `data.sources`.
+# Combinations that are refused. `applies` is not empty for a config that has one; `reads` are
+# further keys that it looks at; `example` are overrides with which the tests try the rule. Both
+# judge by the format's name, before a sample is read: `list_unused_formats` returns the formats of
+# the config whose samples are not of the kind (pairs, labeled answers) that this recipe trains on;
+# it is empty if the recipe trains on another kind.
 _RULES = (
     Rule(
         keys=("dpo.loss", "data.format"),
@@ -143,7 +145,7 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
         "dpo.trainable",
     )
     rules = _RULES
-    # What other tools call these keys, for the hint of an error.
+    # What other tools call these keys, parted by spaces, for the hint of an error.
     key_aliases = {
         "dpo": "rl preference dpo_config pref",
         "dpo.beta": "dpo_beta pref_beta rl_beta beta",

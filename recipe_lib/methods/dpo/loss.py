@@ -2,24 +2,8 @@
 
 The recipe `dpo_distributed` calls `compute_preference_loss` with the answers' log-probabilities of
 a micro-batch, `estimate_kl` before it for KTO, `compute_step_metrics` for the sums of a step, and
-`validate_preference`. The losses (`dpo.loss`) are over pairs of a chosen and a rejected answer, w
-and l, with p the policy and q the reference:
-
-    reward r = beta * (log p - log q)    of a whole answer: the sum over its trained tokens
-    sigmoid  -log sigmoid(r_w - r_l)     DPO, arXiv 2305.18290; with label_smoothing e (cDPO):
-             -(1 - e) log sigmoid(r_w - r_l) - e log sigmoid(r_l - r_w)
-    ipo      ((r_w - r_l) / beta - 1 / (2 beta))^2     arXiv 2310.12036; of means over tokens
-    simpo    -log sigmoid(r_w - r_l - gamma)           arXiv 2405.14734; of means, and q = 1
-
-and over single answers (KTO, arXiv 2402.01306), with s = 1 for a desirable answer and -1 for an
-undesirable one:
-
-    kto                w * (1 - sigmoid(s * (r - beta * kl)))
-    apo_zero_unpaired  the same with kl = 0            arXiv 2408.06266
-
-w is desirable_weight or undesirable_weight. kl is an estimate of the KL divergence of p from q: the
-mean of log p - log q over all samples of the step, each prompt with the answer of the sample before
-it (of the first, the last one's), and 0 at the least. No gradient goes through it.
+`validate_preference`. In formulas p is the policy, q the reference; an answer's log-probability
+(logp) is the sum over its trained tokens, or for ipo and simpo the mean.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,8 +19,8 @@ from recipe_lib.methods.dpo.config import DpoConfig
 from recipe_lib.parallel import Parallel, World
 from recipe_lib.training import TrainingData, get_values, name_validation, sum_over_validation
 
-# Yields for each micro-batch, as it is asked for, the log-probabilities of its answers; None if
-# another rank of the pipeline has them, or there is no reference.
+# Yields for each micro-batch, as it is asked for, the log-probabilities of its answers,
+# `[number of answers]`; None if another rank of the pipeline has them, or there is no reference.
 ComputeLogps = Callable[[Sequence[Batch]], Iterator[Any]]
 
 # Names of the sums that the losses return beside the loss, in their order.
@@ -75,14 +59,14 @@ def compute_pair_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss summed over p pairs, a scalar with a graph, and PAIR_SUMS without one `[4]`.
 
-    policy_logps, reference_logps: `[2 p]`, chosen and rejected in turn, from
-    `training.compute_answer_logps`; a reference of None finds both answers equally likely. Divide
-    the loss by the pairs of the whole step.
+    The reward of an answer is r = beta (log p - log q). policy_logps, reference_logps: `[2 p]`,
+    chosen and rejected in turn, from `training.compute_answer_logps`; a reference of None finds
+    both answers equally likely. Divide the loss by the pairs of the whole step.
     """
     # Without a reference, q is the same for all answers: log q drops out of the differences.
     log_ratios = policy_logps if reference_logps is None else policy_logps - reference_logps
     rewards = cfg.beta * log_ratios
-    # In turn, as a batch numbers its sequences.
+    # A batch numbers the chosen and the rejected answers in turn.
     chosen = rewards[0::2]
     rejected = rewards[1::2]
     loss = _compute_pair_losses(chosen - rejected, cfg).sum()
@@ -92,7 +76,12 @@ def compute_pair_loss(
 
 
 def _compute_pair_losses(margins: Tensor, cfg: DpoConfig) -> Tensor:
-    """Return the loss of each pair, `[p]`.
+    """Return the loss of each pair, `[p]`, with m its margin.
+
+        sigmoid  -log sigmoid(m)                  DPO, arXiv 2305.18290; with e = label_smoothing
+                 -(1 - e) log sigmoid(m) - e log sigmoid(-m)    conservative DPO
+        ipo      (m / beta - 1 / (2 beta))^2      arXiv 2310.12036
+        simpo    -log sigmoid(m - simpo_gamma)    arXiv 2405.14734, without a reference
 
     margins: the chosen answer's reward minus the rejected one's, `[p]`.
     """
@@ -114,10 +103,13 @@ def compute_single_answer_loss(
     """Return (loss, sums) of n answers: the loss summed over them, and SINGLE_ANSWER_SUMS `[5]`.
 
     The loss is a scalar with a graph, the sums have none. Divide the loss by the answers of the
-    whole step.
+    whole step. With s = 1 for a desirable answer and -1 for an undesirable one, and w its weight:
+
+        kto                w (1 - sigmoid(s beta (log p - log q - kl)))    arXiv 2402.01306
+        apo_zero_unpaired  the same with kl = 0                            arXiv 2408.06266
 
     policy_logps, reference_logps: `[n]`; a reference of None finds all answers equally likely.
-    labels: `[n]`, 1: desirable, 0: undesirable. kl: a scalar; None: 0.
+    labels: `[n]`, 1: desirable, 0: undesirable. kl: of `estimate_kl`, `[]`; None: 0.
     """
     log_ratios = policy_logps if reference_logps is None else policy_logps - reference_logps
     is_desirable = labels > 0
@@ -152,7 +144,8 @@ def compute_step_metrics(
 
     For pairs also the share of pairs whose chosen answer has the larger reward, for KTO also `kl`.
     The mean reward is 0 if there are no answers of its kind. sums: those of
-    `compute_preference_loss`, over all ranks. num_items: pairs or answers, of all ranks.
+    `compute_preference_loss`, added up over all ranks. num_items: pairs or answers, of all ranks.
+    kl: of `estimate_kl`; None: the loss has none.
     """
     if cfg.takes_single_answers:
         # Each reward is divided by the number of its answers, of which a step may have none.
@@ -177,6 +170,10 @@ def estimate_kl(
     world: World,
 ) -> Tensor:
     """Return KTO's estimate of KL(policy || reference), fp64 `[]` on the device. A collective.
+
+    It is the mean of log p - log q over all samples of the step, each prompt with the answer of the
+    sample before it (of the first, the last one's), and 0 at the least. No gradient goes through
+    it.
 
     policy_logps, reference_logps: of each mismatched micro-batch of this rank, in which a prompt is
     followed by another sample's answer. None: another rank of the pipeline has it, or there is no
@@ -217,7 +214,7 @@ def validate_preference(
 ) -> dict[str, float]:
     """Return the metrics of all validation pairs or answers by name: means, and their number.
 
-    Each counts once; without dropout. A collective.
+    Each counts once; the models run without dropout. A collective.
     """
     kl = None
     if cfg.loss == "kto":  # over all samples: a pass before the one that takes the losses

@@ -1,8 +1,9 @@
 """Define the config of `reward_distributed`, which trains reward models and sequence classifiers.
 
 `RewardConfig` is its section `reward`, `_RULES` are the combinations of keys that are refused, and
-`RewardFinetuneConfig` is the whole, with what the library asks of every recipe's config
-(`config.schema.RecipeFacts`). Imports no torch, so that configs are checked without it.
+`RewardFinetuneConfig` is the whole, with the facts that the library asks of every recipe's config
+class (`config.schema.RecipeFacts`). A field is declared by `key(default, help, limits...)`; users
+see the text `help`. Imports no torch, so that configs are checked without it.
 """
 
 from dataclasses import dataclass, field
@@ -47,12 +48,12 @@ class RewardConfig:
     )
 
 
-# Combinations that are refused; `applies` is true, or not empty, for a config that has one.
+# Combinations that are refused. `applies` is true, or not empty, for a config that has one; `reads`
+# are further keys that it looks at; `example` are overrides with which the tests try the rule.
 _RULES = (
     # These two judge by the format's name, before a sample is read. `list_unused_formats` returns
-    # the formats of the config whose samples are not what this recipe needs: pairs, or classes; an
-    # empty set if it needs something else. `reads`: `applies` also looks at the formats of
-    # `data.sources`, so that the rule waits until these keys are valid.
+    # the formats of the config whose samples are not of the kind (pairs, classes) that this recipe
+    # trains on; it is empty if the recipe trains on another kind.
     Rule(
         keys=("reward.loss", "data.format"),
         applies=lambda cfg: list_unused_formats(cfg, "pairs"),

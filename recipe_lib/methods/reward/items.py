@@ -1,8 +1,9 @@
-"""Check the samples of reward models and classifiers, and choose what their exports need.
+"""Check and number the samples of reward models and classifiers, and make their exports' config.
 
-The recipe `reward_distributed` calls `prepare_items` when its samples are open. It numbers the
-classes, and returns the config.json of the export: with the classes' names, and with the id of the
-padding token, which transformers needs to find the last token of a padded sequence.
+The recipe `reward_distributed` calls `prepare_items` when its samples are open. An item is what the
+loss counts: a pair of answers, or a sequence with a class. The export's config.json gets the
+classes' names, and the id of the padding token, by which transformers finds the last token of a
+padded sequence.
 """
 
 from dataclasses import replace
@@ -20,20 +21,21 @@ from recipe_lib.training.training_data import TrainingData, check_pairs
 
 
 def prepare_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) -> ResolvedModel:
-    """Check the samples and number their classes, in place; return the source for exports.
+    """Check the samples and number their classes, in place; return `source` with another config.
 
-    Its config is the config.json that they get, with the classes' names and the padding id.
-    Raises ConfigError for a wrong `reward.num_labels`, DataError for samples that the loss cannot
-    take.
+    This is the config.json of exports, with the classes' names and the padding id. source: the
+    model that is trained. Raises ConfigError if `reward.num_labels` does not fit the classes,
+    DataError for samples that the loss cannot take.
     """
     if cfg.loss == "pairwise":
         check_pairs(data, "reward.loss=classification")
         for dataset in (data.dataset, data.validation_dataset):
+            # The values of pairs are margins; 0 for a pair without one.
             if dataset is not None and not np.isfinite(dataset.values).all():
-                place = dataset.place(int(np.flatnonzero(~np.isfinite(dataset.values))[0]))
+                sample_place = dataset.place(int(np.flatnonzero(~np.isfinite(dataset.values))[0]))
                 raise DataError(
-                    f"{place}: .margin: found no finite number, expected one, or no margin; correct"
-                    " the sample"
+                    f"{sample_place}: .margin: found no finite number, expected one, or no margin;"
+                    " correct the sample"
                 )
         names = ["LABEL_0"]  # as transformers names a single label
     else:
@@ -48,7 +50,10 @@ def prepare_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) 
 
 
 def describe_score_head(model: Decoder, source: ResolvedModel) -> str:
-    """Return a line for the log on the score head: its shape, and where its weights come from."""
+    """Return a line for the log on the score head: its shape, and where its weights come from.
+
+    source: what the model was made from, a checkpoint's folder or an architecture alone.
+    """
     spec = model.spec
     is_read = source.folder and count_head_labels(source.config)
     start = "read from the checkpoint" if is_read else "new, with random weights"
@@ -73,15 +78,15 @@ def _name_classes(dataset: Dataset, source: ResolvedModel) -> list[str]:
             f"{source_name}: found one class ({', '.join(classes)}) in all samples, expected two or"
             " more; add samples of others"
         )
-    # The checkpoint may have a trained head: each of its rows stays with its class.
+    # The checkpoint may have a trained score head: each of its rows stays with its class.
     label_ids = source.config.get("label2id") if count_head_labels(source.config) else None
     if isinstance(label_ids, dict) and set(classes) <= set(label_ids):
         return [name for name, _ in sorted(label_ids.items(), key=lambda item: item[1])]
     numbered = [name for name in classes if name.isdecimal()]  # classes whose names are numbers
     if numbered and len(numbered) < len(classes):
-        named = next(name for name in classes if not name.isdecimal())
+        first_name = next(name for name in classes if not name.isdecimal())
         raise DataError(
-            f"{source_name}: found classes by number ({numbered[0]}) and by name ({named}),"
+            f"{source_name}: found classes by number ({numbered[0]}) and by name ({first_name}),"
             " expected one kind; name all of them, or number them from 0 on"
         )
     # Numbers stay as they are, also where the samples lack some below the largest.
@@ -111,7 +116,7 @@ def _name_exported_classes(names: list[str], source: ResolvedModel) -> list[str]
 
 
 def _number_classes(dataset: Dataset, names: list[str]) -> Dataset:
-    """Return the dataset with its classes numbered by their places in `names`.
+    """Return a dataset whose values are indices of classes in `names`.
 
     Raises DataError for a class that is not among the names.
     """
@@ -140,6 +145,7 @@ def _find_padding_id(tokenizer: Tokenizer, dataset: Dataset) -> int | None:
     if tokenizer.pad_id is not None and tokenizer.pad_id not in last_ids:
         return tokenizer.pad_id
     texts = list(tokenizer.special_texts)  # of special tokens
+    # Text of a special token -> its id.
     ids = {
         text: pieces[0]
         for text, pieces in zip(texts, tokenizer.encode_pieces(texts), strict=True)

@@ -1,12 +1,8 @@
 """Compute the losses of a score head, which is read at the last token of each sequence.
 
 The recipe `reward_distributed` calls `compute_scores` and `compute_score_loss` for a micro-batch,
-`compute_score_metrics` for the sums of a step, and `validate_scores`. The losses (`reward.loss`):
-
-    pairwise         -log sigmoid(r_w - r_l - m), Bradley-Terry, with r the scores of a chosen and a
-                     rejected answer and m the pair's margin; plus c (r_w + r_l)^2 (arXiv
-                     2312.09244)
-    classification   -log softmax(scores)[class]
+`compute_score_metrics` for the sums of a step, and `validate_scores`. An item is what the loss
+counts: a pair of a chosen and a rejected answer, or a sequence with a class (`reward.loss`).
 """
 
 from collections.abc import Callable
@@ -70,8 +66,14 @@ def pick_sequence_scores(scores: Tensor, batch: Batch) -> Tensor:
 def compute_score_loss(scores: Tensor, values: Tensor, cfg: RewardConfig) -> tuple[Tensor, Tensor]:
     """Return (loss, sums) of a micro-batch's items: pairs of answers, or sequences with a class.
 
-    The loss is summed over items, a scalar with a graph; divide it by the items of the whole step.
-    The sums have no graph, and the names of `list_summed_metrics`.
+    The loss is summed over items, fp64 `[]` with a graph; divide it by the items of the whole step:
+
+        pairwise         -log sigmoid(r_w - r_l - m), Bradley-Terry, with r the scores of a chosen
+                         and a rejected answer and m the pair's margin; plus c (r_w + r_l)^2 with
+                         c = center_rewards_coefficient (arXiv 2312.09244)
+        classification   -log softmax(scores)[class]
+
+    The sums are over the same items, without a graph, in the order of `list_summed_metrics`.
 
     scores: `[2 p, 1]` of p pairs, chosen and rejected in turn; or `[q, n]` of q sequences. values:
     margins `[p]` of pairs, or indices of classes `[q]`.
@@ -81,7 +83,7 @@ def compute_score_loss(scores: Tensor, values: Tensor, cfg: RewardConfig) -> tup
         loss = F.cross_entropy(scores, classes, reduction="sum")
         num_correct = (scores.argmax(dim=1) == classes).double().sum()
         return loss, torch.stack([loss.detach(), num_correct])
-    # In turn, as a batch numbers its sequences.
+    # A batch numbers the chosen and the rejected answers in turn.
     chosen = scores[0::2, 0]
     rejected = scores[1::2, 0]
     loss = -F.logsigmoid(chosen - rejected - values).sum()
@@ -98,9 +100,9 @@ def list_summed_metrics(cfg: RewardConfig) -> tuple[str, ...]:
 
 
 def compute_score_metrics(sums: Tensor, num_items: int, cfg: RewardConfig) -> dict[str, Tensor]:
-    """Return the metrics of a step by name, each the mean over its items.
+    """Return the metrics of a step by name, each the mean over its items, as tensors `[]`.
 
-    sums: those of `compute_score_loss`, over all ranks. num_items: of all ranks.
+    sums: those of `compute_score_loss`, added up over all ranks. num_items: of all ranks.
     """
     metrics = dict(zip(list_summed_metrics(cfg), sums / max(1, num_items), strict=True))
     if cfg.loss == "pairwise":

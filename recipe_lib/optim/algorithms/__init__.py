@@ -1,4 +1,4 @@
-"""The optimizers that ship, a file each, named as `optimizer.name`; importing registers them."""
+"""Register the optimizers that ship: one in each file, which has the name of `optimizer.name`."""
 
 from importlib import import_module
 from pkgutil import iter_modules

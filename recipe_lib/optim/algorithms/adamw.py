@@ -1,4 +1,7 @@
-"""AdamW (Loshchilov and Hutter, arXiv:1711.05101): torch's own, or ours where its states differ."""
+"""Build AdamW (Loshchilov and Hutter, arXiv:1711.05101): torch's, or ours for other states.
+
+`optim.optimizers.build_optimizer` calls `build_adamw` for `optimizer.name=adamw`.
+"""
 
 import torch
 from torch import nn
@@ -8,6 +11,7 @@ from recipe_lib.config import OptimizerConfig, register
 from recipe_lib.config.optimizer_facts import OptimizerFacts
 from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, TrainedParameters
 
+# The config keys that AdamW reads, and its states.
 FACTS = OptimizerFacts(
     keys=("betas", "eps", "implementation", "state_bits", "master_weights", "stochastic_rounding"),
     states=("exp_avg", "exp_avg_sq"),
@@ -19,7 +23,11 @@ FACTS = OptimizerFacts(
 def build_adamw(
     cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]
 ) -> Optimizer:
-    """Return torch's AdamW, or ours for other state bits, master weights, stochastic rounding."""
+    """Return torch's AdamW, or ours for other state bits, master weights, stochastic rounding.
+
+    params: ours needs a TrainedParameters; with a plain list it is torch's. kernels: torch's
+    keywords `fused` and `foreach`.
+    """
     beta1, beta2 = cfg.betas
     bits = {parameter.dtype.itemsize * 8 for parameter in params}
     has_other_bits = cfg.state_bits is not None and not bits <= {cfg.state_bits}

@@ -1,12 +1,9 @@
-"""Muon for the matrices of layers: steps are their momentum made orthogonal; AdamW for all else.
+"""Step the matrices of layers by Muon, their momentum made orthogonal, and all else by AdamW.
 
-The arithmetic is torch.optim.Muon's with `match_rms_adamw` (Jordan 2024,
-kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982): a step's root mean square is 0.2
-times the rate, about that of AdamW, so that both go by one `optimizer.lr`.
-
-Making a matrix orthogonal takes all of it. Ranks that share matrices exchange them: of n ranks each
-gathers one of n matrices, computes for it what no other rank does, and sends everyone's part back.
-So a rank never holds more than one full matrix (in bf16), and does a share of the work.
+`optim.optimizers.build_optimizer` calls `build_muon`. A step's root mean square is 0.2 times the
+learning rate, about that of AdamW, so that both go by one `optimizer.lr`. Ranks among which
+matrices are sharded exchange them: of n ranks each gathers one of n full matrices, makes it
+orthogonal and sends every rank its part back.
 """
 
 import math
@@ -29,24 +26,33 @@ from recipe_lib.optim.low_bit_adamw import (
     iterate_chunks,
 )
 
+# The arithmetic is torch.optim.Muon's with `match_rms_adamw` (Jordan 2024,
+# kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982).
+
+# The config keys that Muon reads, and its states: AdamW's, and one for each matrix of a layer.
 FACTS = OptimizerFacts(
     keys=("betas", "eps", "momentum", "state_bits", "master_weights", "stochastic_rounding"),
     states=("exp_avg", "exp_avg_sq"),
     layer_matrix_states=("momentum_buffer",),
 )
 
-MOMENTUM = 0.95  # where the config has none
+# These are torch.optim.Muon's.
+MOMENTUM = 0.95  # where `optimizer.momentum` is None
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # linear, cubic and quintic, of an iteration
-_ITERATIONS = 5
-_SMALLEST_NORM = 1e-7
-_RMS = 0.2  # of a step, over the learning rate
+_ITERATIONS = 5  # of the Newton-Schulz iteration
+_SMALLEST_NORM = 1e-7  # that a matrix is divided by
+_RMS = 0.2  # root mean square of a step, over the learning rate
 
 
 @register("optimizer.name", "muon", FACTS)
 def build_muon(
     cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]
 ) -> "Muon":
-    """Return Muon for the layers' matrices, AdamW for the rest."""
+    """Return Muon for the layers' matrices, with AdamW for the rest.
+
+    kernels: not read, as there is one implementation. Raises ConfigError for parameters without
+    names.
+    """
     if not isinstance(params, TrainedParameters) or len(params.names) < len(params):
         raise ConfigError(
             "optimizer.name: found muon for parameters without names, by which it knows the layers'"
@@ -56,14 +62,14 @@ def build_muon(
 
 
 class Muon(ChunkedOptimizer):
-    """Muon's rule for matrices of layers, AdamW's for the others. A step is a collective."""
+    """Muon's rule for matrices of layers, AdamW's for other parameters. A step is a collective."""
 
     def __init__(self, params: TrainedParameters, cfg: OptimizerConfig):
         momentum = MOMENTUM if cfg.momentum is None else cfg.momentum
         super().__init__(
             params, cfg, {"betas": tuple(cfg.betas), "eps": cfg.eps, "momentum": momentum}
         )
-        # By matrix: its index among those that the same ranks share
+        # Matrix -> its index among those that are sharded over the same ranks.
         self._indices: dict[nn.Parameter, int] = {}
         orthogonalized = [parameter for parameter in params if not self.is_elementwise(parameter)]
         for matrices in self._group_by_sharding(orthogonalized).values():
@@ -78,6 +84,7 @@ class Muon(ChunkedOptimizer):
         return not is_layer_matrix(parameter, self.names.get(parameter, ""))
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        """Step parameters with gradients by the hyperparameters of one of torch's groups."""
         matrices = []
         for parameter in parameters:
             if parameter in self._indices:
@@ -85,6 +92,7 @@ class Muon(ChunkedOptimizer):
             else:
                 self._step_adamw(parameter, group)
         for sharded_over, alike in self._group_by_sharding(matrices).items():
+            # As many at a time as ranks exchange them: (mesh, mesh dimension).
             count = 1 if sharded_over is None else sharded_over[0].size(sharded_over[1])
             for first in range(0, len(alike), count):
                 self._step_matrices(group, alike[first : first + count], sharded_over)
@@ -92,10 +100,10 @@ class Muon(ChunkedOptimizer):
     def _group_by_sharding(self, matrices: list[nn.Parameter]) -> dict[Any, list[nn.Parameter]]:
         """Return matrices by the (mesh, mesh dimension) of the ranks that exchange them.
 
-        None: full on each rank.
+        Key None: matrices that every rank has in full.
         """
         groups: dict[Any, list[nn.Parameter]] = {}
-        # By shape, so that ranks that step alike ones together have equal work.
+        # Sorted by shape, so that matrices that are stepped together mean equal work for each rank.
         for matrix in sorted(matrices, key=lambda matrix: tuple(matrix.shape)):
             sharded_over = None
             sharded_dims = _find_sharded_dims(matrix)
@@ -107,7 +115,10 @@ class Muon(ChunkedOptimizer):
     def _step_matrices(
         self, group: dict[str, Any], matrices: list[nn.Parameter], sharded_over: Any
     ) -> None:
-        """Step at most as many matrices as there are ranks that exchange them."""
+        """Step matrices, at most as many as there are ranks that exchange them.
+
+        sharded_over: a key of `_group_by_sharding`.
+        """
         shards = [self._begin(parameter) for parameter in matrices]
         updates = [
             self._update_momentum(shard, group, matrix)
@@ -134,9 +145,9 @@ class Muon(ChunkedOptimizer):
     def _update_momentum(
         self, shard: ParameterShard, group: dict[str, Any], matrix: nn.Parameter
     ) -> Tensor:
-        """Add this step's gradient to the momentum, and return Nesterov's look ahead from it.
+        """Add this step's gradient to the momentum, and return the update by Nesterov's rule.
 
-        bf16, on the computing device.
+        It is this rank's part, bf16 on the computing device.
         """
         update = torch.empty(shard.weights.shape, dtype=torch.bfloat16, device=self.device)
         momentum = group["momentum"]
@@ -151,13 +162,13 @@ class Muon(ChunkedOptimizer):
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return `[m, n]` with about a matrix's singular vectors and singular values near 1, in bf16.
+    """Return a matrix `[m, n]` with its singular vectors and singular values near 1, in bf16.
 
     Five steps of a Newton-Schulz iteration of degree 5, after division by the Frobenius norm. Next
     to the argument it takes two matrices of that size and two of the shorter side squared.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
-    # Products have the shorter side squared.
+    # Transposed if tall: the products then have the size of the shorter side.
     current = matrix.bfloat16().T if is_tall else matrix.bfloat16()
     current = current / current.norm().clamp(min=_SMALLEST_NORM)
     linear, cubic, quintic = _COEFFICIENTS
@@ -170,17 +181,21 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MatrixSharding:
-    """The sharding of a matrix over the ranks that exchange it, and perhaps over others."""
+    """The sharding of a matrix over the ranks that exchange it, and perhaps over others.
+
+    With FSDP alone the ranks that exchange share the full matrix; with tensor parallelism, whose
+    parts FSDP shards, they share such a part.
+    """
 
     matrix: DTensor
-    # What the exchanging ranks share: the full matrix, unless others have it sharded further
-    shape: tuple[int, ...]
-    dim: int  # that the exchanging ranks have sharded
-    other_dims: tuple[tuple[int, int], ...]  # (mesh dimension, dimension) of further, even parts
+    shape: tuple[int, ...]  # of what the exchanging ranks share
+    dim: int  # the matrix dimension that the exchanging ranks have sharded
+    # (mesh dimension, matrix dimension) of further shardings, into equal parts
+    other_dims: tuple[tuple[int, int], ...]
 
     @classmethod
     def from_matrix(cls, matrix: Any) -> "MatrixSharding":
-        """Return the sharding of a matrix that some ranks share."""
+        """Return the sharding of a matrix, which has to be sharded over at least one dimension."""
         (_, dim), *other_dims = _find_sharded_dims(matrix)
         shape = list(matrix.shape)
         for mesh_dim, other_dim in other_dims:
@@ -188,15 +203,15 @@ class MatrixSharding:
         return cls(matrix=matrix, shape=tuple(shape), dim=dim, other_dims=tuple(other_dims))
 
     def compute_part_shape(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """Return the shape of a rank's part."""
-        # FSDP's parts are equal, the last ones shorter or empty.
+        """Return the shape of the part that one of the exchanging ranks has."""
+        # FSDP's parts are equal, but the last ones may be shorter or empty.
         length = -(-self.shape[self.dim] // ranks)
         shape = list(self.shape)
         shape[self.dim] = max(0, min(length, self.shape[self.dim] - rank * length))
         return tuple(shape)
 
     def split_parts(self, shared: Tensor, ranks: int) -> list[Tensor]:
-        """Return every exchanging rank's part of what they share."""
+        """Return the part of each exchanging rank of what they share."""
         sizes = [self.compute_part_shape(rank, ranks)[self.dim] for rank in range(ranks)]
         return list(shared.split(sizes, dim=self.dim))
 
@@ -214,9 +229,9 @@ class MatrixSharding:
         return torch.cat(parts, dim=self.dim)
 
     def orthogonalize(self, shared: Tensor) -> Tensor:
-        """Return what is shared, of the full matrix made orthogonal.
+        """Return the part `shared` of the full matrix, after the full matrix is made orthogonal.
 
-        A collective of the ranks that have it sharded further.
+        A collective of the ranks over which it is sharded further.
         """
         mesh = self.matrix.device_mesh
         full = shared
@@ -239,15 +254,16 @@ def orthogonalize_over_ranks(
     mesh_dim: int,
     first: int = 0,
 ) -> list[Tensor]:
-    """Return this rank's parts of matrices made orthogonal, from its parts of these.
+    """Return this rank's parts of matrices, after the full matrices are made orthogonal.
 
-    updates: used up. A collective over a mesh dimension, of no more matrices than it has ranks.
-    Rank `first`, modulo their number, computes the first matrix, the rank behind it the next: so
-    matrices that are stepped alone are computed by one rank after the other.
+    A collective over a mesh dimension, of no more matrices than it has ranks. updates: this rank's
+    parts, freed and taken out of the list. first: its remainder modulo the number of ranks is the
+    rank that computes the first matrix; the next rank computes the next matrix. So matrices that
+    are stepped alone (in backward) are computed by one rank after the other.
     """
     group = mesh.get_group(mesh_dim)
     ranks = mesh.size(mesh_dim)
-    # By rank: the matrix that it computes, if there are so many
+    # For each rank the index of the matrix that it computes; none, if it is `len(updates)` or more.
     indices = [(rank - first) % ranks for rank in range(ranks)]
     shapes = [
         updates[index].shape if index < len(updates) else torch.Size([0]) for index in indices
@@ -280,9 +296,9 @@ def orthogonalize_over_ranks(
 
 
 def _find_sharded_dims(matrix: Any) -> list[tuple[int, int]]:
-    """Return the (mesh dimension, matrix dimension) of every sharding.
+    """Return the (mesh dimension, matrix dimension) of every sharding over several ranks.
 
-    FSDP's is the first: it shards what tensor parallel has.
+    FSDP's is the first, as it shards the parts of tensor parallelism.
     """
     if not isinstance(matrix, DTensor):
         return []

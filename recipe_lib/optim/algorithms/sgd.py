@@ -1,4 +1,7 @@
-"""Stochastic gradient descent, with momentum if asked for; torch's but for its weight decay."""
+"""Build torch's SGD, with decoupled weight decay in place of its own.
+
+`optim.optimizers.build_optimizer` calls `build_sgd` for `optimizer.name=sgd`.
+"""
 
 from typing import Any
 
@@ -9,6 +12,7 @@ from torch.optim import Optimizer
 from recipe_lib.config import OptimizerConfig, register
 from recipe_lib.config.optimizer_facts import OptimizerFacts
 
+# The config keys that SGD reads, and its state, which exists only with a momentum.
 FACTS = OptimizerFacts(
     keys=("momentum", "implementation"),
     states=("momentum_buffer",),
@@ -21,11 +25,15 @@ FACTS = OptimizerFacts(
 def build_sgd(
     cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]
 ) -> Optimizer:
-    """Return torch's SGD, with decoupled weight decay."""
+    """Return torch's SGD, with decoupled weight decay.
+
+    kernels: torch's keywords `fused` and `foreach`.
+    """
+    # A group, as torch refuses an empty list of parameters, but not an empty group.
     optimizer = torch.optim.SGD(
         [{"params": list(params)}], lr=cfg.lr, momentum=cfg.momentum or 0.0, **kernels
     )
-    # torch's own weight decay is added to the gradient, and so to the momentum.
+    # As a hook: torch's own weight decay is added to the gradient, and so to the momentum.
     if cfg.weight_decay > 0:
 
         def decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

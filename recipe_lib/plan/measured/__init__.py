@@ -1,4 +1,4 @@
-"""Measurements of this machine for the planner: rates of its device, and runs that had a plan.
+"""Measure this machine for the planner: the rates of its device, and runs that had a plan.
 
-`measure_rates` measures rates, `rates_file` reads and writes them, `receipts` has the runs.
+`measure_rates` measures rates, `rates_file` reads them, `receipts` keeps the runs.
 """

@@ -1,9 +1,9 @@
 """Measure the rates of this machine's device, and the links between devices, for the planner.
 
-`calibrate` measures one device (`tune plan --calibrate`). `list_collective_steps` yields what `tune
-doctor` runs on every rank to measure links. Their results are written as JSON, which
-`rates_file.py` reads. On a CPU the shapes are tiny: a dry run that shows the file's form, not rates
-to plan with. Rates are per second, `device` is the name of a torch device.
+`calibrate` measures one device (`tune plan --calibrate`), `list_collective_steps` yields what `tune
+doctor` runs on every rank to measure links. `rates_file.py` reads the JSON of both. On a CPU the
+shapes are tiny: a dry run that shows the file's form. A rate is a number of bytes or operations (a
+multiplication and an addition are two) per second; `device` is the name of a torch device.
 """
 
 import math
@@ -30,9 +30,11 @@ _LOADED_SECONDS = 3.0
 def calibrate(device: str | None = None) -> dict[str, Any]:
     """Measure matmuls, attention, an elementwise operator and launches; it takes some seconds.
 
-    On a GPU also copies, its memory in bytes, an optimizer and a step. device: `cuda` or `cpu`;
-    None: a GPU if there is one. Returns the content of the JSON file by key (`Calibration` in
-    plan/timing/cost.py has their meaning); `dry_run` is True on a CPU.
+    On a GPU measure also copies, its memory in bytes, an optimizer and a step. Return the content
+    of the JSON file by key (`Calibration` in plan/timing/cost.py has their meaning); `dry_run` is
+    True on a CPU.
+
+    device: `cuda` or `cpu`; None: a GPU if there is one.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = torch.device(device).type != "cpu"
@@ -127,15 +129,15 @@ def measure_matmul_rate(device: str, dtype: str) -> float:
 def _measure_matmuls(dtype: Any, device: str) -> list[dict[str, Any]]:
     """Measure the operations a second of linear layers, `[m, k] @ [k, n]`, for each shape.
 
-    Returns a list of {"shape": [m, n, k], "rate"}.
+    Return a list of {"shape": [m, n, k], "rate": operations a second}.
     """
-    measured = []
+    points = []
     for m, n, k in MATMULS if torch.device(device).type != "cpu" else TINY_MATMULS:
         left = torch.randn(m, k, dtype=dtype, device=device)
         right = torch.randn(n, k, dtype=dtype, device=device)
         seconds = _measure_seconds(partial(torch.nn.functional.linear, left, right), device)
-        measured.append({"shape": [m, n, k], "rate": 2 * m * n * k / seconds})
-    return measured
+        points.append({"shape": [m, n, k], "rate": 2 * m * n * k / seconds})
+    return points
 
 
 def _measure_attention(device: str) -> float:
@@ -206,8 +208,8 @@ def measure_step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: fl
             output = output + F.linear(F.silu(F.linear(output, gate)) * F.linear(output, up), down)
         torch.autograd.grad(output, [hidden, *weights], gradient)
 
-    until = time.perf_counter() + (_LOADED_SECONDS if on_gpu else 0.0)
-    while time.perf_counter() < until:
+    load_end = time.perf_counter() + (_LOADED_SECONDS if on_gpu else 0.0)
+    while time.perf_counter() < load_end:
         _measure_seconds(step, device)
     # A layer has three matmuls; each is one in forward and two in backward.
     flops = num_layers * 3 * 3 * 2 * tokens * inner * width
@@ -215,7 +217,7 @@ def measure_step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: fl
     # `up` 3, their gradients 9; of the outer width: the residual 3, the sum of its gradient with
     # those of `gate` and `up` 6.
     moved_bytes = num_layers * 2 * tokens * (14 * inner + 9 * width)
-    # Their time is taken off, by the bandwidth of an addition.
+    # The time of these operators, at the bandwidth of an addition, is subtracted.
     seconds = _measure_seconds(step, device) - moved_bytes / bandwidth
     burst_rate = next(
         point["rate"] for point in matmuls if point["shape"] == [tokens, inner, width]
@@ -226,9 +228,10 @@ def measure_step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: fl
 def _measure_issuing(device: str) -> dict[str, float]:
     """Measure the seconds of the host to launch an operator, and of the GPU for a tiny kernel.
 
-    Returns them as "host_seconds" and "kernel_seconds"; on a CPU both are the same.
+    Return them as "host_seconds" and "kernel_seconds"; on a CPU both are the same.
     """
     small = torch.ones(16, device=device)
+    # With a gradient, as the operators of training: autograd's work is a part of the host's time.
     tracked = torch.ones(16, device=device, requires_grad=True)
     on_gpu = torch.device(device).type != "cpu"
     num_calls = 2000 if on_gpu else 50
@@ -248,16 +251,16 @@ def _measure_issuing(device: str) -> dict[str, float]:
     return {"host_seconds": host_seconds, "kernel_seconds": kernel_seconds}
 
 
-# Below: collectives timed by size among the ranks of a machine, with NCCL on GPUs and gloo on CPUs.
-# NCCL's have not run so far (docs/measurements/on_a_gpu.md).
+# Collectives, timed by size among the ranks of a machine, with NCCL on GPUs and gloo on CPUs. Those
+# of NCCL have not run so far (docs/measurements/on_a_gpu.md).
 
-# Bytes of the full tensor: a norm, a small weight, a layer of 1B, of 8B, an embedding.
+# Bytes of the full tensor: from a norm's weight to a layer of 1B, of 8B and an embedding.
 GPU_SIZES = (4096, 65536, MIB, 16 * MIB, 128 * MIB, 512 * MIB)
 CPU_SIZES = (4096, 65536, MIB, 8 * MIB)
-# Calls that are timed together.
-FEW = 3  # of messages above 1 MiB
-MANY = 20  # of smaller ones
-ROUNDS = 5  # timings, of which the median is taken
+# Numbers of calls that are timed together.
+FEW = 3  # for tensors above 1 MiB
+MANY = 20  # for smaller ones
+ROUNDS = 5  # number of timings, of which the median is taken
 
 
 def list_collective_steps(
@@ -268,8 +271,13 @@ def list_collective_steps(
     Call the steps in this order, on all ranks. The first, "meet", returns the backend's name, the
     others return what `measure_collective` does.
 
-    rank: of this process, of `ranks` in all. folder: shared by the ranks, for the store by which
-    they meet. sizes: bytes of the full tensors. seconds: timeout of a collective.
+    Args:
+        rank: of this process.
+        ranks: their number, all on this machine.
+        folder: shared by the ranks, for the file store by which they meet.
+        on_gpu: True: each rank has the GPU of its number; False: they are on the CPU.
+        sizes: bytes of the full tensors.
+        seconds: timeout of a collective, at least 1.
     """
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
 
@@ -308,9 +316,11 @@ def measure_collective(
 ) -> dict[str, Any]:
     """Measure one collective of fp32 numbers; every rank has to call it.
 
-    operation: of OPERATIONS. size: bytes of the full tensor; it is rounded down to equal parts for
-    the ranks. Returns {"operation", "bytes" (after rounding), "seconds" (of one call, the median of
-    ROUNDS), "wrong" (the number of values in the result that are not as expected)}.
+    Return {"operation", "bytes" (of the full tensor, after rounding), "seconds" (of one call, the
+    median of ROUNDS), "wrong" (the number of values in the result that are not as expected)}.
+
+    operation: one of OPERATIONS. size: bytes of the full tensor; it is rounded down to equal parts
+    for the ranks. device: a `torch.device`.
     """
     synchronize = torch.get_device_module(device).synchronize
     part_length = max(1, size // 4 // ranks)  # values of each rank, of 4 bytes
@@ -336,14 +346,15 @@ def measure_collective(
     num_wrong = int((result != expected).sum())
     num_calls = MANY if size <= MIB else FEW
     times = []  # seconds of a call
-    for _ in range(ROUNDS):  # fixed, as the ranks have to make the same calls
+    for _ in range(ROUNDS):  # a fixed number, as the ranks have to make the same calls
         synchronize()
         start = time.perf_counter()
         for _ in range(num_calls):
             call()
         synchronize()
         times.append((time.perf_counter() - start) / num_calls)
-    if operation != "all_reduce":  # its result is its input, to which each call has added again
+    # All-reduce writes into its input: each timed call has summed the last one's result again.
+    if operation != "all_reduce":
         num_wrong += int((result != expected).sum())
     return {
         "operation": operation,

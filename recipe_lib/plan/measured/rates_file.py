@@ -1,9 +1,9 @@
-"""Read a calibration: the JSON file of a device's measured rates, by which `tune plan` takes times.
+"""Read a calibration: the JSON file of a device's measured rates, from which times are planned.
 
 `measure_rates.calibrate` measures it (`tune plan --calibrate`, `tune doctor --write`), and
 `add_links` adds what `tune doctor` measured between ranks. `read_calibration` reads it to plan for
-a device, `read_calibrated_device` returns the device that it was measured on. Rates are per second:
-bytes, or floating-point operations. Imports no torch, so that a plan starts fast.
+a device, `read_calibrated_device` returns the device that it was measured on. A rate is a number of
+bytes or FLOPs per second. Imports no torch, so that a plan starts fast.
 """
 
 import math
@@ -19,7 +19,8 @@ from recipe_lib.plan.timing.cost import OPERATIONS, Calibration, Links, count_wi
 from recipe_lib.reading import describe_fault, read_json
 
 VERSION = 1  # of the file's format
-# Keys that may be None: without a GPU, or a second one, there was nothing to measure.
+# Keys (fields of `Calibration`) that may be None: without a GPU, or without a second one, there was
+# nothing to measure.
 _UNKNOWN = (
     "link_bandwidth",
     "copy_to_device",
@@ -49,9 +50,9 @@ def add_links(
 ) -> dict[str, Any]:
     """Return the calibration `measured`, of `measure_rates.calibrate`, with further rates added.
 
-    links: {"ranks", "backend", "points": [{"operation", "bytes", "seconds"}, ...]}, the collectives
-    that were timed; None: none were. low_precision: by dtype, the operations a second that
-    `measure_matmul_rate` returned.
+    links: {"ranks" (their number), "backend", "points": [{"operation", "bytes" (of the full
+    tensor), "seconds"}, ...]}, the collectives that were timed; None: none were. low_precision:
+    dtype -> operations a second that `measure_matmul_rate` returned.
     """
     shape = list(TINY_MATMULS[-1] if measured["device"] == "cpu" else LARGE_MATMUL)
     matmul = {dtype: [{"shape": shape, "rate": rate}] for dtype, rate in low_precision.items()}
@@ -109,9 +110,11 @@ def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
 
 
 def _read_values(path: str | Path) -> tuple[str, dict[str, Any]]:
-    """Return (name of the file in errors, its values by key), checked but for lists of rates.
+    """Return (name of the file in errors, its values by key).
 
-    Optional keys that the file lacks are None.
+    Optional keys that the file lacks are None. Raises ConfigError if the file cannot be read, is of
+    another version, lacks a key, or has a value of the wrong kind; `matmul` and `links` are left to
+    their own functions.
     """
     place = f"calibration: {quote(str(path))}"
     remedy = "measure again with --calibrate"
@@ -150,17 +153,17 @@ def _read_links(place: str, values: Any) -> Links | None:
         ranks = values["ranks"]
         backend = str(values["backend"])
         for operation in OPERATIONS:
-            # (bytes that cross a link, seconds), small ones first.
-            sent = sorted(
+            # (bytes that one rank sends, seconds), small ones first.
+            pairs = sorted(
                 (count_wire_bytes(operation, point["bytes"], ranks), point["seconds"])
                 for point in values[operation]
             )
-            if not sent or not all(map(_is_positive, chain.from_iterable(sent))):
+            if not pairs or not all(map(_is_positive, chain.from_iterable(pairs))):
                 raise ValueError(operation)
-            # By noise a message may have taken less time than a smaller one. It gets the most that
-            # a smaller one took, so that times rise with sizes.
-            slowest = accumulate((seconds for _, seconds in sent), max)
-            points[operation] = tuple(zip((size for size, _ in sent), slowest, strict=True))
+            # By noise a collective may have taken less time than a smaller one. It gets the most
+            # that a smaller one took, so that times rise with sizes.
+            slowest = accumulate((seconds for _, seconds in pairs), max)
+            points[operation] = tuple(zip((size for size, _ in pairs), slowest, strict=True))
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
             f"{place}: links is no list of bytes and seconds by collective; measure again with"
@@ -214,7 +217,7 @@ def _check_device(place: str, device: str, memory: float | None, hardware: Hardw
         name = measured.name
         memory = memory or measured.memory
     except ConfigError:
-        pass  # a card that the table lacks: its rates serve for a size of memory only
+        pass  # a card that the table lacks: its rates serve only to plan for a size of memory
     # A size such as 24GB is that of cards without error correction; with it they report 6 % less.
     has_same_size = memory is None or 0.9 < hardware.memory / memory < 1.1
     if name != hardware.name and not (hardware.rates_of and name != "cpu" and has_same_size):

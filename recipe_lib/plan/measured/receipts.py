@@ -1,10 +1,9 @@
-"""Receipts: the memory and time that a run was planned to take, and took, a line of JSON a run.
+"""Write and read receipts: the planned and the measured memory and time of earlier runs.
 
-`tune run` adds one (`make_receipt`, `append_receipt`) to a file of this machine,
-`$XDG_STATE_HOME/tune-recipes/receipts.jsonl`
-(https://specifications.freedesktop.org/basedir-spec/). `tune plan` shows the one of the run that is
-most like its own (`read_receipts`, `find_nearest`, `format_receipt`). Nothing sends the file
-anywhere. Imports no torch, so that a plan starts fast.
+`tune run` adds one as a line of JSON (`make_receipt`, `append_receipt`) to a file of this machine,
+`$XDG_STATE_HOME/tune-recipes/receipts.jsonl`. `tune plan` shows the one of the run that is most
+like its own (`read_receipts`, `find_nearest`, `format_receipt`). Nothing sends the file anywhere. A
+lever is a config key that changes memory. Imports no torch, so that a plan starts fast.
 """
 
 import errno
@@ -49,7 +48,7 @@ class ReceiptRun:
     recipe: str  # name, such as lora_finetune_distributed
     config: str  # name, such as llama3/8B_lora
     card: str  # the GPU's name in the planner's table, such as rtx4090
-    card_memory: int  # bytes
+    card_memory: int  # bytes of one GPU
     ranks: int  # processes, one for each GPU
     # By name: model, mesh, batch, and the config keys that change memory, if not at their default.
     settings: dict[str, str]
@@ -89,7 +88,8 @@ def has_disabled_receipts() -> bool:
 def get_receipts_file() -> Path:
     """Return the path of this user's file of receipts, which need not exist."""
     state_home = os.environ.get("XDG_STATE_HOME", "")
-    # By the specification a relative path is to be ignored, as if the variable were not set.
+    # https://specifications.freedesktop.org/basedir-spec/: a relative path is to be ignored, as if
+    # the variable were not set.
     folder = (
         Path(state_home)
         if os.path.isabs(state_home)
@@ -103,9 +103,14 @@ def make_receipt(
 ) -> Receipt:
     """Return the receipt of a run on the GPU that its plan was for.
 
-    figures: of the plan, which `tune run` has written before the run (`collect_figures` and, as
-    `run`, `describe_run`). summary: the content of the run's summary.json. steps: the lines of its
-    metrics.jsonl. Raises ConfigError or KeyError if something is missing there.
+    Args:
+        figures: planned ones by name, as `tune run` wrote them before the run. "run" is the dict of
+            a ReceiptRun; "first" has the peaks of rank 0 where another rank is heaviest.
+        summary: the content of the run's summary.json.
+        steps: the lines of its metrics.jsonl.
+
+    Raises ConfigError if "run" lacks a field, and KeyError if "run" or the summary's "versions" is
+    missing.
     """
     # Rank 0 writes the summary. So its planned peaks, under "first", replace the heaviest rank's.
     figures = {**figures, **(figures.get("first") or {})}
@@ -149,9 +154,10 @@ def append_receipt(path: Path, receipt: Receipt) -> bool:
 
 
 def read_receipts(path: Path) -> tuple[list[Receipt], int]:
-    """Return the newest receipts of a file, oldest first, and the number of unreadable lines.
+    """Return the newest receipts of a file, oldest first, and the number of lines left out.
 
-    A file that does not exist has no lines. Raises OSError if the file cannot be read.
+    Left out are lines that cannot be read, of another FORMAT, or without reserved memory. A file
+    that does not exist has no lines. Raises OSError if the file cannot be read.
     """
     try:
         content = read_end(path, _NEWEST_BYTES)
@@ -161,9 +167,9 @@ def read_receipts(path: Path) -> tuple[list[Receipt], int]:
     if len(content) == _NEWEST_BYTES:  # the first line has probably lost its beginning
         del lines[0]
     lines = [line for line in lines if line.strip()]
-    # Lines that were cut off are passed over, and those of another version of the format.
     timed: list[tuple[float, Receipt]] = []  # (seconds since 1970 at the end of the run, receipt)
     for line in lines:
+        # A full disk may have cut a line off, and a newer version of the program have written it.
         with suppress(ConfigError, ValueError, OverflowError):
             receipt = read_typed(Receipt, parse_json(line), "receipt")
             # Runs may have ended in different time zones: their texts would sort by the local time.
@@ -179,9 +185,9 @@ def describe_run(cfg: Any, shaped: Any, settings: "PlanSettings") -> ReceiptRun:
     """Return the run that a config describes, for its receipt.
 
     cfg: the user's config. shaped: its copy that is planned, in which `parallel.strategy` is no
-    longer `auto` and what has no part in a step is removed.
+    longer `auto` and what has no part in a step is removed. settings: of the plan.
     """
-    # In a mesh's shape the ranks that share a sequence are a part of another dimension.
+    # In a mesh's shape the context dimension, of ranks that share a sequence, is a part of another.
     mesh = add_context_dim(shaped.parallel, compute_mesh_shape(shaped.parallel, settings.ranks))
     levers = list_changed_levers(shaped)
     if settings.ranks == 1:  # nothing is sharded, so that the strategy changes nothing

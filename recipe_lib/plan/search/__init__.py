@@ -1,1 +1,1 @@
-"""Estimates of changed configs: advice, search, and the choice of a strategy."""
+"""Estimate runs with changed configs: advice, search, and the choice between FSDP and DDP."""

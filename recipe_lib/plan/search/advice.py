@@ -1,4 +1,4 @@
-"""Advise on a run: what each lever does, which to change next, how few ranks or small a card do.
+"""Advise on a run: what each lever does, which to change next, how few ranks and how small a card.
 
 A lever is a change of config keys that trades memory, time or quality (`lever_table.py`). `tune
 plan --advice` estimates the run with each lever alone (`try_levers`, `advise`) and finds the fewest
@@ -44,7 +44,7 @@ from recipe_lib.plan.views.verdict_text import compute_planned_reserved
 from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes, format_duration
 
-EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # as typed before a command
 # Strategies, as values of `parallel.strategy`: sharded parameters, or a copy on each rank.
 SHARDS = "fsdp"
 COPIES = "ddp"
@@ -66,7 +66,7 @@ def try_levers(
     Levers that cannot be estimated are left out. Call this before the run's own plan is made: once
     this process has simulated anything, it cannot be forked, and the trials run one by one.
     """
-    jobs = [(Lever(), cfg, settings)]
+    jobs = [(Lever(), cfg, settings)]  # (lever, config with it, settings with it); first: no lever
     for lever in list_levers(cfg, settings):
         # The number of ranks is an option of the launcher, no key of the config.
         changes = {key: value for key, value in lever.changes.items() if key != RANKS_KEY}
@@ -84,6 +84,8 @@ def try_levers(
 
 def _apply_to_settings(settings: PlanSettings, changes: Changes, cfg: Any) -> PlanSettings:
     """Return the settings with the ranks and sequences of a lever; cfg has its changes already."""
+    # `pack` is the mean number of documents in a sequence: of another length it has more or fewer;
+    # packed for the first time, as many as its documents' median length allows.
     sequence = settings.sequence
     if RANKS_KEY in changes:
         settings = replace(settings, ranks=changes[RANKS_KEY], traced_ranks=())
@@ -102,16 +104,17 @@ def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice
 
     Levers with which the run fits come first. Among them, those that make a fitting run faster or
     make room for a long sequence lead, by seconds; the others follow by the bytes that they save.
-    A lever that saves neither bytes nor seconds is left out, unless it is `weighed`.
+    A lever that saves neither bytes nor seconds is left out, unless it is `weighed`: shown for its
+    other effects.
 
     Args:
         plan: of the run as it is.
-        base: the estimate of the run as it is; None: levers cannot be compared with it.
+        base: the estimate of the run as it is; None: there is none, and no lever is compared.
         tried: as `try_levers` returns them. Bytes are of the active peak, off by 0.5 % of it at
             most; whether the run fits with a lever is an estimate, some percent off.
     """
     rank = plan.heaviest
-    # (sort key, advice); sort key: (does not fit, is not sorted by time, seconds or bytes).
+    # (sort key, advice). Sort key: (does not fit, is sorted by bytes, change in seconds or bytes).
     ranked: list[tuple[tuple[bool, bool, float], Advice]] = []
     bytes_change = rank.reserved_expandable - rank.reserved
     if bytes_change < -MIN_CHANGE * rank.reserved:
@@ -152,7 +155,10 @@ def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice
 
 
 def _describe_traffic(lever: Lever, estimate: Estimate, base: Estimate) -> list[str]:
-    """Return texts on what a run with a lever sends and copies, and on its memory on the host."""
+    """Return texts on what a run with a lever sends and copies, and on its host memory.
+
+    estimate: with the lever. base: without.
+    """
     texts = []
     if lever.sends:
         texts.append(
@@ -167,8 +173,10 @@ def _describe_traffic(lever: Lever, estimate: Estimate, base: Estimate) -> list[
 def _is_fitting(plan: Plan, base: Estimate, estimate: Estimate) -> bool:
     """Return True if the run with a lever fits with expandable segments.
 
-    Its steps are taken to need the plan's own peak and the difference that the lever makes; other
-    phases as much beyond the memory held between steps as in the plan.
+    Its steps are taken to need the plan's peak plus the change that the lever makes. Other phases
+    are taken to need as much beyond what is held between steps as in the plan.
+
+    base: estimate without the lever. estimate: with it.
     """
     peaks = plan.heaviest.peaks
     step_bytes = [peak.reserved_expandable for peak in peaks if peak.phase in (FIRST, STEADY)]
@@ -185,7 +193,7 @@ def name_next_lever(plan: Plan, cfg: Any, settings: PlanSettings) -> str:
 
     For a run that does not fit, the lever for the kind of memory that takes the most at the plan's
     peak. For one that fits, a larger batch if there is room for twice the memory that grows with
-    it, else a lever that makes room. cfg: of the plan.
+    it, else a lever that makes room. cfg: the config that was planned.
     """
     if plan.verdict == FITS:
         return _name_larger_batch(plan, cfg) or _name_lever(
@@ -216,7 +224,7 @@ def _name_larger_batch(plan: Plan, cfg: Any) -> str:
     reserved = compute_planned_reserved(plan)
     growing_bytes = reserved - sum(kinds[kind] for kind in _FIXED)
     free_bytes = int(plan.device.usable * (1 - RESERVED_TOLERANCE)) - reserved
-    # If the peak is in the optimizer's step, it says little of what a batch needs.
+    # A peak in the optimizer's step says little of what a larger batch needs.
     if (
         plan.heaviest.peak.part not in ("forward", "backward", "recompute")
         or growing_bytes <= 0
@@ -267,9 +275,10 @@ def _name_lever(plan: Plan, cfg: Any, settings: PlanSettings, effect: str) -> st
 
 
 def find_smallest_cards(plan: Plan, cfg: Any) -> list[str]:
-    """Return the names of the known cards with the least memory that has room for the plan's peak.
+    """Return the known cards with the least memory that has room for the plan's peak.
 
-    The peak is that of the plan's own device: workspaces of another card's kernels may differ.
+    They are names, such as `rtx4090`; [] for a plan on a CPU, and if no card has room. The peak is
+    that of the plan's own device: workspaces of another card's kernels may differ.
     """
     if plan.device.architecture == "cpu":
         return []
@@ -288,7 +297,7 @@ def find_smallest_cards(plan: Plan, cfg: Any) -> list[str]:
 
 
 def add_fewest_ranks(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) -> None:
-    """Set a plan's `fewest_ranks` and `tried_ranks`.
+    """Set a plan's `fewest_ranks`, on which the run fits, and `tried_ranks`.
 
     Each number of ranks is tried by a whole plan with the same micro-batches.
     """
@@ -313,29 +322,34 @@ def add_fewest_ranks(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSet
 
 
 def count_least_ranks(cfg: Any) -> int:
-    """Return the number of ranks of the smallest mesh with the config's parallelism."""
-    # Its FSDP has a single shard.
+    """Return the number of ranks of the smallest mesh with the config's parallelism.
+
+    It has a single FSDP shard, or with DDP a single copy.
+    """
     copies = 1 if cfg.parallel.strategy == "ddp" else cfg.parallel.data_replicate
     return int(count_same_batch_ranks(cfg.parallel) * copies)
 
 
 def find_fewest(ranks: int, least: int, good: bool, fits: Callable[[int], bool]) -> int | None:
-    """Return the first of `least`, twice `least` and so on that `fits`; None: none of those tried.
+    """Return the fewest ranks of `least`, twice `least` and so on that fit; None: none tried does.
 
-    ranks: the plan's own number. good: whether the run fits on `ranks`.
+    ranks: the plan's own number. good: whether the run fits on `ranks`. fits: tries a number.
     """
     # More ranks never take more memory per rank: a bisection of the smaller numbers finds the
     # fewest, and if `ranks` are too few, only larger numbers are tried.
-    numbers = [least << power for power in range(32)]
+    rank_counts = [least << power for power in range(32)]  # up to more ranks than any cluster has
     if good:
-        smaller = [number for number in numbers if number < ranks]
+        smaller = [number for number in rank_counts if number < ranks]
         return [*smaller, ranks][bisect.bisect_left(smaller, True, key=fits)]
-    larger = [number for number in numbers if number > ranks][:_MOST_LARGER]
+    larger = [number for number in rank_counts if number > ranks][:_MOST_LARGER]
     return next((number for number in larger if fits(number)), None)
 
 
 def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) -> None:
-    """Set `plan.alone`: the full model on one device. It takes as long as planning one rank."""
+    """Set `plan.alone`: a step of the full model on one device, without parallelism.
+
+    It takes as long as planning one rank. A run of one rank gets none.
+    """
     if settings.ranks == 1:  # the run is that already
         return
     alone_cfg = copy.deepcopy(cfg)
@@ -366,8 +380,8 @@ def choose_strategy(
     Of FSDP and DDP, choose the one with the shorter step that fits the device with room for the
     estimate's error; FSDP if neither fits, or if DDP breaks a rule with other settings.
 
-    cfg: of the run on simulated devices. expandable: whether the run's allocator has expandable
-    segments. Raises UserErrors of recipe and config.
+    cfg: the config as a simulation takes it. expandable: whether the run's allocator has expandable
+    segments. Raises UserErrors of the recipe and of rules on config keys.
     """
     configs = {name: apply_changes(cfg, {STRATEGY_KEY: name}) for name in (SHARDS, COPIES)}
     strategy = SHARDS
@@ -385,7 +399,11 @@ def choose_strategy(
 def decide_strategy(
     sharded: Estimate | None, copied: Estimate | None, settings: PlanSettings, *, expandable: bool
 ) -> tuple[str, str]:
-    """Return (strategy, reason) by the estimates with FSDP and with DDP; None: no estimate."""
+    """Return (strategy, reason) by the estimates with FSDP and with DDP.
+
+    sharded, copied: with FSDP, with DDP; None: no estimate could be made. expandable: as in
+    `choose_strategy`.
+    """
     where = f"{settings.ranks} x {settings.hardware.name}"
     if sharded is None or copied is None:
         return SHARDS, f"no estimate could be made of both for {where}"

@@ -1,10 +1,10 @@
 """Search for the fastest settings of a config that fit a device.
 
-`search` estimates settings and confirms the fastest by whole plans; `render_search` formats them.
-For each way to share the model between ranks (pipelines too, where their link is slow) and each
-kind of activation checkpointing, the largest micro-batch that fits is looked for; it divides the
-global batch, which stays as the config asks for. `trial_order` says what is tried next, and what
-needs no trial; `trials` makes one.
+`tune plan --search` calls `search`, which estimates settings and confirms the fastest by whole
+plans, and `render_search`, which formats them. For each way to share the model between ranks and
+each kind of activation checkpointing, the largest micro-batch that fits is looked for. The global
+batch stays as it is. `trial_order` chooses what is tried next, `trials` estimates it. A variant is
+changes that decide how large the model's states are; a group is variants that cost alike.
 """
 
 import time
@@ -55,16 +55,16 @@ from recipe_lib.report.terminal import (
 )
 from recipe_lib.units import Bytes, Count, Seconds, format_bytes
 
-MAX_PLANS = 10  # the most whole plans that a group of settings may take
+MAX_PLANS = 10  # whole plans (all phases of a run) that are made for a group, at most
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The settings that a search has found, and how much it tried."""
+    """The settings that fit by a search, and how much it tried."""
 
     # Settings that fit by their whole plans, fastest first.
     fitting: list[Candidate]
-    # If none fits, the settings that lack the fewest bytes; None otherwise, or if all were refused.
+    # The settings that lack the fewest bytes; None if some fit, or if all were refused.
     closest: Candidate | None
     # Name of the device.
     device: str
@@ -76,9 +76,9 @@ class SearchResult:
     tried: int
     # Number of settings that were planned in full.
     planned: int
-    # Number of settings that were not simulated; each stands for more of its kind.
+    # Number of settings that were not simulated, as a lower bound ruled them out.
     skipped: int
-    # Time of the search.
+    # Seconds that the search took.
     seconds: float
 
 
@@ -99,19 +99,19 @@ def search(
 
     Args:
         recipe_class: of the config.
-        cfg: plannable; its global batch stays as it is.
+        cfg: a config that can be simulated (`make_plannable`); its global batch stays as it is.
         settings: device and number of ranks.
         want: how many settings are confirmed by a whole plan: the fastest, and the next of those
             that were tried on the way.
         fixed: dotted keys that stay as the config has them.
-        splits: whether a pipeline's backward may be cut in two, which compiled layers cannot.
-        processes: to work with; None: one for each core. It is this one alone if something has
-            been simulated in it.
+        splits: whether a pipeline's backward may be split into gradients of inputs and of weights,
+            which that of compiled layers cannot.
+        processes: number of worker processes; None: one for each core. If something has been
+            simulated in this process, it does all the work itself.
 
-    Raises:
-        UserError: of recipe and config.
+    Raises UserErrors of the recipe and of rules on config keys.
     """
-    began = time.monotonic()
+    start_seconds = time.monotonic()
 
     def work(job: Changes | Candidate) -> Any:
         if isinstance(job, Candidate):
@@ -149,12 +149,12 @@ def search(
         tried=len(state.tried),
         planned=len(state.plans),
         skipped=len(state.skipped),
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - start_seconds,
     )
 
 
 def _find_closest(candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the candidate that lacks the fewest bytes."""
+    """Return the candidate that lacks the fewest bytes; None if there are no candidates."""
     return min(candidates, key=lambda candidate: candidate.shortfall, default=None)
 
 
@@ -162,23 +162,24 @@ def _try_group(state: SearchState, group: list[Changes], splits: bool) -> None:
     """Try a group of variants, each with every way of sharing that could fit and be the fastest.
 
     Called again for the same group after the fastest settings have turned out not to fit: then the
-    slower ones that they had ruled out are tried.
+    slower ones that they had ruled out are tried. splits: as for `search`.
     """
     cfg = state.cfg
     ranks = state.settings.ranks
-    # The settings with the least memory of each variant first: lower bounds are derived from them.
-    least_sharing = [
+    # Of each variant the settings with the least memory first: lower bounds are derived from them.
+    # The first way of sharing is the one with the least memory.
+    leanest_changes = [
         make_leanest(state, variant | next(list_sharings(cfg, ranks, state.fixed)))
         for variant in group
     ]
-    run_trials(state, map(yield_one, least_sharing))
+    run_trials(state, map(yield_one, leanest_changes))
     possible_variants = []
-    for variant, changes in zip(group, least_sharing, strict=True):
+    for variant, changes in zip(group, leanest_changes, strict=True):
         candidate = state.tried.get(make_key(changes))
         if candidate is not None:  # else the recipe or the simulation refuses the settings
             possible_variants.append((variant, changes))
             state.leanest_by_variant[make_variant_key(cfg, changes)] = candidate
-    # One trial of each other kind of checkpointing gives the bounds of all further ones.
+    # One trial of each other kind of checkpointing gives the lower bounds of all further trials.
     if possible_variants and CHECKPOINTING_KEY not in state.fixed:
         _, changes = possible_variants[0]
         kinds = [changes | set_checkpointing(cfg, kind) for kind in reversed(CHECKPOINTING[1:])]
@@ -197,7 +198,10 @@ def _try_group(state: SearchState, group: list[Changes], splits: bool) -> None:
 
 
 def _confirm_fastest(state: SearchState, group: list[Changes], splits: bool, want: int) -> None:
-    """Plan the fastest candidates in full until `want` of them fit, or MAX_PLANS were made."""
+    """Plan the fastest candidates in full until `want` of them fit, or MAX_PLANS were made.
+
+    splits: as for `search`.
+    """
     limit = len(state.plans) + MAX_PLANS
     while len(state.list_confirmed()) < want and len(state.plans) < limit:
         unplanned = [
@@ -223,6 +227,8 @@ def _plan_candidate(
     plan, _ = make_plan(recipe_class, changed_cfg, replace(settings, timed=False))
     rank = plan.heaviest
     changes = find_differing(cfg, candidate.changes)
+    # `auto` chooses fused kernels wherever they can be used: to a config of `fused` it is no change
+    # worth showing.
     if (
         changes.get("optimizer.implementation") == "auto"
         and cfg.optimizer.implementation == "fused"
@@ -247,16 +253,18 @@ def render_search(result: SearchResult) -> str:
     """Return the settings as a table: the overrides, planned peak, tokens per second, verdict."""
     where = f"{result.ranks} x {result.device}"
     batch = f"{result.global_batch_size} sequences a step"
-    shown = result.fitting
+    candidates = result.fitting
     if result.fitting:
         title = f"FOUND  settings that fit {where}, {batch}, fastest first"
     else:
-        shown = [result.closest] if result.closest else []
-        lacking = f"; closest, short of {format_bytes(shown[0].shortfall)}:" if shown else ""
+        candidates = [result.closest] if result.closest else []
+        lacking = (
+            f"; closest, short of {format_bytes(candidates[0].shortfall)}:" if candidates else ""
+        )
         title = f"DOES NOT FIT  {where}, {batch}, with none of the settings tried{lacking}"
     console = open_console(get_terminal_width(WIDEST))
     put(console, title)
-    for number, candidate in enumerate(shown, 1):
+    for number, candidate in enumerate(candidates, 1):
         estimate = candidate.estimate
         overrides = format_overrides(candidate.changes) or "as the config has it"
         console.print()
@@ -280,7 +288,7 @@ def render_search(result: SearchResult) -> str:
                 optional=("expandable", "step"),
             ),
         )
-    others = (
+    note = (
         "; after the first: the fastest of those that were estimated"
         if len(result.fitting) > 1
         else ""
@@ -288,7 +296,7 @@ def render_search(result: SearchResult) -> str:
     console.print()
     put(
         console,
-        f"tokens/s are for ranking{others}; {result.tried} settings estimated, {result.planned}"
+        f"tokens/s are for ranking{note}; {result.tried} settings estimated, {result.planned}"
         f" planned in full, {result.seconds:.0f} s",
         indent=2,
     )

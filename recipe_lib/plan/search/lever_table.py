@@ -34,7 +34,7 @@ from recipe_lib.plan.summary.step_time import get_mixture
 RANKS_KEY = "--nproc_per_node"  # an option of the launcher, no config key; shown as it is typed
 LENGTH_KEY = "max_seq_len"
 PACKING_KEY = "data.packing"
-TURNS_KEY = "gradient_accumulation_steps"
+TURNS_KEY = "gradient_accumulation_steps"  # micro-batches of a step
 RESHARD_KEY = "parallel.reshard_after_forward"
 # Groups of levers in the order in which a search takes them, each only if nothing fits with those
 # before: another model in memory (a teacher, a reference), quantized frozen weights, optimizer
@@ -42,11 +42,12 @@ RESHARD_KEY = "parallel.reshard_after_forward"
 OTHER_MODEL, ROUNDING, STATES, HOST = range(1, 5)
 MAX_LOSS_CHUNKS = 64  # of the logits; the advice goes no further
 
-# Kinds of memory that grow with the micro-batch, and those of gathered parameters.
+# Kinds of memory (`trace.STORAGE_KINDS`) that grow with the micro-batch, and those of gathered
+# parameters.
 _OF_BATCH = ("activations", "logits", "temporary", "batch")
 _GATHERED = ("gathered", "communication")
-_SAME_SEQUENCES = "the same sequences a step"
-_EXPERTS = "experts"
+_SAME_SEQUENCES = "the same sequences a step"  # a note
+_EXPERTS = "experts"  # in `lora.target_modules`: the matrices of all experts
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,17 @@ class Lever:
     resort: int = 0
     # Whether advice shows it even if it saves neither memory nor time.
     weighed: bool = False
-    # Whether it makes room for a long sequence by transfers, whose bytes advice shows.
+    # Whether it makes room for a long sequence by sending to other ranks or copying to the host;
+    # advice shows these bytes.
     sends: bool = False
 
 
 def list_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
     """Return the levers of a run: for less memory and for less time.
 
-    Of those that lower a kind of memory the cheapest is first. Some may break a rule with other
-    settings of the config: `apply_changes` returns None for them.
+    Among those that lower a kind of memory the cheapest is first. Levers that change nothing in
+    this config are left out. Some may not go with its other keys: `apply_changes` returns None for
+    them.
     """
     levers = [
         *_list_batch_levers(cfg, settings),
@@ -91,16 +94,16 @@ def _list_values(
 ) -> list[Lever]:
     """Return a lever for each value of a key.
 
-    values: value -> note on what it costs, least memory first. lowers, resort: of levers for values
-    with less memory than the config's own.
+    values: value -> note on what it costs, least memory first. lowers: the kind of memory that
+    values before the config's own lower. resort: `Lever.resort` of the same values.
     """
     levers = []
-    less: dict[str, Any] = {"lowers": (lowers,), "resort": resort}
+    saving_fields: dict[str, Any] = {"lowers": (lowers,), "resort": resort}
     for value, note in values.items():
         # The config's own value and those after it take as much memory, or more.
         if value == get_value(cfg, key):
-            less = {}
-        levers.append(Lever({key: value}, note, **less))
+            saving_fields = {}
+        levers.append(Lever({key: value}, note, **saving_fields))
     return levers
 
 
@@ -116,6 +119,7 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
     )
     sequence = settings.sequence
     half_tokens = sequence.tokens // 2
+    # Of the documents; without known lengths as long as a sequence, so that packing gains nothing.
     median_tokens = max(1, (sequence.histogram or {}).get("p50", cfg.max_seq_len))
     return [
         Lever(
@@ -129,7 +133,7 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
             when=num_micro_batches % 2 == 0,
         ),
         Lever(set_checkpointing(cfg, "full"), lowers=("activations",)),
-        # Against `full` it lowers nothing.
+        # `selective` keeps more than `full`: it lowers activations only in place of `none`.
         Lever(
             set_checkpointing(cfg, "selective"),
             lowers=("activations",) if cfg.memory.activation_checkpointing == "none" else (),
@@ -140,7 +144,7 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
             when=cfg.memory.loss_chunks < MAX_LOSS_CHUNKS,
             lowers=("logits",),
         ),
-        Lever(
+        Lever(  # tiles of LONG_SEQUENCE // 2 tokens
             {"memory.mlp_tiles": cfg.max_seq_len // (LONG_SEQUENCE // 2)},
             when=is_long_run and cfg.memory.mlp_tiles == 1,
         ),
@@ -162,6 +166,7 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
             {PACKING_KEY: True},
             f"about {cfg.max_seq_len / median_tokens:.0f} documents in a sequence of"
             f" {cfg.max_seq_len} tokens, in place of one and padding",
+            # `group` is 2 where sequences are pairs.
             when=2 * median_tokens <= cfg.max_seq_len and sequence.group == 1,
         ),
     ]
@@ -266,7 +271,10 @@ def list_contexts(cfg: Any, ranks: int) -> list[int]:
 
 
 def _list_adapter_levers(cfg: Any) -> list[Lever]:
-    """Return the levers of adapters, and of the frozen weights that they adapt."""
+    """Return the levers of adapters, and of the frozen weights that they adapt.
+
+    Only for a config whose `trained_adapters` is not None.
+    """
     adapters = cfg.trained_adapters
     has_experts = _EXPERTS in adapters.target_modules
     targets = [name for name in adapters.target_modules if name != _EXPERTS]
@@ -300,9 +308,9 @@ def _list_other_model_levers(cfg: Any) -> list[Lever]:
     """Return the levers of a run that has another model in memory, such as a teacher."""
     levers: list[Lever] = []
     for key, values in cfg.other_model_levers.items():
-        if len(values) > 1:
+        if len(values) > 1:  # as many bits as the config may choose
             levers += _list_values(cfg, key, values=values, lowers="parameters", resort=OTHER_MODEL)
-        else:
+        else:  # a switch, such as streaming its layers
             ((value, note),) = values.items()
             levers.append(Lever({key: value}, note, resort=OTHER_MODEL))
     return levers
@@ -313,6 +321,7 @@ def _list_weight_levers(cfg: Any) -> list[Lever]:
     is_full = cfg.trained_adapters is None
     is_adamw = cfg.optimizer.name == "adamw"
     return [
+        # `adapters_instead` is empty, and its lever left out, where the recipe has no adapters.
         Lever(cfg.adapters_instead, "trains adapters in place of every parameter", when=is_full),
         Lever(
             {"matmul_dtype": "int8"},
@@ -378,6 +387,6 @@ def _list_host_levers(cfg: Any, ranks: int) -> list[Lever]:
 
 
 def _describe_not_done_in_backward(cfg: Any) -> str:
-    """Return what a step gives up if parameters are stepped in backward, as a text."""
+    """Return a note on what a step gives up if parameters are stepped in backward."""
     fewer = ", and a step has fewer sequences" if cfg.gradient_accumulation_steps > 1 else ""
     return f"gradients are not clipped{fewer}"

@@ -1,10 +1,9 @@
 """Choose which settings a search for the fastest tries next, and which need no trial at all.
 
-`fastest_settings.py` calls `list_groups`, `list_sharings` and `list_pipelines` for the settings,
-and `run_trials`, which simulates them in worker processes. Within a way to share the model between
-ranks, each kind of activation checkpointing is tried from the one that recomputes least, with
-micro-batches from the smallest on. No trial is made for settings that cannot fit or cannot be
-faster than the best so far; each such decision is logged.
+`fastest_settings.py` calls `list_groups`, `list_sharings` and `list_pipelines` for settings, as
+`Changes` (dotted config key -> value), and `run_trials`, which simulates them in worker processes.
+A candidate is settings with their simulated memory and time. A lever is a change that trades
+memory, time and quality. Settings that cannot fit or be the fastest get no trial, but a log line.
 """
 
 from collections import defaultdict
@@ -72,8 +71,8 @@ COPIES_KEY = "parallel.data_replicate"
 # The schedule with the least memory, and the one with the least waiting that takes as much
 # activation memory.
 SCHEDULES_TRIED = ("1f1b", "zbv")
-# Where ranks cannot read each other's memory, gathering parameters costs more than it does
-# elsewhere, and what a pipeline exchanges is little.
+# Kinds of links (`Link.kind`) for which pipelines are tried: where ranks cannot read each other's
+# memory, gathering parameters is slow, and a pipeline exchanges little.
 LINKS_FOR_PIPELINES = ("pcie_no_p2p",)
 MAX_PIPELINE_LENGTHS = 3  # numbers of pipeline ranks that are tried: the largest possible ones
 
@@ -90,7 +89,8 @@ def make_key(changes: Changes) -> str:
 def make_variant_key(cfg: Any, changes: Changes) -> str:
     """Return the key of the changes that decide how large the model's states are.
 
-    Left out are those that share the model between ranks or set the micro-batch.
+    These are offload, quantization, bits of the states and models beside the trained one. Changes
+    of how ranks share the model, and of the micro-batch, are left out.
     """
     names = {HOST_KEY, STREAM_KEY, OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY, *cfg.other_model_levers}
     return make_key({key: value for key, value in changes.items() if key in names})
@@ -106,7 +106,8 @@ class SearchState:
     settings: PlanSettings
     # Dotted keys that stay as the config has them.
     fixed: Collection[str]
-    # Starts a trial of `Changes`, or a whole plan of a `Candidate`.
+    # Starts a trial of `Changes`, or a whole plan (all phases) of a `Candidate`, in a worker. The
+    # future's result is a Candidate; of a trial None if it was refused.
     submit: Callable[[Any], Future[Any]]
     # Number of trials that run at a time.
     workers: int
@@ -114,9 +115,9 @@ class SearchState:
     progress: Phase
     # By `make_key` the candidate of each trial; None: the recipe or the simulation refuses it.
     tried: dict[str, Candidate | None] = field(default_factory=dict)
-    # By `make_variant_key` the candidate with the least memory.
+    # By `make_variant_key` the candidate of `make_leanest`; no entry: not tried, or refused.
     leanest_by_variant: dict[str, Candidate | None] = field(default_factory=dict)
-    # Settings that no trial was made of, as typed, and the reason.
+    # Settings that no trial was made of, as typed on a command line -> the reason.
     skipped: dict[str, str] = field(default_factory=dict)
     # By `make_key` the candidates with the figures of their whole plan.
     plans: dict[str, Candidate] = field(default_factory=dict)
@@ -152,7 +153,7 @@ class SearchState:
         return sorted(fitting, key=lambda candidate: (-candidate.speed, candidate.estimate.active))
 
     def plan_in_full(self, candidates: Iterable[Candidate]) -> None:
-        """Make the whole plans of candidates, all at a time."""
+        """Make the whole plans of candidates, as many at a time as there are workers."""
         # All are submitted before the first is waited for.
         submitted = [(candidate, self.submit(candidate)) for candidate in candidates]
         self.plans |= {
@@ -167,16 +168,17 @@ class SearchState:
         )
 
     def format_changes(self, changes: Changes) -> str:
-        """Return what to type for the changes."""
+        """Return the changes as typed on a command line; `as it is` if none differs."""
         return format_overrides(find_differing(self.cfg, changes)) or "as it is"
 
 
 def run_trials(state: SearchState, sequences: Iterable[TrialSequence]) -> None:
-    """Run all sequences of trials with `state.workers` at a time, and note them in `state.tried`.
+    """Run all sequences of trials, `state.workers` trials at a time, and fill `state.tried`.
 
     Pipelines are tried last: their trials take longest, and a fast candidate without one may make
     them needless. Otherwise the trial that could turn out the fastest is next.
     """
+    # Each sequence with the settings that it wants tried next: not started yet, and running.
     ready: list[tuple[TrialSequence, Changes]] = []
     pending: dict[Future[Candidate | None], tuple[TrialSequence, Changes]] = {}
 
@@ -207,7 +209,7 @@ def run_trials(state: SearchState, sequences: Iterable[TrialSequence]) -> None:
 
 
 def _report_trial(state: SearchState, changes: Changes, candidate: Candidate | None) -> None:
-    """Log what came of a trial, and the best candidate so far where it is a better one."""
+    """Log the outcome of a trial, and the best candidate so far if it became a faster one."""
     state.progress.advance(1)
     if candidate is None:
         get_logger().info(f"refused: {state.format_changes(changes)}")
@@ -246,11 +248,11 @@ def compute_least_bytes(
     """Return a lower bound of the bytes that `cfg` takes on its heaviest rank.
 
     The bound is what the average rank holds when a backward begins or when it ends, whichever is
-    more.
+    more: states and gathered weights and activations, or states and gradients.
 
     Args:
         cfg: a config that was not tried.
-        settings: of the plan.
+        settings: device and ranks that are planned for.
         known: the estimate of a config that differs only in how the ranks share the model.
         known_cfg: the config of `known`.
         alike: the estimate of a config with the same layers and the same checkpointing; None:
@@ -288,8 +290,8 @@ def compute_least_bytes(
 def _find_alike_estimate(state: SearchState, cfg: Any) -> Estimate | None:
     """Return the estimate of a trial with the same kind of checkpointing; None: there is none.
 
-    The trial may have its frozen weights quantized otherwise: kept activations and operations are
-    the same.
+    The trial may share the model or quantize frozen weights in another way: the activations of a
+    sequence and the operations of a step are the same.
     """
     kind = get_value(cfg, CHECKPOINTING_KEY)
     for candidate in state.tried.values():
@@ -301,13 +303,16 @@ def _find_alike_estimate(state: SearchState, cfg: Any) -> Estimate | None:
 
 
 def _bound_speed(state: SearchState, changes: Changes) -> float:
-    """Return an upper bound of tokens per second; infinite without a trial to derive it from."""
+    """Return an upper bound of tokens per second: those of matmuls and attention alone.
+
+    It is infinite without a trial to derive it from.
+    """
     alike = _find_alike_estimate(state, state.get_config(changes))
     return float("inf") if alike is None else alike.tokens / alike.least_seconds
 
 
 def _explain_needless(state: SearchState, changes: Changes) -> str:
-    """Return why no trial of the settings is needed; empty where one is."""
+    """Return why settings need no trial: too slow or too large; empty where they need one."""
     best = next(iter(state.list_fitting()), None)
     speed_bound = _bound_speed(state, changes)
     if best is not None and speed_bound <= best.speed:
@@ -316,12 +321,12 @@ def _explain_needless(state: SearchState, changes: Changes) -> str:
 
 
 def explain_too_large(state: SearchState, changes: Changes) -> str:
-    """Return why the settings cannot fit; empty where they might."""
+    """Return why the settings cannot fit; empty where they might, or where no bound is known."""
     cfg = state.get_config(changes)
     if cfg is None:
         return "these do not go together"
     known = state.leanest_by_variant.get(make_variant_key(cfg, changes))
-    if known is None:
+    if known is None:  # no trial of such states yet
         return ""
     alike = _find_alike_estimate(state, cfg)
     try:
@@ -340,7 +345,7 @@ def explain_too_large(state: SearchState, changes: Changes) -> str:
     return f"takes {format_bytes(least_bytes)} at least, of {format_bytes(usable_bytes)}"
 
 
-# Sequences of trials: the micro-batches of one way to share the model.
+# Sequences of trials: generators of settings, which may depend on how earlier ones turned out.
 
 
 def make_leanest(state: SearchState, base: Changes) -> Changes:
@@ -358,10 +363,11 @@ def yield_one(changes: Changes) -> TrialSequence:
 
 
 def yield_micro_batches(state: SearchState, base: Changes) -> TrialSequence:
-    """Yield settings by kind of checkpointing and size of micro-batch, until a size is refused.
+    """Yield `base` with each kind of checkpointing and micro-batches of growing size.
 
     Kinds that recompute least are first. One that recomputes more is of use only for larger
-    micro-batches, so each kind begins with the size that did not fit with the one before it.
+    micro-batches: each kind begins with the size that did not fit with the one before it, and ends
+    with the first size that does not fit.
     """
     cfg = state.cfg
     has_fixed_size = SIZE_KEYS & set(state.fixed)
@@ -389,7 +395,10 @@ def count_sequences(cfg: Any) -> int:
 
 
 def count_changed_sequences(cfg: Any, changes: Changes) -> int:
-    """Return the sequences of a step on one data rank that leave the global batch as it is."""
+    """Return the sequences of a step on one data rank, if the global batch stays as it is.
+
+    changes: of the number of ranks that share a sequence, in a pipeline or by context parallelism.
+    """
     # Where more ranks share a sequence there are fewer data ranks, with more sequences each.
     num_sharing_ranks = int(changes.get(PIPELINE_KEY, cfg.parallel.pipeline)) * int(
         changes.get(CONTEXT_KEY, cfg.parallel.context)
@@ -402,18 +411,24 @@ def count_changed_sequences(cfg: Any, changes: Changes) -> int:
 
 
 def set_micro_batch(cfg: Any, changes: Changes, batch_size: int) -> Changes:
-    """Return micro-batches of that size, as many as make up the global batch."""
+    """Return the changes for micro-batches of that size, as many as make up the global batch.
+
+    changes: those made otherwise.
+    """
     sequences = count_changed_sequences(cfg, changes)
     return {"batch_size": batch_size, TURNS_KEY: sequences // batch_size}
 
 
 def list_micro_batch_sizes(cfg: Any, changes: Changes) -> list[int]:
-    """Return the numbers of sequences that a micro-batch can have, fewest first."""
+    """Return the numbers of sequences that a micro-batch can have, fewest first.
+
+    Return [] if the changes do not go together.
+    """
     num_sequences = count_changed_sequences(cfg, changes)
     sizes = [size for size in range(1, num_sequences + 1) if num_sequences % size == 0]
     if changes.get(PIPELINE_KEY, cfg.parallel.pipeline) == 1:
         reduces_at_end = changes.get(REDUCE_KEY, cfg.parallel.reduce_gradients) == "step"
-        # With one micro-batch both settings reduce once: one of them need not be tried.
+        # With one micro-batch, both values of `reduce_gradients` reduce once: only one is tried.
         return sizes[:-1] if reduces_at_end and changes.get(STRATEGY_KEY) != "ddp" else sizes
     changed_cfg = apply_changes(cfg, changes | set_micro_batch(cfg, changes, 1))
     if changed_cfg is None:
@@ -428,26 +443,32 @@ def list_micro_batch_sizes(cfg: Any, changes: Changes) -> list[int]:
 def list_groups(
     cfg: Any, settings: PlanSettings, fixed: Collection[str]
 ) -> Iterator[list[Changes]]:
-    """Yield groups of settings to begin with; a group is tried only if none of those before fits.
+    """Yield groups of changes to begin with; a group is tried only if none of those before fits.
 
-    Groups follow how much they cost: as the config is, then a frozen model beside the
-    trained one, quantization, states and host memory.
+    The cheapest group is first: the config as it is, then less memory for other models (a teacher),
+    fewer bits for frozen weights, less memory for optimizer states, host memory.
     """
+    # Begin without offload, unless the user has fixed it; then its other kinds are fixed as well.
     base: Changes = {} if HOST_KEY in fixed else {HOST_KEY: False}
     fixed = {*fixed, OFFLOAD_KEY, STREAM_KEY} if HOST_KEY in fixed else set(fixed)
-    resorts: dict[int, list[Changes]] = defaultdict(list)
+    resorts: dict[int, list[Changes]] = defaultdict(list)  # `Lever.resort` -> the levers' changes
     # Reversed: of each key the value with the most memory first.
     for lever in reversed(list_levers(apply_changes(cfg, base) or cfg, settings)):
         if not fixed & set(lever.changes):
             resorts[lever.resort].append(lever.changes)
     adapters = cfg.trained_adapters
-    rounds = adapters is not None and adapters.quantize_base != "none" and QUANTIZE_KEY not in fixed
-    yield [base, base | {QUANTIZE_KEY: "none"}] if rounds else [base]
+    is_quantized = (
+        adapters is not None and adapters.quantize_base != "none" and QUANTIZE_KEY not in fixed
+    )
+    # Quantized weights save memory and cost time: the run is tried without as well.
+    yield [base, base | {QUANTIZE_KEY: "none"}] if is_quantized else [base]
     if resorts[OTHER_MODEL]:
         yield [base | changes for changes in resorts[OTHER_MODEL]]
     for changes in resorts[OTHER_MODEL]:
-        ((key, _),) = changes.items()
-        if len(cfg.other_model_levers[key]) > 1:  # fewer bits, which alone were not enough
+        ((key, _),) = changes.items()  # such a lever changes one key
+        # A key of several values is one of bits: the fewest, which come last, stay in all groups
+        # that follow, as they were not enough alone.
+        if len(cfg.other_model_levers[key]) > 1:
             base = base | changes
     if resorts[ROUNDING]:
         yield [base | changes for changes in resorts[ROUNDING]]
@@ -462,9 +483,9 @@ def list_groups(
 def list_sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
     """Yield the ways to share the model between ranks without a pipeline, least memory first.
 
-    First those of FSDP: copies of the model, weights that stay gathered, gradients reduced once a
-    step; then DDP. Where sequences are long, all of them follow again for each size of context
-    parallelism.
+    Those of FSDP are first: with copies of the model, weights that stay gathered between forward
+    and backward, and gradients reduced once a step. Then DDP. Where sequences are long, all of them
+    follow again for each size of context parallelism.
     """
     yield from _list_sharings_of_config(cfg, ranks, fixed)
     is_free = (
@@ -483,11 +504,12 @@ def list_sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Chan
 def _list_sharings_of_config(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
     """Yield the ways of FSDP and then DDP, with the context parallelism of the config."""
     data_ranks = count_data_ranks(cfg, ranks)
-    is_free = STRATEGY_KEY not in fixed
+    is_free = STRATEGY_KEY not in fixed  # the strategy may be changed
     base: Changes = {}
     if is_free and ranks > 1 and cfg.parallel.strategy != "fsdp":
         base = {STRATEGY_KEY: "fsdp"}
     implementation_key = "optimizer.implementation"
+    # Key -> the values that are tried, least memory first.
     values: dict[str, Sequence[Any]] = {
         COPIES_KEY: _list_copies(cfg, data_ranks),
         RESHARD_KEY: (True, False) if data_ranks > 1 else (cfg.parallel.reshard_after_forward,),
@@ -500,8 +522,8 @@ def _list_sharings_of_config(cfg: Any, ranks: int, fixed: Collection[str]) -> It
         keeps_weights = not sharing.get(RESHARD_KEY, True)
         # Where each rank has a copy of its own there is nothing to gather, and so to keep.
         has_own_copy = sharing.get(COPIES_KEY) == data_ranks != 1
-        # Whole gradients alone save as much as weights kept from forward to backward do, and take
-        # as much.
+        # Whole gradients with sharded weights save as much communication as the reverse does, and
+        # take as much memory: only the reverse is tried.
         keeps_gradients_alone = (
             sharing.get(REDUCE_KEY) == "step" and not keeps_weights and RESHARD_KEY not in fixed
         )
@@ -532,9 +554,9 @@ def list_pipelines(
 ) -> Iterator[Changes]:
     """Yield the ways to divide the layers between ranks in a pipeline.
 
-    The ranks of one stage shard it, copy it or both. splits: try schedules that split backward into
-    the gradients of inputs and of weights. Nothing is yielded for links that are fast enough
-    without a pipeline, or if its keys are fixed.
+    The ranks of one stage shard it or copy it. splits: try schedules that split backward into the
+    gradients of inputs and of weights. Nothing is yielded for links that are fast enough without a
+    pipeline, or if its keys or those of the batch are fixed.
     """
     if (
         settings.hardware.link.kind not in LINKS_FOR_PIPELINES
@@ -543,29 +565,30 @@ def list_pipelines(
         or SIZE_KEYS & set(fixed)
     ):
         return
+    # Ranks that a pipeline and data parallelism share.
     num_ranks = settings.ranks // (cfg.parallel.tensor * cfg.parallel.context)
     names = (cfg.parallel.pipeline_schedule,) if SCHEDULE_KEY in fixed else SCHEDULES_TRIED
     schedules = [name for name in names if splits or not SCHEDULES[name].splits]
     pipeline_lengths = [
-        num_stages
-        for num_stages in range(2, min(num_ranks, count_layers(cfg)) + 1)
-        if num_ranks % num_stages == 0
+        length
+        for length in range(2, min(num_ranks, count_layers(cfg)) + 1)
+        if num_ranks % length == 0
     ]
-    for num_stages, schedule in product(pipeline_lengths[-MAX_PIPELINE_LENGTHS:], schedules):
-        base: Changes = {PIPELINE_KEY: num_stages, SCHEDULE_KEY: schedule}
-        # In a pipeline copies are a number of FSDP's.
+    for length, schedule in product(pipeline_lengths[-MAX_PIPELINE_LENGTHS:], schedules):
+        base: Changes = {PIPELINE_KEY: length, SCHEDULE_KEY: schedule}
+        # Only FSDP reads `data_replicate`, the number of copies of a stage.
         if cfg.parallel.strategy != "fsdp" and STRATEGY_KEY not in fixed:
             base[STRATEGY_KEY] = "fsdp"
         if cfg.parallel.pipeline_microbatches is not None:  # meant for another pipeline
             base["parallel.pipeline_microbatches"] = None
-        ranks_per_stage = num_ranks // num_stages
+        ranks_per_stage = num_ranks // length
         copies = (
             [1, ranks_per_stage] if ranks_per_stage > 1 and cfg.parallel.data_shard == -1 else [1]
         )
         if COPIES_KEY in fixed:
             copies = [cfg.parallel.data_replicate]
-        # Ranks with different batches may keep nothing whole through a step, or gradients and
-        # weights.
+        # Where several ranks have a stage, they either shard all between uses, or keep gradients
+        # and weights whole through a step.
         kept_whole: list[Changes] = [{}]
         if ranks_per_stage > 1 and not {REDUCE_KEY, RESHARD_KEY} & set(fixed):
             kept_whole.append({REDUCE_KEY: "step", RESHARD_KEY: False})
@@ -576,7 +599,7 @@ def list_pipelines(
 
 
 def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
-    """Return True if ranks, layers and the batch of a step can be divided so."""
+    """Return True if ranks, layers and the batch of a step can be divided as the changes say."""
     is_uneven = count_sequences(cfg) * changes[PIPELINE_KEY] % cfg.parallel.pipeline != 0
     if is_uneven or not list_micro_batch_sizes(cfg, changes):
         return False

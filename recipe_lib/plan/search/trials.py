@@ -1,9 +1,9 @@
 """Estimate the memory and time of a run with changed config keys, in processes on all cores.
 
 A change is a dotted key and its value. `apply_changes` makes the changed config, `estimate_run`
-simulates one steady step of it, and `try_settings` makes a `Candidate` of the estimate.
-`fastest_settings.py` calls `try_settings` through `open_workers`, `advice.py` calls `try_estimate`
-through `run_in_processes`.
+simulates a steady step of it (any but the first), `try_settings` makes a `Candidate` of the
+estimate. `fastest_settings.py` calls `try_settings` through `open_workers`, `advice.py` calls
+`try_estimate` through `run_in_processes`. A place is a coordinate in a pipeline.
 """
 
 import copy
@@ -44,14 +44,14 @@ _IN_MODEL = ("forward", "recompute", "backward")  # parts of a step that run the
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory and time of a step on the heaviest rank; bytes are of its device unless said."""
+    """The memory and time of a step on the rank that reserves the most, bytes of its device."""
 
-    # Peak of bytes in blocks of the allocator, as `PhasePeak.active`.
+    # Peak of bytes in blocks that the caching allocator has handed out: `active_bytes` of torch.
     active: int
     # Peak of bytes that the allocator reserves; some percent off, as the trial simulates neither
     # loading nor the first step, which leave reserved memory behind.
     reserved: int
-    # The same with expandable segments.
+    # The same with the allocator's expandable segments.
     reserved_expandable: int
     # Peak of bytes in host memory, the largest of the simulated ranks.
     host: int
@@ -85,8 +85,8 @@ def estimate_run(
 ) -> Estimate:
     """Return the estimate of a steady step of a config, without load, validation and save.
 
-    limit: bytes; a pipeline's places are simulated up to the first with a higher active peak; None:
-    all of them. Raises the UserErrors of recipe and config.
+    limit: bytes; a pipeline's places are simulated up to the first whose active peak is higher;
+    None: all of them. Raises UserErrors of the recipe and of rules on config keys.
     """
     planned = plan_ranks(
         recipe_class,
@@ -104,13 +104,14 @@ def estimate_run(
         for storage in kept_storages
         if storage.kind == "activations" and IN_LAYERS in storage.label + storage.module
     )
-    # These operations are the same however they are divided into micro-batches and among ranks.
-    computing = [op for op in trace.iterate_ops(STEADY) if op.flops and op.part in _IN_MODEL]
+    # Matmuls and attention. Their operations are the same however a step is divided into
+    # micro-batches and among ranks.
+    arithmetic_ops = [op for op in trace.iterate_ops(STEADY) if op.flops and op.part in _IN_MODEL]
     least_seconds = sum(
         op.repeats * compute_least_op_seconds(op, settings.hardware, settings.calibration)
-        for op in computing
+        for op in arithmetic_ops
     )
-    is_whole = cfg.parallel.pipeline == 1
+    has_all_layers = cfg.parallel.pipeline == 1
     sent, copied = sum_transfers(trace)
     # One rank of each place in the pipeline: together they have every module once.
     first_ranks = find_rank_of_each_place(planned.simulated).values()
@@ -131,10 +132,11 @@ def estimate_run(
         # An approximation where a module has packed (quantized) weights beside trained ones.
         trained=sum(row.bytes * row.trained // max(row.parameters, 1) for row in modules),
         module=rank.peak.module,
+        # A rank has 1 / context of each of a micro-batch's sequences.
         kept=activations * cfg.parallel.context / compute_micro_batches(cfg)[0]
-        if is_whole
+        if has_all_layers
         else 0.0,
-        least_seconds=least_seconds if is_whole else 0.0,
+        least_seconds=least_seconds if has_all_layers else 0.0,
         sent=sent,
         copied=copied,
         usable=compute_usable_bytes(cfg, settings),
@@ -185,12 +187,13 @@ STATES_KEY = "optimizer.state_bits"
 CHECKPOINTING = ("full", "selective", "none")  # from least to most memory
 # Tokens of a sequence from which on context parallelism, offload and the like are compared.
 LONG_SEQUENCE = 8192
-# Settings that lower a peak outside of the layers (in logits, gathered embeddings) for little time.
+# Changes that lower a peak outside of the layers (in logits, gathered embeddings) for little time.
 OUTSIDE_LAYERS = {"parallel.fsdp_wrap_policy": "memory_efficient", "memory.loss_chunks": 64}
-OUTSIDE_SHARE = 0.1  # share of the device's memory that these settings can save at most
+OUTSIDE_SHARE = 0.1  # share of the device's memory that OUTSIDE_LAYERS can save at most
 RESERVED_TOLERANCE = 0.06  # share by which an estimate of reserved memory may be off
 ACTIVE_TOLERANCE = 0.01  # the same of active memory, whose estimates are within 0.5 %
 
+# Of functions that work in processes: an argument, such as settings to try, and what comes of it.
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
@@ -199,12 +202,13 @@ Result = TypeVar("Result")
 class Candidate:
     """Settings and the memory and time that they take, by an estimate or by their whole plan."""
 
-    # From the config that the search begins with.
+    # Changes to the config that the search begins with.
     changes: Changes
+    # With a verdict, its bytes are those of the whole plan.
     estimate: Estimate
     # False if the settings certainly do not fit.
     may_fit: bool
-    # Verdict of the whole plan; empty: only estimated.
+    # Verdict of the whole plan, `fits`, `risky` or `does not fit`; empty: only estimated.
     verdict: str = ""
 
     @property
@@ -230,7 +234,7 @@ def get_value(cfg: Any, key: str) -> Any:
 
 
 def find_differing(cfg: Any, changes: Changes) -> Changes:
-    """Return the changes whose value differs from the config's."""
+    """Return those of the changes whose value differs from the config's."""
     return {key: value for key, value in changes.items() if get_value(cfg, key) != value}
 
 
@@ -284,7 +288,7 @@ def set_checkpointing(cfg: Any, kind: str) -> Changes:
 
 
 def step_in_backward(cfg: Any) -> Changes:
-    """Return the changes that make the optimizer step each parameter in backward."""
+    """Return the changes by which the optimizer steps each parameter in backward."""
     return find_differing(
         cfg,
         {
@@ -319,7 +323,10 @@ def compute_usable_bytes(cfg: Any, settings: PlanSettings) -> int:
 
 
 def list_communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
-    """Return the ranks of each communicator of a rank, in a pipeline of the one with the most."""
+    """Return the number of ranks in each communicator that one rank has.
+
+    In a pipeline it is the rank with the most communicators. ranks: of the run.
+    """
     # NCCL gives every two ranks that exchange tensors outside of a batch of such exchanges a
     # communicator of their own.
     pairs = max(len(list_peers(parallel, place)) for place in range(parallel.pipeline))
@@ -337,8 +344,8 @@ def try_estimate(
     """Return what `estimate_run` does; None if the recipe or the simulation refuses the config."""
     try:
         return estimate_run(recipe_class, cfg, settings=settings, limit=limit)
-    # All but UserError are raised by an operator that cannot be simulated. The change is one of
-    # many: it is left out.
+    # All but UserError are raised by an operator that cannot be simulated. These settings are one
+    # trial of many, which goes without them.
     except (UserError, AssertionError, NotImplementedError, AttributeError, RuntimeError):
         return None
 
@@ -354,12 +361,12 @@ def try_settings(
     outside_layers = {
         key: value for key, value in find_differing(cfg, OUTSIDE_LAYERS).items() if key not in fixed
     }
-    # A list of patterns is the user's own choice of units.
+    # A list of patterns is the user's own choice of the modules that FSDP gathers as one.
     if isinstance(get_value(cfg, "parallel.fsdp_wrap_policy"), list):
         outside_layers.pop("parallel.fsdp_wrap_policy", None)
     best = None
-    for more_changes in ({}, outside_layers):
-        all_changes = changes | more_changes
+    for added_changes in ({}, outside_layers):
+        all_changes = changes | added_changes
         changed_cfg = apply_changes(cfg, all_changes)
         if changed_cfg is None:
             break
@@ -390,7 +397,8 @@ def run_in_processes(
 ) -> list[Result]:
     """Return the results of `work` for all pieces, in order, computed by `open_workers`.
 
-    what, unit: for the progress line, which counts pieces in `unit`.
+    what: text of the progress line, which counts pieces in `unit`. Raises what `work` raises, and
+    SetupError as `open_workers` does.
     """
 
     # A fork has the pieces already: only their indexes and the results go through pipes.
@@ -418,7 +426,8 @@ def open_workers(
     SetupError if a fork is killed.
     """
     # A simulation in this process has started threads of autograd, which a fork would lack: the
-    # work is then done here, one piece after the other.
+    # work is then done here, one piece after the other. A simulation is known by the name that it
+    # gives torch's device for private use.
     has_simulated = sys.modules["torch"]._C._get_privateuse1_backend_name() == NAME
     workers = 1 if has_simulated else count_workers(processes)
     if workers == 1:
@@ -435,6 +444,7 @@ def open_workers(
 
 
 def _run_now(work: Callable[[Piece], Result], piece: Piece) -> Future[Result]:
+    """Return a future that has the result of `work` already; raise what `work` raises."""
     future: Future[Result] = Future()
     future.set_result(work(piece))
     return future

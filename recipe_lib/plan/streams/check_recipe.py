@@ -1,8 +1,9 @@
 """Run the checks of `tune plan --check-streams`.
 
 `check_streams` simulates a recipe under a `StreamChecker`, to find races between streams and waits
-of the host on the traced ranks, and compares the collectives of all ranks. `render_check` formats
-the result as text.
+of the host for the device on the traced ranks, and compares the collectives of all ranks.
+`render_check` formats the result as text. Traced is what is simulated: some ranks and micro-batches
+of a run. A unit is a module that FSDP gathers as one.
 """
 
 from collections import Counter
@@ -37,7 +38,7 @@ class RankCheck:
 
     rank: int
     faults: list[str]  # races and the like, a sentence each
-    # Waits of the host in a step: `how at file:line` -> how often, the most frequent first.
+    # Waits of the host in the last step: `how at file:line` -> how often, the most frequent first.
     waits: dict[str, int]
 
     @property
@@ -57,8 +58,8 @@ class StreamCheck:
 
     ranks: list[RankCheck]  # one for each rank whose streams were followed
     faults: list[str]  # of the collectives of all ranks, a sentence each
-    compared: str  # a phrase for the collectives that were compared; "": none were
-    followed: str  # a sentence on how many micro-batches were followed; "": all of a step's
+    compared: str  # a phrase on how many collectives were compared; "": none were
+    followed: str  # a sentence on how many micro-batches were followed; "": all of a step
 
     @property
     def is_clean(self) -> bool:
@@ -69,13 +70,13 @@ class StreamCheck:
 def check_streams(
     recipe_class: type, cfg: Any, settings: PlanSettings, *, compares: bool = True
 ) -> StreamCheck:
-    """Follow two steps of each traced rank, and compare the collectives of all ranks.
+    """Follow two steps of each traced rank, and compare the collectives of up to MOST_RANKS ranks.
 
-    cfg: plannable (`make_plannable`). compares: True to compare collectives. Raises UserErrors of
-    the recipe, and ConfigError where a step needs values of tensors.
+    cfg: a config that can be simulated (`make_plannable`). compares: True to compare collectives.
+    Raises UserErrors of the recipe, and ConfigError where a step needs values of tensors.
     """
     cfg = replace(cfg, compile=False)  # operators are followed one by one
-    settings = replace(settings, phases=())
+    settings = replace(settings, phases=())  # without loading, validation and saving
     num_micro_batches = compute_micro_batches(cfg)[1]
     traced = min(num_micro_batches, _MICRO_BATCHES * count_stages(cfg.parallel))
 
@@ -84,7 +85,7 @@ def check_streams(
         simulate_rank(
             recipe_class, cfg=cfg, settings=settings, rank=rank, traced=traced, checker=checker
         )
-        waits = Counter(f"{what} at {format_line(line)}" for what, line in checker.waits)
+        waits = Counter(f"{how} at {format_line(line)}" for how, line in checker.waits)
         return RankCheck(rank, checker.list_faults(), dict(waits.most_common()))
 
     ranks = settings.traced_ranks or list_first_ranks(cfg.parallel, settings.ranks)
@@ -125,9 +126,10 @@ def check_streams(
 def _limit_layers(cfg: Any) -> tuple[Any, int]:
     """Return (the config with few layers, how many it has), with every kind of layer on each stage.
 
-    It is the same config where a setting names layers that a smaller model would not have.
+    It is the same config if the model is small, or a setting names layers that a smaller one lacks.
     """
     num_layers = count_layers(cfg)
+    # Layers that come before the pattern, and the number of layers after which it repeats itself.
     lead, period = find_layer_pattern(cfg)
     few_layers = lead + 2 * max(
         period, count_stages(cfg.parallel), cfg.memory.activation_offload_prefetch_layers

@@ -1,11 +1,10 @@
 """Compare the collectives of all ranks: the same ones in the same order, and no deadlock.
 
-`check_recipe.check_streams` passes the calls of simulated ranks to `list_order_faults`. NCCL's
-rules: the k-th call of a rank on a communicator is matched with the k-th of every other rank by
-nothing but its position; a communicator runs one after the other; each begins when all of its ranks
-have come to it. Send and receive between two ranks have a communicator of their own. The first call
-on a communicator makes it, for which the host of each rank waits until all of its ranks are there
-(`ncclCommInitRank`). No torch.
+`check_recipe.check_streams` passes the calls of simulated ranks to `list_order_faults`. By NCCL's
+rules the k-th call of a rank on a communicator is matched with the k-th of every other rank. Calls
+on it run one after the other; each begins when all ranks have come to it. Two ranks that exchange
+have a communicator of their own. The first call makes it: the host of each rank waits until all
+are there (`ncclCommInitRank`). Imports no torch.
 """
 
 from collections import Counter, defaultdict
@@ -45,13 +44,16 @@ _Node = tuple[Group, int]
 def list_order_faults(calls: Calls) -> list[str]:
     """Return a sentence for each fault by which ranks would hang or exchange the wrong tensors.
 
-    Circles of waits are looked for only where all calls match.
+    A circle of waits (a deadlock) is looked for only if all calls match.
     """
     return find_mismatches(calls) or find_circles(calls)
 
 
 def find_mismatches(calls: Calls) -> list[str]:
-    """Return a sentence for the first call of each group that not all of its ranks make alike."""
+    """Return a sentence for the first call of each group that not all of its ranks make alike.
+
+    Ranks without an entry in `calls` are not compared.
+    """
     calls_by_node = {(rank, node): call for rank, node, call in _number_calls(calls)}
     faults: dict[Group, str] = {}
     for (rank, (group, index)), call in calls_by_node.items():
@@ -76,11 +78,12 @@ def find_mismatches(calls: Calls) -> list[str]:
 
 def find_circles(calls: Calls) -> list[str]:
     """Return a sentence for a circle of collectives that wait for each other; [] without one."""
-    # Collective -> those that have to be done before it can begin, on any of its ranks.
+    # Collective -> collectives that have to be done before it can begin, on any of its ranks.
     needs: dict[_Node, set[_Node]] = defaultdict(set)
     texts: dict[_Node, str] = {}  # collective -> its description
-    rank_nodes: dict[int, list[_Node]] = defaultdict(list)  # rank -> its calls so far
-    communicators: dict[int, list[_Node]] = defaultdict(list)  # rank -> those it has made so far
+    rank_nodes: dict[int, list[_Node]] = defaultdict(list)  # rank -> its collectives so far
+    # Rank -> communicators that it has made so far.
+    communicators: dict[int, list[_Node]] = defaultdict(list)
     for rank, node, call in _number_calls(calls):
         nodes = rank_nodes[rank]
         group, index = node

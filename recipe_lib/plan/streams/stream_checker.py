@@ -1,10 +1,9 @@
-"""A race detector for the streams of a simulated device.
+"""Find races between the streams of a simulated device, and places where the host waits.
 
-`tune plan --check-streams` gives a `StreamChecker` to the tracer, which tells it of each operator.
-A race is what two streams, or a stream and the host, do to the same memory without a wait between
-them. Vector clocks find it, as in `torch.cuda._sanitizer`. Beyond that it covers memory that the
-caching allocator hands out again while another stream still uses it, buffers on the host,
-collectives on streams of their own, and waits of the host.
+For `tune plan --check-streams`, the tracer of a simulated run calls the `note_...` methods of a
+`StreamChecker`, and `check_operator` for each operator. A race is a conflicting use of a storage
+by two streams, or a stream and the host, without a wait between them. Vector clocks find it, as in
+`torch.cuda._sanitizer`, which does not cover reuse by the caching allocator, host memory and waits.
 """
 
 import sys
@@ -26,10 +25,10 @@ from recipe_lib.plan.timing.stream_schedule import is_transfer
 from recipe_lib.plan.tracing.operator_costs import is_blocking, list_tensors
 from recipe_lib.plan.tracing.trace import HOST, Op, Storage
 
-# The line of code that an operator comes from: one of the user's code, of ours but for the planner,
-# of a model's class, or of torch's FSDP.
+# The line of code that an operator comes from. Frames of torch (but for its FSDP), of Python's
+# standard library and of the planner, which runs the simulation, are passed over.
 
-Line = tuple[str, int]  # file, line
+Line = tuple[str, int]  # (path of the file, number of the line from 1 on)
 
 # Folders, by which files are told apart.
 _PACKAGE = Path(__file__).parents[2]  # recipe_lib
@@ -41,7 +40,7 @@ _PLAN = str(_PACKAGE / "plan")
 
 
 def find_code_line() -> Line:
-    """Return the line of the innermost frame of such code; ("", 0): there is none."""
+    """Return the line of the innermost frame that is not passed over; ("", 0): there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None and not _is_shown(frame.f_code.co_filename):
         frame = frame.f_back
@@ -50,10 +49,11 @@ def find_code_line() -> Line:
 
 @cache
 def _is_shown(file: str) -> bool:
+    """Return True if a frame of this file is reported, not passed over."""
     if file.startswith(_TORCH):
         return file.startswith(_FSDP)
     is_standard = file.startswith(_STANDARD) and not file.startswith(_PACKAGES)
-    return not is_standard and not file.startswith((_PLAN, "<"))
+    return not is_standard and not file.startswith((_PLAN, "<"))  # `<string>`: generated code
 
 
 def is_of_user(file: str) -> bool:
@@ -62,7 +62,7 @@ def is_of_user(file: str) -> bool:
 
 
 def format_line(line: Line) -> str:
-    """Return a line as text, such as `recipe_lib/memory/activation_offload.py:250`."""
+    """Return a line as text: `recipe_lib/memory/activation_offload.py:250` or `unknown line`."""
     file, number = line
     # Relative to site-packages, to this checkout or to the working folder, for a short path.
     for root in (_PACKAGES, str(_PACKAGE.parent), str(Path.cwd())):
@@ -70,15 +70,15 @@ def format_line(line: Line) -> str:
     return f"{file}:{number}" if file else "unknown line"
 
 
-Clock = dict[int, int]  # stream -> number of its last work (operator) that is known to be done
+Clock = dict[int, int]  # stream -> number of its last operator that is known to be done
 
 
 class VectorClocks:
-    """Vector clocks (Mattern, 1989): what happens before what, on streams and on the host.
+    """Vector clocks (Mattern, 1989): which operators are done before which, on streams and host.
 
-    A work is an operator, on a stream or on the host. The host issues works one after the other; a
-    stream runs its works in order. Who waits for an event comes after all that the event's stream
-    comes after. Streams are numbers, `HOST` the host. Works are numbered as issued, from 1 on.
+    A work is an operator, known by its number: they count up from 1 in the order in which the host
+    issues them. A stream runs its works in order. Streams are numbers, `HOST` is the host. Who
+    waits for a snapshot of a stream comes after all that the stream had issued or waited for.
     """
 
     def __init__(self) -> None:
@@ -106,19 +106,21 @@ class VectorClocks:
 
     def take_snapshot(self, waiter: int) -> Clock:
         """Return the works that are done when all issued on stream `waiter` so far are done."""
+        # Without the host: its works are done before it issues the next one.
         return {
             source: self.find_last_done(source, waiter) for source in self.last if source != HOST
         }
 
     def wait(self, waiter: int, clock: Clock) -> None:
         """Let what a stream (or the host) does next come after the works of a snapshot."""
-        known = self._known[waiter]
+        waited_works = self._known[waiter]
         for stream, work in clock.items():
-            known[stream] = max(work, known.get(stream, 0))
+            waited_works[stream] = max(work, waited_works.get(stream, 0))
 
 
 _COMMUNICATORS = 10_000  # communicators' streams have numbers from here on, others smaller ones
 _NUMBER = torch.ops.aten._local_scalar_dense.default  # what `.item()` calls
+# Assignments by index: the host waits in them where an index is a mask.
 _INDEX_PUTS = ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
 
 
@@ -129,51 +131,51 @@ class Access:
     stream: int  # HOST: the host uses it
     work: int  # number of the operator among the works of `VectorClocks`
     does: str  # `reads`, `writes`, or `has`: the stream was given the memory by the allocator
-    op: Op
+    op: Op  # the operator; for `has` and a saved state one that only names what happens
     line: Line  # of the code that called the operator
 
 
 @dataclass(slots=True)
 class _Memory:
-    """The uses of a storage that a later one has to come after."""
+    """The uses of a storage that a later use has to come after."""
 
     storage: Storage
     written: Access | None = None  # the last write
     # Stream -> its last read since the last write.
     read: dict[int, Access] = field(default_factory=dict)
-    # Unfinished uses of the same bytes by storages that had them earlier.
+    # Unfinished uses of the same bytes by storages that had them earlier; emptied by the first use.
     before: list[Access] = field(default_factory=list)
-    num_sent: int = 0  # asynchronous collectives that hold it and were not waited for
+    num_sent: int = 0  # number of asynchronous collectives that hold it until waited for
     recorded: set[int] = field(default_factory=set)  # streams that `record_stream` named
-    freed: bool = False  # no tensor has it, but a collective may still hold it
+    freed: bool = False  # True: no tensor has it any more, though a collective may hold it
 
 
 @dataclass
 class _Work:
-    """An asynchronous collective."""
+    """An asynchronous collective that was not waited for: the `Work` of torch.distributed."""
 
     clock: Clock  # works that are done when the collective is
     storages: list[int]  # indices of the storages that it holds until it is waited for
-    operator: str  # its name
+    operator: str  # name of the operator, such as `c10d::allreduce_`
     line: Line  # of the code that called it
     on_host: bool  # True: its tensors are on the host, and the host waits for it, not a stream
 
 
 class StreamChecker:
-    """Finds races and waits of the host. A Tracer tells it what happens, in the order of issue.
+    """Finds races and waits of the host in what a tracer tells it, in the order of issue.
 
-    Storages are known by their index in the trace. A collective on the current stream is like any
-    operator. An asynchronous one runs on its communicator's stream, holds its tensors until it is
-    waited for, through its work or `wait_tensor` (torch 2.8 and later).
+    A storage is given as its index in the trace. A collective on the current stream is like any
+    operator. An asynchronous one runs on its communicator's stream. It holds its tensors until it
+    is waited for, through its `Work` or `wait_tensor` (torch 2.8 and later).
     """
 
     def __init__(self, device: str) -> None:
-        self.device = device  # type of the accelerator
-        # (operators, their lines, ...) -> the race in words. One of all with the same two lines.
+        self.device = device  # type of the accelerator, as in `tensor.device.type`
+        # Key of `_compare` (both operators and their lines) -> a sentence on the first such race.
         self.races: dict[Any, str] = {}
         # Waits of the host in the last `train_step`: (how it waits, such as `.item()`; the line).
         self.waits: list[tuple[str, Line]] = []
-        # Lines that wait for an event that nothing has recorded, which CUDA lets pass; in order.
+        # Lines that wait for an event that nothing has recorded, which CUDA lets pass; ordered.
         self.unrecorded: dict[Line, None] = {}
         self.counts_waits = False  # True inside of `follow_step`
         self.calls: list[CollectiveCall] = []  # all collectives on the device, as issued
@@ -181,14 +183,19 @@ class StreamChecker:
         self._issued: dict[int, list[tuple[int, int]]] = {}
         self._clocks = VectorClocks()
         self._memory: dict[int, _Memory] = {}  # index of a storage -> its uses
-        # Stream that allocates -> stream -> its last use of memory that was freed to the former.
+        # Stream whose pool freed memory went back to -> stream -> its last use of such memory.
         self._freed: dict[int, dict[int, Access]] = {}
-        self._events: dict[int, Clock] = {}  # event -> works that are done when it comes
-        self._stream_names = {HOST: "on the host"}  # in words; others have a number
-        self._communicators: dict[tuple[Any, ...], int] = {}  # -> the number of its stream
-        # Functional collectives that were not waited for, by the storage that each made.
+        self._events: dict[int, Clock] = {}  # event -> works that are done when it is reached
+        # Stream -> its name in words; a stream without one is shown by its number.
+        self._stream_names = {HOST: "on the host"}
+        # (mesh dimension, ranks, is it for send and receive, is it on the host) of a communicator
+        # -> number of the stream that it runs on.
+        self._communicators: dict[tuple[Any, ...], int] = {}
+        # Functional collectives (`_c10d_functional`) that were not waited for, by the index of the
+        # storage of their result.
         self._results: dict[int, _Work] = {}
-        # Other collectives that were not waited for, by the id of the object with `wait`.
+        # Other collectives that were not waited for, by the id of torch's `Work` object, which the
+        # simulation keeps alive.
         self._works: dict[int, _Work] = {}
         # A collective that was issued and whose object has not been returned to its caller yet.
         self._last_work: _Work | None = None
@@ -198,14 +205,17 @@ class StreamChecker:
 
     @contextmanager
     def follow_step(self) -> Iterator[None]:
-        """Count the host's waits inside the block, then read the state as a checkpoint would."""
+        """Count the host's waits inside the block, then read the state as a checkpoint would.
+
+        A write of parameters or optimizer states that such a read does not wait for is a race.
+        """
         self.waits = []
         self.counts_waits = True
         yield
         self.counts_waits = False
         for index, memory in list(self._memory.items()):
             if memory.storage.kind in ("parameters", "optimizer") and not memory.freed:
-                # Stream 0, which computes, copies memory of the device; the host reads its own.
+                # Device memory is copied on stream 0, which computes; the host reads its own.
                 stream = 0 if memory.storage.device else HOST
                 self._use(
                     index,
@@ -219,7 +229,7 @@ class StreamChecker:
                 )
 
     def list_faults(self) -> list[str]:
-        """Return races, collectives never waited for and waits for no event, in words."""
+        """Return a sentence for each race, collective never waited for and wait for no event."""
         unfinished_works = dict.fromkeys(
             (work.operator, work.line) for work in (*self._works.values(), *self._results.values())
         )
@@ -236,12 +246,12 @@ class StreamChecker:
     # Memory
 
     def note_allocation(self, index: int, storage: Storage) -> None:
-        """Note that a storage was made, or has another size."""
+        """Note that a storage was made, or has another size. index: in the trace's storages."""
         memory = self._memory[index] = _Memory(storage)
         if storage.device:
-            # It belongs to the stream that is current. The allocator may give freed memory to the
-            # next allocation of that stream at once: its uses are checked against all unfinished
-            # uses of memory that was freed there.
+            # The allocator may give memory that was freed to a stream to the stream's next
+            # allocation at once. Which bytes it gives is not simulated here: the new storage's
+            # first use is checked against all unfinished uses of memory freed to that stream.
             pool = storage.stream
             memory.before.append(
                 Access(
@@ -261,20 +271,19 @@ class StreamChecker:
             memory.before += unfinished
 
     def note_free(self, index: int) -> None:
-        """Note that a storage is gone."""
+        """Note that a storage was freed."""
         memory = self._memory.get(index)
         if memory is not None:
             memory.freed = True
             self._give_back(index)
 
     def _give_back(self, index: int) -> None:
-        """Give freed memory that no collective holds back to its stream, with its last uses."""
+        """Note the last uses of freed memory under its stream, once no collective holds it."""
         memory = self._memory[index]
         if not memory.freed or memory.num_sent:
             return
         del self._memory[index]
-        # Pinned memory of the host is given out again when the copies that torch issued on it are
-        # done.
+        # Torch gives out pinned host memory again only when its copies of it are done: no race.
         if not memory.storage.device:
             return
         unfinished = self._freed.setdefault(memory.storage.stream, {})
@@ -302,19 +311,24 @@ class StreamChecker:
         self._clocks.wait(stream, self._find_clock(event))
 
     def _find_clock(self, event: int) -> Clock:
+        """Return the works that are done at an event; {} for one that was not recorded."""
         if event not in self._events:
             self.unrecorded[find_code_line()] = None
         return self._events.get(event, {})
 
     def note_synchronize(self, call: str, stream: int | None, event: int | None) -> None:
-        """Note that the host waits for an event, for a stream, or for the device (both None)."""
+        """Note that the host waits for an event, for a stream, or for the device (both None).
+
+        call: what waits, such as `Stream.synchronize`.
+        """
         if event is not None:
             clock = self._find_clock(event)
         elif stream is not None:
             clock = self._clocks.take_snapshot(stream)
         else:
             clock = dict(self._clocks.last)
-        # No wait if all of it was waited for before; one for the whole device always counts.
+        # A wait for work that was all waited for before takes no time and does not count. One for
+        # the whole device always counts.
         is_held_up = any(
             self._clocks.find_last_done(done_by, HOST) < work for done_by, work in clock.items()
         )
@@ -344,8 +358,16 @@ class StreamChecker:
     ) -> None:
         """Check an operator that was issued: its uses of memory, its waits, its collective.
 
-        list_storage_indices: returns the indices, in the trace, of a value's tensors' storages.
+        Args:
+            func: the `OpOverload`.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            result: what it returned.
+            op: its entry in the trace.
+            list_storage_indices: returns the storages of all tensors in a value, as indices into
+                the trace's.
         """
+        # A wait for a functional collective, which computes nothing. -1 stands for no storage.
         if op.name.endswith("wait_tensor"):
             self._finish(
                 self._results.pop(next(iter(list_storage_indices(args)), -1), None), op.stream
@@ -377,12 +399,12 @@ class StreamChecker:
                 at_issue = memory and on_device and not op.transfer and not memory.storage.device
                 self._use(index, replace(access, stream=HOST) if at_issue else access)
         if is_sent:
-            sent = [index for index in {**read, **written} if index in self._memory]
-            for index in sent:
+            held_storages = [index for index in {**read, **written} if index in self._memory]
+            for index in held_storages:
                 self._memory[index].num_sent += 1
             self._last_work = _Work(
                 clock=self._clocks.take_snapshot(stream),
-                storages=sent,
+                storages=held_storages,
                 operator=op.name,
                 line=line,
                 on_host=not on_device,
@@ -401,8 +423,8 @@ class StreamChecker:
             self._note_host_wait(reason, self._clocks.take_snapshot(stream))
 
     def _has_mask(self, indices: Sequence[Tensor | None]) -> bool:
-        # Indexing by a mask on the device: the host waits for the number of its True elements, as
-        # of `nonzero`.
+        """Return True if an index is a mask on the device, whose True elements the host counts."""
+        # uint8 is torch's older type of a mask.
         return any(
             index.dtype in (torch.bool, torch.uint8) and index.device.type == self.device
             for index in list_tensors(indices)
@@ -417,10 +439,10 @@ class StreamChecker:
         returns; one from such memory waits for its stream first (CUDA's documentation, "API
         synchronization behavior").
         """
-        known = [self._memory[index].storage for index in indices if index in self._memory]
-        host = [storage for storage in known if not storage.device]
+        storages = [self._memory[index].storage for index in indices if index in self._memory]
+        host_storages = [storage for storage in storages if not storage.device]
         direction = "to the host" if op.transfer == "to_host" else "to the device"
-        if not host or not all(storage.pinned for storage in host):
+        if not host_storages or not all(storage.pinned for storage in host_storages):
             preposition = "into" if op.transfer == "to_host" else "from"
             return f"a copy {direction} {preposition} memory that is not pinned"
         return f"a blocking copy {direction}" if is_blocking(op.name, args, kwargs) else ""
@@ -446,11 +468,15 @@ class StreamChecker:
     def _compare(
         self, memory: _Memory, earlier: Access, access: Access, *, reused: bool = False
     ) -> None:
-        """Note a race if two uses have no wait between them. reused: of two storages, in turn."""
+        """Note a race if two uses have no wait between them.
+
+        reused: they are of two storages that have the same memory one after the other.
+        """
         if self._clocks.is_before(earlier.stream, earlier.work, access.stream):
             return
         first = self._describe(earlier)
         second = self._describe(access)
+        # Races of the same operators at the same lines are one, whichever storages they are on.
         key: tuple[Any, ...] = (
             earlier.op.name,
             earlier.line,
@@ -485,7 +511,7 @@ class StreamChecker:
     def _find_communicator(self, op: Op, after: int) -> int:
         """Return the number of the stream that a collective's communicator runs on.
 
-        What is issued on it from here on comes after all that stream `after` has so far.
+        Lets that stream wait for all that was issued so far on stream `after`, the current one.
         """
         collective: Any = op.collective
         # Two ranks exchange on a communicator of their own.
@@ -498,7 +524,10 @@ class StreamChecker:
         return stream
 
     def _note_call(self, op: Op, stream: int, work: int, line: Line) -> None:
-        """Add a collective to `calls`, to be compared with those of other ranks."""
+        """Add a collective to `calls`, which `collective_order.py` compares among ranks.
+
+        stream: that it runs on. work: its number among the works of `VectorClocks`.
+        """
         collective: Any = op.collective
         is_exchange = is_transfer(op)
         call = CollectiveCall(
@@ -514,10 +543,14 @@ class StreamChecker:
         self.calls.append(call)
 
     def _list_done_calls(self, stream: int) -> tuple[int, ...]:
-        """Return, as indices into `calls`, each stream's last one done before `stream` goes on."""
+        """Return the last collective of each stream that is done before `stream` goes on.
+
+        A collective is an index into `calls`. A stream without such a collective has no entry.
+        """
         last_calls = []
         for issued_on, calls in self._issued.items():
             last_done = self._clocks.find_last_done(issued_on, stream)
+            # A stream's works are in ascending order: `count` of them are done.
             count = bisect_right(calls, last_done, key=lambda call: call[0])
             if count:
                 last_calls.append(calls[count - 1][1])
@@ -530,11 +563,14 @@ class StreamChecker:
             self._last_work = None
 
     def note_work_wait(self, work: Any, stream: int) -> None:
-        """Note that a stream waits for a collective. work: as given to `note_start`."""
+        """Note that a stream waits for a collective. work: the one given to `note_start`."""
         self._finish(self._works.pop(id(work), None), stream)
 
     def _finish(self, work: _Work | None, stream: int) -> None:
-        """Let a stream go on after a collective, and release the storages that this held."""
+        """Let a stream go on after a collective, and release the storages that it held.
+
+        work: None for a collective that was waited for before, or that ran at once.
+        """
         if work is None:
             return
         self._clocks.wait(HOST if work.on_host else stream, work.clock)
@@ -575,8 +611,13 @@ _ONLY_WRITES = frozenset(
 def find_accesses(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (tensors read, tensors written); results are written, arguments in place are both."""
+    """Return (tensors that an operator reads, tensors that it writes).
+
+    func: the `OpOverload`. Results count as written. An argument that is changed in place counts as
+    both, unless the operator is one of `_ONLY_WRITES`.
+    """
     names = [argument.name for argument in func._schema.arguments]
+    # strict=False: arguments with defaults may be missing at the end of `args`.
     values = {**dict(zip(names, args, strict=False)), **kwargs}
     written_names = _find_written(func)
     unread_names = written_names if func._schema.name in _ONLY_WRITES else frozenset()

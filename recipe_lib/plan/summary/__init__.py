@@ -1,1 +1,1 @@
-"""Sums of simulated ranks' traces: memory, verdict, time, communication."""
+"""Sum up the traces of simulated ranks: memory and its verdict, time, communication."""

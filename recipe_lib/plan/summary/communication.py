@@ -1,8 +1,9 @@
-"""Communication of a step: collectives of one rank, and sums over all ranks.
+"""List the collectives of a step of one rank, and sum up those of all ranks.
 
-`build_communication_rows` lists the collectives of the heaviest rank. Of each place in the pipeline
-one rank is simulated; ranks of one place communicate alike (shards are padded to equal sizes), so
-that `build_dimension_plans` sums places times their ranks.
+`build_plan.py` calls `build_communication_rows` for the heaviest rank, which reserves the most, and
+`build_dimension_plans` for the sums along each dimension of the mesh. Of each place (a coordinate
+in the pipeline) one rank is simulated; its ranks communicate alike, as shards are padded to equal
+sizes, so that a sum is that of the places times their ranks.
 """
 
 import math
@@ -27,18 +28,19 @@ from recipe_lib.plan.tracing.trace_rank import STEADY
 
 # Parts of a step that each micro-batch has; the others are once a step.
 _MICRO_BATCH_PARTS = ("forward", "backward", "recompute")
-_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # a segment of a module's path, not the first
 
-# A dimension's name, and the dimensions of the mesh along which its groups lie.
+# (name of a dimension or `world`, dimensions of the mesh in which the ranks of its groups differ).
 _DimensionKey = tuple[str, tuple[str, ...]]
 
 
 def build_communication_rows(
     trace: Trace, hardware: Hardware, calibration: Calibration | None, *, timed: bool
 ) -> list[CommunicationRow]:
-    """Return the collectives of the steady step; alike ones are one row, layers' numbers a `*`.
+    """Return the collectives of the steady step, any after the first, in the order of first use.
 
-    timed: with their seconds.
+    Collectives that differ in the number of their layer alone are one row, the number a `*`. Those
+    of a group of one rank are left out. timed: with seconds, else these are 0.
     """
     rows: dict[tuple[Any, ...], CommunicationRow] = {}
     for op in trace.iterate_ops(STEADY):
@@ -77,8 +79,8 @@ def build_communication_rows(
 
 
 def list_group_sizes(trace: Trace) -> list[int]:
-    """Return the sizes of the groups that communicate in a trace."""
-    # Ranks that share sequences have a group of their own also where they are all.
+    """Return the number of ranks of each group that communicates in a trace."""
+    # Context parallelism has a group of its own even if another group has the same ranks.
     groups = {
         (op.collective.dim == "context", op.collective.ranks) for op in trace.ops if op.collective
     }
@@ -95,23 +97,25 @@ def build_dimension_plans(
     """Return what is communicated along every dimension with more than one rank.
 
     Args:
-        mesh: name to size, outermost first.
-        traces: by place in the pipeline, of one rank each.
-        phase: the step that is counted.
-        micro_batches: of that step.
-        once: operations among data ranks that are once a step, not in each micro-batch.
+        mesh: dimension -> its size, outermost first.
+        traces: place -> trace of one rank there.
+        phase: name of the traces' phase that is counted, a step.
+        micro_batches: number of micro-batches in that step.
+        once: operations, such as `reduce_scatter`, that data ranks do once a step, though they run
+            in a part of it that each micro-batch has.
     """
     counted = [_CountedStep(trace, phase, mesh=mesh, once=once) for trace in traces.values()]
     dimension_keys = dict.fromkeys(chain.from_iterable(place.step for place in counted))
-    silent = [
+    # Dimensions along which nothing is communicated have a plan, too: reports show their groups.
+    silent_dims = [
         name
         for name, size in mesh.items()
         if size > 1 and not any(name in along for _, along in dimension_keys)
     ]
     order = {name: index for index, name in enumerate(mesh)}
     keys = sorted(
-        [*dimension_keys, *((name, (name,)) for name in silent)],
-        key=lambda key: order.get(key[0], len(mesh)),
+        [*dimension_keys, *((name, (name,)) for name in silent_dims)],
+        key=lambda key: order.get(key[0], len(mesh)),  # `world` last
     )
     layers = sum(len(place.layers) for place in counted)
     plans = []
@@ -138,17 +142,19 @@ def build_dimension_plans(
 
 
 class _CountedStep:
-    """Communication of one rank in a step, by dimension."""
+    """The sums of what one rank communicates in a step, by dimension; arguments as above."""
 
     def __init__(
         self, trace: Trace, phase: str, mesh: Mapping[str, int], once: Collection[str]
     ) -> None:
-        # In all of the step, and in the passes of its micro-batches.
+        # In all of the step.
         self.step: dict[_DimensionKey, Volume] = defaultdict(Volume)
+        # In the forwards and backwards of all its micro-batches.
         self.in_micro_batches: dict[_DimensionKey, Volume] = defaultdict(Volume)
-        # In layers, and how often each: (operation, bytes, bytes on the wire).
+        # In decoder layers: (operation, bytes of the full tensor, bytes that the rank sends) -> how
+        # often.
         self.in_layers: dict[_DimensionKey, Counter[tuple[str, int, int]]] = defaultdict(Counter)
-        # Paths of the layers.
+        # Paths of the decoder layers.
         self.layers: set[str] = set()
         for op in trace.iterate_ops(phase):
             before, number, _ = split_number(op.module)
@@ -159,7 +165,7 @@ class _CountedStep:
                 continue
             operation = collective.operation
             sent = count_wire_bytes(operation, collective.bytes, len(collective.ranks))
-            # A message is sent once, by the rank that sends it.
+            # A message counts as sent on the rank that sends it, not on the one that receives it.
             wire_bytes = 0 if operation == "recv" else sent
             key = _make_dimension_key(collective, mesh)
             volume = Volume(1, collective.bytes, wire_bytes)
@@ -173,8 +179,8 @@ class _CountedStep:
 
 def _make_dimension_key(collective: Collective, mesh: Mapping[str, int]) -> _DimensionKey:
     """Return the collective's dimension, with the mesh dimensions in which its ranks differ."""
-    coordinates: dict[str, set[int]] = {}
-    stride = 1  # between neighbors along a dimension
+    coordinates: dict[str, set[int]] = {}  # dimension -> coordinates of the ranks in it
+    stride = 1  # difference of the ranks of two neighbors along a dimension
     for name in reversed(list(mesh)):
         coordinates[name] = {rank // stride % mesh[name] for rank in collective.ranks}
         stride *= mesh[name]
@@ -184,9 +190,13 @@ def _make_dimension_key(collective: Collective, mesh: Mapping[str, int]) -> _Dim
 def _find_usual_layer(
     places: Iterable[Counter[tuple[str, int, int]]], passes: int
 ) -> Volume | None:
-    """Return what most layers communicate in one of `passes` micro-batches through one layer."""
+    """Return what most layers communicate in forward and backward of one micro-batch.
+
+    None if they communicate nothing. places: `in_layers` of each place. passes: number of layers
+    times number of micro-batches.
+    """
     total = Volume()
     for (_, num_bytes, wire_bytes), count in sum(places, Counter()).items():
-        # Rounding leaves out what few layers have: a layer may issue a neighbor's gather.
+        # Rounding leaves out what only few layers have: one may issue the gather of its neighbor.
         total += Volume(1, num_bytes, wire_bytes).multiply(round(count / passes) if passes else 0)
     return total if total.operations else None

@@ -1,7 +1,7 @@
-"""Dotted paths of modules: layers that differ in a number alone, and rows that lie in others.
+"""Join the dotted paths of modules that differ in a layer's number, and find outermost modules.
 
-Plans name modules as PyTorch does (`model.layers.3.mlp`); tables and trees of them are shorter by
-the functions here. No torch in here.
+The tables and trees of a plan, which name modules as PyTorch does (`model.layers.3.mlp`), are made
+shorter by these functions. Imports no torch.
 """
 
 import re
@@ -10,20 +10,21 @@ from collections.abc import Iterable
 from recipe_lib.plan.plan_schema import LayerRow
 from recipe_lib.units import format_ranges
 
+# A path of which a segment is a number: (what is before it, the number, what is after it).
 _NUMBERED = re.compile(r"((?:[^.]*\.)*?)(\d+)((?:\..*)?)", re.DOTALL)
 
 
 def split_number(name: str) -> tuple[str, int | None, str]:
-    """Return (`model.layers.`, 3, `.mlp`) of `model.layers.3.mlp`; (name, None, ``) without one.
+    """Split a path at its first number: `model.layers.3.mlp` into `model.layers.`, 3 and `.mlp`.
 
-    The number is the first segment that is one.
+    Return (name, None, "") for a path without a number.
     """
     match = _NUMBERED.fullmatch(name)
     return (match[1], int(match[2]), match[3]) if match else (name, None, "")
 
 
 def join_numbered(names: Iterable[str]) -> str:
-    """Return `a.0-2.w, b` of `a.0.w, a.1.w, a.2.w, b`: one name where they differ in a number."""
+    """Return `a.0-2.w, b` for `a.0.w, a.1.w, a.2.w, b`: names that differ in a number are one."""
     groups: dict[tuple[str, str], list[int]] = {}
     for name in dict.fromkeys(names):
         before, number, after = split_number(name)
@@ -36,7 +37,7 @@ def join_numbered(names: Iterable[str]) -> str:
 
 
 def list_outermost(layers: list[LayerRow]) -> list[LayerRow]:
-    """Return the rows that lie in no other row's module: what a total counts."""
+    """Return the rows whose module lies in no other row's module, so that sums count none twice."""
     names = {row.module for row in layers}
     rows = []
     for row in layers:

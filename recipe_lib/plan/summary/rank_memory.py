@@ -1,9 +1,9 @@
-"""The memory of one rank: its peaks by phase, what is live at the largest, and whether it fits.
+"""Compute the memory of one rank: its peaks by phase, what is live there, and whether it fits.
 
-`build_rank_plan` replays a simulated rank's trace through the allocator; `build_layer_rows` sums up
-what its modules keep for backward, and `merge_layer_rows` those rows over a pipeline.
-`decide_verdict` judges the memory of the heaviest rank, `lower_verdict` what may come to it, and
-`judge_host` the host memory that a config allows. `views/verdict_text.py` words the verdict.
+`build_plan.py` calls these functions. A trace is the allocations and operators of a simulated rank,
+in order; `build_rank_plan` replays it through a model of torch's caching allocator. A verdict is
+FITS, RISKY or DOES_NOT_FIT; it is of the heaviest rank, which reserves the most. A place is a
+coordinate in a pipeline.
 """
 
 from collections import defaultdict
@@ -38,15 +38,16 @@ def build_rank_plan(rank: int, simulated: Simulated) -> RankPlan:
     """Return the memory of a simulated rank: what the allocator takes in each phase."""
     trace = simulated.trace
     host = trace.find_active_peaks(device=False)
-    # Making all states at once stands for a run's first step: what it frees is given back, as a run
-    # has freed nothing in its place.
+    # MAKING_STATES: without a first step the optimizer makes its states from whole gradients, which
+    # no run does. What that leaves unused in the allocator is given back to the device.
     default = replay(trace, emptied_after=MAKING_STATES)
     expandable = replay(trace, AllocatorSettings(expandable=True), MAKING_STATES)
     peaks = []
     for phase, (requested, event) in trace.find_peaks().items():
         if phase == MAKING_STATES:
             continue
-        # The storage whose allocation led there; none where the peak was before the phase.
+        # The allocation that made the peak tells what was running; without one (event < 0) the most
+        # was live as the phase began.
         storage = trace.storages[trace.events[event][1]] if event >= 0 else Storage(0)
         peaks.append(
             PhasePeak(
@@ -72,17 +73,17 @@ def build_rank_plan(rank: int, simulated: Simulated) -> RankPlan:
 
 
 def find_most_by_kind(trace: Trace, phase: str) -> dict[str, int]:
-    """Return by kind of memory the most bytes on the device that it takes at a time in a phase.
+    """Return kind of memory -> the most bytes on the device that it takes at a time in a phase.
 
-    It is empty for a phase that was not traced.
+    Return {} for a phase that was not traced.
     """
     live_bytes: dict[str, int] = defaultdict(int)
     most: dict[str, int] = {}
-    for _, kind, number, current, *_ in trace.walk():
-        if kind == PHASE and current == phase:
+    for _, kind, index, current, *_ in trace.walk():
+        if kind == PHASE and current == phase:  # with what is live as it begins
             most |= live_bytes
-        elif kind in (ALLOC, FREE) and trace.storages[number].device:
-            storage = trace.storages[number]
+        elif kind in (ALLOC, FREE) and trace.storages[index].device:
+            storage = trace.storages[index]
             live_bytes[storage.kind] += storage.bytes if kind == ALLOC else -storage.bytes
             if current == phase:
                 most[storage.kind] = max(most.get(storage.kind, 0), live_bytes[storage.kind])
@@ -90,10 +91,11 @@ def find_most_by_kind(trace: Trace, phase: str) -> dict[str, int]:
 
 
 def _list_alive(trace: Trace, phase: str) -> list[Alive]:
-    """Return what is live at the peak of a phase, by kind and module."""
+    """Return what is live at the peak of a phase, by kind, module and parameter, largest first."""
+    # (kind, module, parameter) -> bytes of each storage.
     groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for number in trace.list_alive_at_peak(phase):
-        storage = trace.storages[number]
+    for index in trace.list_alive_at_peak(phase):
+        storage = trace.storages[index]
         if storage.bytes:
             # A parameter is its module's, whichever module was running when it was made.
             module = storage.label.rpartition(".")[0] if storage.label else storage.module
@@ -103,8 +105,8 @@ def _list_alive(trace: Trace, phase: str) -> list[Alive]:
 
 
 def build_layer_rows(simulated: Simulated) -> list[LayerRow]:
-    """Return the table of modules with the activation bytes that each keeps, modules in it too."""
-    kept: dict[str, int] = defaultdict(int)
+    """Return the table of modules with the activation bytes that each and its submodules keep."""
+    kept: dict[str, int] = defaultdict(int)  # module -> bytes
     for module, size in _sum_kept_activations(simulated.trace).items():
         segments = module.split(".")
         for cut in range(1, len(segments) + 1):
@@ -113,17 +115,16 @@ def build_layer_rows(simulated: Simulated) -> list[LayerRow]:
 
 
 def _sum_kept_activations(trace: Trace) -> dict[str, int]:
-    """Return by module the bytes of activations that are live when a backward begins.
+    """Return module -> bytes of activations that are live when a backward of the step begins.
 
-    Of the backwards of the steady step it is the one where they are the most, of equal ones the
-    last.
+    It is the backward with the most such bytes, of equal ones the last.
     """
-    part_before = ""
-    most: dict[str, int] = {}
-    for _, kind, number, phase, _, alive in trace.walk():
+    part_before = ""  # of the model's last operator: `forward` or `backward`
+    most: dict[str, int] = {}  # those of the backward with the most so far
+    for _, kind, index, phase, _, alive in trace.walk():
         if kind != OP or phase != STEADY:
             continue
-        part = trace.ops[number].part
+        part = trace.ops[index].part
         if part == "backward" and part_before == "forward":
             kept: dict[str, int] = defaultdict(int)
             for storage in alive.values():
@@ -137,9 +138,10 @@ def _sum_kept_activations(trace: Trace) -> dict[str, int]:
 def merge_layer_rows(places: Sequence[list[LayerRow]]) -> list[LayerRow]:
     """Return the table of modules of a whole model from those of its places in a pipeline.
 
-    Each module is in it once, in the model's order.
+    Each module is in it once, in the model's order; the root module's row is the last place's.
     """
-    # By module the key that rows are sorted by: (before, in or after the layers; layer; row).
+    # Module -> (sort key, row). Sort key: (0 before the layers, 1 in them, 2 after them; number of
+    # the layer; index of the row).
     entries: dict[str, tuple[tuple[int, int, int], LayerRow]] = {}
     for rows in places:
         seen_layer = False
@@ -159,14 +161,15 @@ def merge_layer_rows(places: Sequence[list[LayerRow]]) -> list[LayerRow]:
 
 
 def has_room(reserved: int, usable: int, hardware: Hardware) -> bool:
-    """Return True if more is left of what the allocator may take than a plan's own error."""
+    """Return True if `usable` bytes leave room for a plan's own error beside those reserved."""
     return reserved <= usable - RISKY_SHARE * hardware.memory
 
 
 def decide_verdict(trace: Trace, heaviest: RankPlan, usable: int, hardware: Hardware) -> str:
     """Return whether the heaviest rank fits into `usable` bytes: FITS, RISKY or DOES_NOT_FIT.
 
-    It is risky where it needs expandable segments, retries, or the last few percent of the device.
+    It is risky if it needs expandable segments, retries of the allocator, or the last few percent
+    of the device. trace: of that rank.
     """
     if has_room(heaviest.reserved, usable, hardware):
         return FITS
@@ -184,32 +187,33 @@ def decide_verdict(trace: Trace, heaviest: RankPlan, usable: int, hardware: Hard
 
 
 def estimate_not_simulated(simulated: Simulated, steps: int | None) -> tuple[int, str]:
-    """Return (bytes that may come to those that were simulated, why they may).
+    """Return (bytes that a run may take beyond those that were simulated, the reason).
 
-    It is (0, "") where nothing is left out. steps: of the run, if known.
+    Return (0, "") where nothing is left out. steps: of the run; None: not known.
     """
-    more = simulated.untraced_bytes
+    extra_bytes = simulated.untraced_bytes
     reasons = [simulated.estimate] if simulated.estimate else []
     if simulated.step_growth:
         # Two steps are simulated; each later one is taken to leave as much as the second.
-        more += simulated.step_growth * max(0, (steps or 0) - 2)
-        left = f"the second step left {format_bytes(simulated.step_growth)} more than the first"
-        reasons.append(f"{left}, and so are the later ones taken to do")
-    return more, "; ".join(reasons)
+        extra_bytes += simulated.step_growth * max(0, (steps or 0) - 2)
+        growth = f"the second step left {format_bytes(simulated.step_growth)} more than the first"
+        reasons.append(f"{growth}, and so are the later ones taken to do")
+    return extra_bytes, "; ".join(reasons)
 
 
 def lower_verdict(verdict: str, more: int, heaviest: RankPlan, usable: int) -> str:
-    """Return the verdict with `more` bytes that were not simulated."""
+    """Return the verdict with `more` bytes that were not simulated: the same one, or a worse."""
     if more > usable - max(peak.requested for peak in heaviest.peaks):
         return DOES_NOT_FIT
-    # An estimate of growth never makes a plan that fits.
+    # By an estimate no plan is sure to fit.
     return RISKY if more and verdict == FITS else verdict
 
 
 def judge_host(cfg: Any, hardware: Hardware, trace: Trace) -> tuple[bool, list[str]]:
-    """Return whether a config allows the ranks of a machine their host memory, and that in words.
+    """Return (True if the config's limit of host memory is enough, a sentence that says so).
 
-    Nothing is said where it allows everything.
+    The limit is for all ranks of a machine. Return (True, []) where there is none. trace: of the
+    heaviest rank, as which all others are taken to be.
     """
     allowed = cfg.memory.host_memory_limit_gib
     if allowed is None:

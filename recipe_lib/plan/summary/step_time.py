@@ -1,9 +1,9 @@
 """Compute the time of a steady step: of one rank, or of a pipeline whose ranks wait for each other.
 
 `build_plan.py` calls `build_simulated_step`, which joins the timings that `stream_schedule.py` made
-of each simulated rank (`compute_pipeline_time` for a pipeline), then `build_time_plan` for the
-plan's figures, and `add_router_choices` for how much longer a mixture of experts may take. A
-"place" is the coordinate of ranks in the pipeline dimension of the mesh.
+of each simulated rank, then `build_time_plan` for the plan's figures and `add_router_choices` for
+mixtures of experts. A place is a coordinate in the pipeline dimension of the mesh; an action is a
+forward or backward of one micro-batch in one stage; the steady step is any after the first.
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,8 @@ class SimulatedStep:
 
     # None without a pipeline.
     pipeline: PipelinePlan | None
-    # Sums of the rank; in a pipeline, of the rank that computes the longest.
+    # Sums of the rank's times, all micro-batches counted; in a pipeline, of the rank that computes
+    # the longest.
     sums: StepTime | None = None
     # Trace of that rank.
     trace: Trace | None = None
@@ -70,7 +71,7 @@ class SimulatedStep:
 
 
 def list_first_ranks(parallel: Any, ranks: int) -> tuple[int, ...]:
-    """Return the first rank of each place in the pipeline; without one rank 0."""
+    """Return the first rank of each place in the pipeline; without a pipeline, rank 0."""
     # Where a dimension divides unevenly, the first ranks have the largest shards.
     return tuple(place * (ranks // parallel.pipeline) for place in range(parallel.pipeline))
 
@@ -109,11 +110,12 @@ def build_simulated_step(
             pipeline=None, sums=timing, trace=simulated[rank].trace, seconds=timing.step
         )
     micro_batch_size, num_micro_batches = compute_micro_batches(cfg)
-    first_ranks = find_rank_of_each_place(simulated)
+    first_ranks = find_rank_of_each_place(simulated)  # place -> rank
     places = [
         _build_stage_plan(cfg, place, rank=rank, simulated=simulated[rank], count=num_micro_batches)
         for place, rank in first_ranks.items()
     ]
+    # With equal stages and no communication time; seconds are counted in forwards.
     ideal = simulate(
         get_orders(cfg.parallel, num_micro_batches), cfg.parallel, lambda action: UNITS[action.kind]
     )
@@ -174,6 +176,7 @@ def _build_stage_plan(
     """
     in_flight, deferred = count_in_flight(get_orders(cfg.parallel, count)[place])
     modules = list_outermost(simulated.modules)
+    # (how often, bytes) of each message; an operator stands for as many like it.
     sends = [
         (op.repeats, op.collective.bytes)
         for action, _, op in simulated.trace.iterate_action_ops(STEADY)
@@ -192,6 +195,7 @@ def _build_stage_plan(
         idle=0.0,
         sends=sum(times for times, _ in sends),
         sent=sum(times * num_bytes for times, num_bytes in sends),
+        # Of the groups along all other dimensions there is one for each place.
         ranks=list_rank_groups(
             simulated.mesh, along=[dim for dim in simulated.mesh if dim != "pipeline"]
         )[place],
@@ -253,12 +257,12 @@ def build_time_plan(
     )
 
 
-# The ranks of a pipeline on one time line. The seconds of an action (a forward or backward of one
-# micro-batch) are from the rank's own trace; when it begins, and when a tensor arrives, is
-# simulated over all ranks. Outside of the runs of actions (making batches, norms, the optimizer)
-# each rank waits for the slowest.
+# The ranks of a pipeline on one time line. A run is a pass of all micro-batches through the
+# pipeline; a gap is what a rank does before, between and after runs (making batches, norms, the
+# optimizer). The seconds of an action are from its rank's own trace; when it begins, and when a
+# tensor arrives, is simulated over all ranks. In gaps each rank waits for the slowest.
 
-_Seconds = dict[Action, float]  # of each action of a rank
+_Seconds = dict[Action, float]  # action of a rank -> its seconds
 
 
 def compute_pipeline_time(
@@ -270,24 +274,24 @@ def compute_pipeline_time(
     hardware: Hardware,
     calibration: Calibration | None = None,
 ) -> tuple[Timeline, float]:
-    """Return the time line of forwards and backwards, and the seconds of the step.
+    """Return (time line of the last run that trains, seconds of the step).
+
+    The time line's ranks are places. Without a run that trains, the time line is of the first run.
 
     Args:
         parallel: the config's section.
         count: number of micro-batches.
         traces: place -> trace of a rank there.
         timings: place -> timing of that trace.
-        phase: of the traces.
+        phase: name of the traces' phase that was timed.
         hardware: the device and its links.
         calibration: measured rates; None: those of the data sheet.
-
-    The time line's ranks are places.
     """
     gaps_and_runs = [split_actions(traces[place], timing) for place, timing in timings.items()]
     runs = {
         place: place_runs for place, (_, place_runs) in zip(timings, gaps_and_runs, strict=True)
     }
-    # (stage, `SF` or `SB`: of activations or of gradients) -> seconds of a message.
+    # (stage that sends, `SF` for activations or `SB` for gradients) -> seconds of a message.
     messages: dict[tuple[int, str], float] = {}
     for trace in traces.values():
         messages |= {
@@ -301,7 +305,8 @@ def compute_pipeline_time(
         max(waits) for waits in zip(*(gaps for gaps, _ in gaps_and_runs), strict=True)
     )
     training_timeline: Timeline | None = None
-    # All places have the same number of runs; a run without a backward computes without training.
+    # All places have the same number of runs. One without a backward does not train: it is of a
+    # reference model or a teacher, say.
     for index, run in enumerate(next(iter(runs.values()))):
         training = any(action.kind in ("B", "I") for action in run)
         seconds: _Seconds = {}
@@ -323,10 +328,10 @@ def compute_pipeline_time(
 
 
 def split_actions(trace: Trace, timing: StepTime) -> tuple[list[float], list[_Seconds]]:
-    """Return (gaps, runs) of a rank's step.
+    """Return (gaps, runs) of a rank's step, one gap more than runs.
 
-    A run is a pass of all micro-batches through the pipeline: the seconds of each of its actions.
-    Gaps are the seconds before the first run, between runs, and after the last.
+    A run is the seconds of each of its actions. Gaps are the seconds before the first run, between
+    runs, and after the last.
     """
     gaps = [0.0]
     runs: list[_Seconds] = []
@@ -354,8 +359,10 @@ def extend_to_all(
 ) -> _Seconds:
     """Return the seconds of a rank's actions for all `count` micro-batches.
 
-    run: of the traced micro-batches, each of which stands for some of the others. Raises ValueError
-    if too few were traced.
+    Each traced micro-batch stands for some of those that were not. Raises ValueError if too few
+    were traced for that.
+
+    run: seconds of the traced actions. place: of the rank. training: whether the run has backwards.
     """
     num_traced = len({action.micro_batch for action in run})
     stand_ins = find_stand_ins(
@@ -375,9 +382,10 @@ def scale_to_step(
 ) -> StepTime:
     """Return a rank's timing with its sums scaled from the traced micro-batches to all of them.
 
-    A traced micro-batch may stand for several; `repeats` of its actions says for how many.
+    A traced micro-batch may stand for several; `repeats` of its actions says for how many. phase:
+    name of the trace's phase that was timed.
     """
-    repeats: dict[int, int] = {}
+    repeats: dict[int, int] = {}  # index of an operator -> how many times its action counts
     transfer_seconds = launch_seconds = 0.0
     for action, op_index, op in trace.iterate_action_ops(phase):
         repeats[op_index] = action.repeats
@@ -408,11 +416,14 @@ def scale_to_step(
     )
 
 
-# The router of a mixture of experts: its choices change no byte of a plan, but the times.
+# The router of a mixture of experts: its choices change no bytes of a plan, only times.
 
 
 def get_mixture(cfg: Any) -> MixtureSpec | None:
-    """Return the spec of the model's mixture of experts; None for a dense or foreign model."""
+    """Return the spec of the model's mixture of experts.
+
+    None for a dense model, and for one whose architecture is not in this library.
+    """
     return getattr(read_spec(cfg), "mixture", None)
 
 

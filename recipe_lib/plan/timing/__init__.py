@@ -1,1 +1,1 @@
-"""The time that a traced program takes: kernels, links and streams."""
+"""Compute the time that a traced run takes: of kernels, on links and streams."""

@@ -1,10 +1,9 @@
 """Compute the seconds that each operator and collective of a trace takes while nothing else runs.
 
-`stream_schedule.py` calls `compute_op_seconds` (kernels, by a roofline),
-`compute_collective_seconds` (latency plus bytes over bandwidth) and `compute_launch_seconds` (the
-host's time), and puts them on a time line. Without a `Calibration`, the rates measured by `tune
-doctor`, a rate is the data sheet's times the share that kernels of such a shape reach
-(`kernel_rates.py`). Imports no torch.
+`stream_schedule.py` calls `compute_op_seconds` (a roofline) and `compute_launch_seconds` (the
+host's time), and puts them on a time line. A calibration is the rates that `tune doctor` measured.
+Without one, a rate is the data sheet's times the share that kernels of such a shape reach.
+Operations are FLOPs: a multiplication and an addition are two. Imports no torch.
 """
 
 import math
@@ -30,14 +29,14 @@ KERNEL_SECONDS = 3e-6
 HOST_SECONDS = 6e-6  # for the host to issue one operator from Python, eagerly: 5 to 10 us
 # For the host to call a compiled operator of this library: docs/measurements/fused_kernels.md.
 COMPILED_SECONDS = 40e-6
-# Multiples of `host_seconds` that issuing a matmul takes: the operator, and its module's call.
+# How many `host_seconds` issuing a linear layer takes: the operator, and its module's call.
 _HOST_BOUND = 2
 # Latency before the first step of a ring: NCCL's src/graph/tuning.cc, ring, Simple.
 COLLECTIVE_SECONDS = 8.4e-6
 
-# (batch size, heads, tokens, head dimension) of the attention that a calibration measures.
+# (batch size, heads, tokens, head dimension) of the attention that a calibration measures on a GPU.
 ATTENTION = (2, 32, 4096, 128)
-TINY_ATTENTION = (1, 2, 64, 32)  # the same on a CPU
+TINY_ATTENTION = (1, 2, 64, 32)  # the same for a CPU, whose measurement is only a dry run
 # Devices whose times without a calibration docs/measurements/planned_times.md compares with
 # published speeds.
 COMPARED = ("a100-40gb", "a100-80gb", "h100", "rtx4090")
@@ -58,8 +57,8 @@ class Links:
     def interpolate_seconds(self, operation: str, sent: float) -> float:
         """Return the seconds of a collective in which each rank sends `sent` bytes.
 
-        Interpolated linearly between two measured sizes. Below the smallest size its time is
-        returned, above the largest one its bandwidth holds.
+        They are interpolated linearly between two measured sizes. Below the smallest size its time
+        is returned; above the largest one its bandwidth is taken.
         """
         # What was not measured (broadcasts, all-to-alls, transfers) is taken to be as fast as an
         # all-gather.
@@ -83,9 +82,10 @@ class Calibration:
     torch: str
     # Date of the measurement.
     date: str
-    # Dtype -> ((m, n, k), operations per second) of matmuls `[m, k] @ [k, n]`, small ones first.
+    # Dtype -> ((m, n, k), operations per second) of matmuls `[m, k] @ [k, n]`, smallest first.
     matmul: dict[str, tuple[tuple[tuple[int, int, int], float], ...]]
-    # Operations per second of one forward and backward of ATTENTION, all scores counted.
+    # Operations per second of one causal forward and backward of ATTENTION. Masked scores are
+    # counted, too.
     attention: float
     # Bytes per second that an elementwise operator reads and writes.
     bandwidth: float
@@ -112,7 +112,7 @@ class Calibration:
 def count_wire_bytes(operation: str, num_bytes: int, ranks: int) -> int:
     """Return the bytes that one rank sends (or, for `recv`, receives) in a collective of `ranks`.
 
-    num_bytes: of the full tensor. Raises ValueError for an unknown operation.
+    num_bytes: bytes of the full tensor. Raises ValueError for an unknown operation.
     """
     # A ring sends the least that any algorithm can: nccl-tests, doc/PERFORMANCE.md.
     if operation in ("send", "recv"):
@@ -131,14 +131,14 @@ def compute_collective_seconds(
 ) -> float:
     """Return the seconds of one collective alone on its link.
 
-    The sum of the latency of its steps, and of the bytes that a rank sends over the bus bandwidth;
-    interpolated from measured collectives where the calibration has some.
+    They are the latency of its steps, plus the bytes that a rank sends divided by the bandwidth.
+    Inside a machine they are interpolated from measured collectives if the calibration has some.
     """
     ranks = len(collective.ranks)
     sent = count_wire_bytes(collective.operation, collective.bytes, ranks)
     if not sent:
         return 0.0
-    # A machine has consecutive ranks. By machine: the number of ranks in this group.
+    # Machine -> number of its ranks in this group. A machine has consecutive ranks.
     by_node = Counter(rank // hardware.ranks_per_node for rank in collective.ranks)
     bandwidth = (calibration and calibration.link_bandwidth) or hardware.link.bandwidth
     # A group that spans machines uses the network cards of all of its ranks on a machine, up to the
@@ -151,9 +151,9 @@ def compute_collective_seconds(
     crossings = min(rounds * (len(by_node) - 1), steps)
     if calibration and calibration.links and len(by_node) == 1:
         # A group larger than the measured one takes more steps.
-        more_steps = max(0, steps - _count_steps(collective.operation, calibration.links.ranks))
+        added_steps = max(0, steps - _count_steps(collective.operation, calibration.links.ranks))
         seconds = calibration.links.interpolate_seconds(collective.operation, sent)
-        return seconds + more_steps * hardware.link.latency
+        return seconds + added_steps * hardware.link.latency
     latency = crossings * hardware.inter_node_latency + (steps - crossings) * hardware.link.latency
     return COLLECTIVE_SECONDS + latency + sent / bandwidth
 
@@ -171,7 +171,8 @@ def _count_steps(operation: str, ranks: int) -> int:
 def compute_op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = None) -> float:
     """Return the seconds of one operator alone on the device; 0 for one that launches no kernel.
 
-    A kernel takes the longest of its arithmetic, its memory traffic and the smallest kernel.
+    A kernel takes as long as its arithmetic, its memory traffic or the smallest kernel, whichever
+    is longest. `op.repeats` is not counted.
     """
     if op.collective:
         return compute_collective_seconds(op.collective, hardware, calibration)
@@ -184,6 +185,7 @@ def compute_op_seconds(op: Op, hardware: Hardware, calibration: Calibration | No
         )
     if op.on_host:  # the CPU computes it, limited by the host's memory
         return op.bytes / hardware.host_memory_bandwidth
+    # A grouped matmul that the host issues as several: each has its share of arithmetic and bytes.
     if matmuls := count_issued_matmuls(op, hardware.architecture):
         matmul = replace(
             op, flops=op.flops // matmuls, bytes=op.bytes // matmuls, shape=(1, *op.shape[1:])
@@ -195,7 +197,10 @@ def compute_op_seconds(op: Op, hardware: Hardware, calibration: Calibration | No
 def _compute_kernel_seconds(
     op: Op, hardware: Hardware, calibration: Calibration | None, splits: bool = False
 ) -> float:
-    """Return the seconds of one kernel. splits: it is one of the matmuls of a grouped one."""
+    """Return the seconds of one kernel.
+
+    splits: True for one of the matmuls of a grouped one, for which cuBLAS may choose split-K.
+    """
     floor = calibration.kernel_seconds if calibration else KERNEL_SECONDS
     bandwidth = calibration.bandwidth if calibration else compute_bandwidth(hardware, op.bytes)
     if "_fused_adam" in op.name:
@@ -213,9 +218,9 @@ def _compute_arithmetic_seconds(
     op: Op, hardware: Hardware, calibration: Calibration | None, splits: bool = False
 ) -> float:
     """Return the seconds of a matmul's or attention's arithmetic, 0 for others."""
-    # A calibration scales the rates of `kernel_rates.py`, which know the shape.
+    # A rate is that of `kernel_rates.py` for the shape, scaled by what a calibration measured.
     if is_attention(op):
-        if len(op.shape) != 5:
+        if len(op.shape) != 5:  # no shape was traced: at the device's full rate
             return op.flops / hardware.rate(op.dtype)
         seconds = compute_attention_seconds(hardware, op.name, dtype=op.dtype, shape=op.shape)
         return seconds * _compute_attention_scale(
@@ -223,7 +228,7 @@ def _compute_arithmetic_seconds(
         )
     if not op.flops:
         return 0.0
-    shape = op.shape[:-1] if is_grouped(op) else op.shape
+    shape = op.shape[:-1] if is_grouped(op) else op.shape  # without the row dimension
     scale = (
         1.0
         if calibration is None
@@ -235,7 +240,10 @@ def _compute_arithmetic_seconds(
 def compute_least_op_seconds(
     op: Op, hardware: Hardware, calibration: Calibration | None = None
 ) -> float:
-    """Return the least seconds of a matmul or attention, in a batch of any size; 0 for others."""
+    """Return a lower bound of the seconds of a matmul or attention, for others 0.
+
+    The bound holds for a micro-batch of any size: a matmul's is by the rate of a very large one.
+    """
     if is_attention(op):
         return _compute_arithmetic_seconds(op, hardware, calibration)
     points = [] if calibration is None else _list_matmul_scales(op.dtype, hardware, calibration)
@@ -244,7 +252,7 @@ def compute_least_op_seconds(
 
 
 def is_attention(op: Op) -> bool:
-    """Return True if it is an attention kernel."""
+    """Return True if an operator is an attention kernel."""
     return "attention" in op.name or "attn" in op.name
 
 
@@ -261,13 +269,13 @@ def compute_launch_seconds(
 ) -> float:
     """Return the seconds for the host to issue one operator.
 
-    architecture: of the device; empty: a grouped matmul counts as one kernel.
+    architecture: of the device, such as `sm90`; "": a grouped matmul counts as one kernel.
     """
     # Without a grouped kernel, the host issues each matmul of a grouped one too.
-    issued = count_issued_matmuls(op, architecture) if architecture else 0
-    if op.name.startswith("tune_recipes::") and not issued:
+    num_matmuls = count_issued_matmuls(op, architecture) if architecture else 0
+    if op.name.startswith("tune_recipes::") and not num_matmuls:
         return COMPILED_SECONDS
-    return (1 + issued) * (calibration.host_seconds if calibration else HOST_SECONDS)
+    return (1 + num_matmuls) * (calibration.host_seconds if calibration else HOST_SECONDS)
 
 
 def is_wait(op: Op) -> bool:
@@ -280,7 +288,8 @@ def _list_matmul_scales(
 ) -> list[tuple[float, float]]:
     """Return (operations, rate in a run / rate of `compute_matmul_rate`) for each measured shape.
 
-    Small shapes are first. For a dtype that was not measured, return the scales of bf16.
+    Small shapes are first. For a dtype that was not measured, return the scales of bf16, or else
+    of any that was.
     """
     measured_dtype = next(
         name for name in (dtype, "bf16", *calibration.matmul) if name in calibration.matmul
@@ -293,8 +302,8 @@ def _list_matmul_scales(
         (2.0 * m * n * k, rate, (1, m, k, n))
         for (m, n, k), rate in calibration.matmul[measured_dtype]
     ]
-    # The measured matmuls were issued one by one: the time of one that is shorter than issuing it
-    # is the host's, not the device's. Such are left out, but the largest one stays.
+    # The measured matmuls were issued one by one: one that is shorter than issuing it shows the
+    # host's time, not the device's. Such ones are left out; if all are, the largest stays.
     points = [point for point in points if point[0] / point[1] >= least_seconds] or points[-1:]
     return [
         (flops, share * rate / compute_matmul_rate(hardware, measured_dtype, shape))
@@ -305,9 +314,9 @@ def _list_matmul_scales(
 def _compute_attention_scale(
     hardware: Hardware, calibration: Calibration | None, kernel: str
 ) -> float:
-    """Return the measured seconds of attention over those of `compute_attention_seconds`.
+    """Return the measured seconds of attention divided by those of `compute_attention_seconds`.
 
-    Return 1 for a kernel that was not measured.
+    kernel: `flash`, `cudnn` or `efficient`. Return 1 for one that was not measured.
     """
     batch_size, heads, tokens, head_dim = (
         TINY_ATTENTION if hardware.architecture == "cpu" else ATTENTION
@@ -326,13 +335,19 @@ def _compute_attention_scale(
 
 
 def _interpolate(points: Sequence[tuple[float, float]], size: float) -> float:
-    """Return the value at `size`, linear in log(size); outside of the points the nearest one's."""
+    """Return the value at `size`, interpolated linearly in log(size).
+
+    points: (size, value), smallest first; beyond them the nearest one's value holds.
+    """
     sizes, values = zip(*points, strict=True)
     return float(np.interp(math.log(size), np.log(sizes), values))
 
 
 def count_model_flops(trace: Trace, phase: str) -> int:
-    """Return the operations of forward and backward in a phase, on this rank."""
+    """Return the operations of forward and backward in a phase, on this rank.
+
+    Raises ValueError if the phase was not traced.
+    """
     # Recomputation of activation checkpointing (part `recompute`) is no work of the model.
     return sum(
         op.flops * op.repeats
@@ -397,7 +412,7 @@ def has_grouped_kernel(architecture: str) -> bool:
 
 
 def is_grouped(op: Op) -> bool:
-    """Return True for matmuls of all experts in one operator, of forward or backward."""
+    """Return True for an operator that is a grouped matmul, of forward or backward."""
     return "grouped" in op.name and len(op.shape) == _FIELDS
 
 
@@ -415,9 +430,9 @@ def count_issued_matmuls(op: Op, architecture: str) -> int:
 
 
 def set_loads(op: Op, experts: int) -> Op:
-    """Return a grouped matmul whose rows all go to `experts` of the experts, evenly.
+    """Return a grouped matmul with all rows divided evenly among `experts` of its experts.
 
-    Any other operator is returned as it is.
+    Any other operator is returned as it is, and so is one that has no more experts.
     """
     if not is_grouped(op) or experts >= op.shape[0]:
         return op

@@ -1,11 +1,10 @@
 """Schedule the operators of a traced phase on streams, links and the host.
 
-`build_plan.py` calls `schedule` for the times of a steady step; `sum_time_by_kind` divides them.
-The host issues operators one after the other; an operator starts when it has been issued, when its
-stream is free and, for a collective, when its link is. Kernels on different streams do not slow
-each other, and the other ranks are taken to be as fast as this one: a stage of a pipeline never
-waits for its neighbor here, and what they exchange is left out (`summary/step_time.py`
-puts the ranks together). Imports no torch.
+`build_plan.py` calls `schedule` for the times of a steady step (any after the first). The host
+issues operators one after the other; each starts when it has been issued, and its stream and link
+are free. Kernels on different streams do not slow each other, and other ranks are taken to be as
+fast as this one. A pipeline's sends and receives are left out: `summary/step_time.py` puts its
+ranks together. Imports no torch.
 """
 
 from collections import defaultdict, deque
@@ -40,10 +39,11 @@ class StepTime:
     step: float
     # Index in `Trace.ops` -> seconds of a collective alone.
     collectives: dict[int, float]
-    # (index in `Trace.ops`, start, end) of each operator, in the order issued.
+    # (index in `Trace.ops`, start, end) of each operator on the device, in the order issued.
     timeline: list[tuple[int, float, float]]
-    # In a pipeline: (index in `Trace.actions`, time at which the compute stream had finished all
-    # before it). Operators of an action count as often as they were traced, transfers not at all.
+    # In a pipeline: (index in `Trace.actions`, time at which the compute stream has finished all
+    # that was issued before it). An action counts once, however many it stands for; sends and
+    # receives do not count.
     actions: list[tuple[int, float]] = field(default_factory=list)
     # Sum of copies between host and device, each while nothing else runs.
     copies: float = 0.0
@@ -62,34 +62,35 @@ def schedule(
 ) -> StepTime:
     """Return the times of one phase of a trace. Raises ValueError if it was not traced.
 
-    experts: number of experts that all rows of each grouped matmul go to; 0: all, evenly.
+    Collectives on a link (inside the machine, or the network) run one after the other, and so do
+    copies in one direction between host and device. A collective that `waits`, or receives, holds
+    up the stream that issued it. Another one is waited for by the next `wait_tensor` of that
+    stream, the oldest first, or through the next event recorded there, or else by the end of the
+    phase.
 
-    A collective runs on a link (inside the machine, or the network), one after the other, as do
-    copies between host and device, each way for itself. One that `waits`, or receives, holds up the
-    stream that issued it. One that does not is waited for by the next `wait_tensor` of that stream,
-    the oldest first, or through the next event recorded there; else only the end of the phase waits
-    for it.
+    experts: number of experts that all rows of each grouped matmul go to; 0: all, evenly.
     """
+    # Time at which the host is free, and two sums of StepTime.
     host = launch = on_host = 0.0
-    # When each stream and link is free, and when each event has come.
+    # Times at which each stream and link is free, and at which each event is reached.
     streams: dict[int, float] = defaultdict(float)
     links: dict[str, float] = defaultdict(float)
     recorded: dict[int, float] = defaultdict(float)
-    # By stream, ends of collectives that it has not waited for.
+    # Stream -> ends of collectives that it has not waited for, oldest first.
     pending: dict[int, deque[float]] = defaultdict(deque)
     timeline: list[tuple[int, float, float]] = []
     actions: list[tuple[int, float]] = []
-    action = ActionMark()
+    action = ActionMark()  # that the operators belong to; of kind "" outside of a pipeline's
     in_turn = hardware.architecture == "cpu"  # the CPU both issues and computes each operator
-    for kind, number in trace.iterate_events(phase):
+    for kind, index in trace.iterate_events(phase):
         if kind == OP:
-            op = trace.ops[number]
+            op = trace.ops[index]
             if action.kind and is_transfer(op):  # between ranks of a pipeline
                 continue
-            repeats = op.repeats // action.repeats
+            repeats = op.repeats // action.repeats  # each action once, however many it stands for
             issuing = compute_launch_seconds(op, calibration, hardware.architecture) * repeats
             matmuls = count_issued_matmuls(op, hardware.architecture)
-            if matmuls:  # the host waits to read the numbers of rows of each matmul
+            if matmuls:  # first the host waits, to read the numbers of rows of each matmul
                 host = max(host, streams[op.stream])
             host += issuing
             launch += issuing
@@ -100,17 +101,18 @@ def schedule(
                 if op.on_host:
                     on_host += seconds
                 else:
-                    timeline.append((number, host - seconds, host))
+                    timeline.append((index, host - seconds, host))
                     streams[op.stream] = host
                 continue
-            # Matmuls that are issued one by one: the first starts while the others are issued.
+            # Time at which the operator, or the first of its matmuls, is issued: it starts while
+            # the host issues the others.
             issued = host - issuing * matmuls / (1 + matmuls) if matmuls else host
             occupied = _list_links(op, hardware)
             start = max([issued, streams[op.stream], *(links[link] for link in occupied)])
             if is_wait(op) and pending[op.stream]:
                 start = max(start, pending[op.stream].popleft())
             end = start + seconds
-            timeline.append((number, start, end))
+            timeline.append((index, start, end))
             links.update(dict.fromkeys(occupied, end))
             if op.collective and not op.collective.waits and op.collective.operation != "recv":
                 pending[op.stream].append(end)
@@ -118,35 +120,36 @@ def schedule(
                 streams[op.stream] = max(end, host) if matmuls else end
                 host = max(host, end) if in_turn else host
         elif kind == RECORD:
-            sync = trace.syncs[number]
+            sync = trace.syncs[index]
+            # Who waits for the event waits for the stream's collectives, too.
             recorded[sync.event] = max([streams[sync.stream], *pending[sync.stream]])
             pending[sync.stream].clear()
         elif kind == WAIT:
-            sync = trace.syncs[number]
+            sync = trace.syncs[index]
             if sync.stream == HOST:
                 host = max(host, recorded[sync.event])
             else:
                 streams[sync.stream] = max(streams[sync.stream], recorded[sync.event])
         elif kind == ACTION:
-            action = trace.actions[number]
-            actions.append((number, streams[0]))
+            action = trace.actions[index]
+            actions.append((index, streams[0]))  # stream 0 computes
     return replace(
         _sum_up(trace, timeline, host=host, actions=actions), launch=launch, on_host=on_host
     )
 
 
 def is_transfer(op: Op) -> bool:
-    """Return True if it sends to or receives from another rank."""
+    """Return True if an operator sends to or receives from one other rank, as in a pipeline."""
     return op.collective is not None and op.collective.operation in ("send", "recv")
 
 
 def is_kernel(op: Op) -> bool:
-    """Return True if it is neither a collective nor a copy between host and device."""
+    """Return True if an operator is neither a collective nor a copy between host and device."""
     return op.collective is None and not op.transfer
 
 
 def _list_links(op: Op, hardware: Hardware) -> tuple[str, ...]:
-    """Return the links that an operator occupies: of the machine, the network, or the host."""
+    """Return the links that an operator occupies: `machine`, `network`, `to_host`, `to_device`."""
     if op.transfer:
         return (op.transfer,)
     if op.collective is None:
@@ -163,13 +166,16 @@ def _sum_up(
     host: float,
     actions: list[tuple[int, float]],
 ) -> StepTime:
-    """Return the sums of a time line; `launch` and `on_host` are left to the caller."""
+    """Return the sums of a time line; `launch` and `on_host` are left to the caller.
+
+    host: time at which the host is done. actions: as in StepTime.
+    """
     collectives = {
-        number: end - start for number, start, end in timeline if trace.ops[number].collective
+        index: end - start for index, start, end in timeline if trace.ops[index].collective
     }
-    kernels = [(start, end) for number, start, end in timeline if is_kernel(trace.ops[number])]
-    copies = [(start, end) for number, start, end in timeline if trace.ops[number].transfer]
-    moving = [(start, end) for number, start, end in timeline if number in collectives]
+    kernels = [(start, end) for index, start, end in timeline if is_kernel(trace.ops[index])]
+    copies = [(start, end) for index, start, end in timeline if trace.ops[index].transfer]
+    moving = [(start, end) for index, start, end in timeline if index in collectives]
     compute = _count_covered(kernels)
     return StepTime(
         compute=compute,
@@ -196,9 +202,9 @@ def _count_covered(spans: list[tuple[float, float]]) -> float:
     return total + run_end - run_start
 
 
-# What a planned step's kernels spend their time on: matmuls, attention, and what moves bytes.
-# Seconds are those of each operator alone on the device, all micro-batches counted; what runs at
-# the same time counts twice, so the sums of kinds are no times of a step.
+# The time of a step by kind of operator. Seconds are those of each operator alone on the device,
+# all micro-batches counted. What runs at the same time counts twice, so that the kinds add up to
+# more than a step.
 
 MATMULS = "matmuls"
 ATTENTION = "attention"
@@ -224,7 +230,7 @@ def classify_op(op: Op) -> str:
 def sum_time_by_kind(
     trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None = None
 ) -> dict[str, float]:
-    """Return the seconds of each of KINDS. Raises ValueError if the phase was not traced."""
+    """Return kind -> seconds, for all KINDS. Raises ValueError if the phase was not traced."""
     seconds = dict.fromkeys(KINDS, 0.0)
     for op in trace.iterate_ops(phase):
         if kind := classify_op(op):

@@ -1,1 +1,1 @@
-"""A finished plan in words, tables and charts; nothing is decided here."""
+"""Show a finished plan in words, tables and charts; nothing is decided here."""

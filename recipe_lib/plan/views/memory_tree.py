@@ -1,7 +1,8 @@
-"""A tree of what is live at the peak: kind, then layer or module, then what lies inside.
+"""Build the tree of what is live at the peak: kind of memory, then layer, then module inside it.
 
-Layers that hold the same are one branch (`model.layers.0-31`). A node is the sum of its branches,
-to the byte. No torch in here.
+`report.py` calls `build_alive_tree` and `draw_tree`. Layers that hold the same are one branch
+(`model.layers.0-31`). A node is the sum of its branches, to the byte. A storage is one allocation,
+of a tensor. Imports no torch.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from recipe_lib.units import (
     share_out,
 )
 
-# (path below the node, bytes, storages)
+# (segments of the path below a node, bytes, number of storages)
 _Entry = tuple[tuple[str, ...], int, int]
 
 
@@ -28,16 +29,21 @@ _Entry = tuple[tuple[str, ...], int, int]
 class Node:
     """A branch with the sums of all storages in it."""
 
+    # Kind of memory, or the path of a module or parameter inside the node above.
     name: str
+    # Bytes of all storages in it.
     bytes: int
-    # Of storages.
+    # Number of storages in it.
     count: int
     # Largest first; none for a leaf.
     children: list["Node"] = field(default_factory=list)
 
 
 def build_alive_tree(rank: RankPlan) -> Node:
-    """Return the tree of one rank's largest active peak, kinds in the order of `STORAGE_KINDS`."""
+    """Return the tree of one rank's largest active peak: the bytes in the allocator's blocks.
+
+    Kinds are in the order of `STORAGE_KINDS`.
+    """
     entries: dict[str, list[_Entry]] = {kind: [] for kind in STORAGE_KINDS}
     for alive in rank.alive:
         entries.setdefault(alive.kind, []).append((_split_path(alive), alive.bytes, alive.count))
@@ -55,16 +61,17 @@ def draw_tree(root: Node, *, depth: float, smallest: float, most: int) -> list[T
     The figures of branches add up to their node's, as printed.
 
     Args:
-        root: of the tree, the only node of level 0.
+        root: the only node of level 0.
         depth: levels that are drawn; infinite: all.
-        smallest: share of a node from which on a branch has a line of its own, if it has any
-            digits; 0: all have.
-        most: branches of a node that have one.
+        smallest: least share of a node for which its branch has a line of its own; a branch whose
+            printed number would be 0.00 has none. 0: all branches have one.
+        most: branches of a node that have a line of their own, at most.
     """
     unit = choose_unit(root.bytes)
     lines: list[TreeLine] = []
 
     def grow(node: Node, hundredths: int, level: int) -> None:
+        """Add the lines of a node and its branches. hundredths: its bytes, as printed."""
         lines.append(
             TreeLine(
                 level=level,
@@ -81,10 +88,10 @@ def draw_tree(root: Node, *, depth: float, smallest: float, most: int) -> list[T
         if level >= depth:
             return
         children = node.children
-        if level:  # the root's are the kinds, which all have a line
+        if level:  # the branches of the root are kinds, which all have a line
             children = fold_small(
                 children,
-                # A branch of less than half of the last digit has none.
+                # Two digits are printed: half of a hundredth of the unit would be rounded to 0.
                 smallest=max(node.bytes * smallest, unit[0] / 200 if smallest else 0),
                 most=most,
             )
@@ -103,8 +110,8 @@ def fold_small(children: list[Node], *, smallest: float, most: int) -> list[Node
     """
     large = [child for child in children if abs(child.bytes) >= smallest][:most]
     # By identity: nodes of the same name and sizes are equal.
-    small = [child for child in children if not any(child is shown for shown in large)]
-    if len(small) < 2:
+    small = [child for child in children if not any(child is large_child for large_child in large)]
+    if len(small) < 2:  # a single one keeps its line
         return children
     return [
         *large,
@@ -117,7 +124,10 @@ def fold_small(children: list[Node], *, smallest: float, most: int) -> list[Node
 
 
 def _split_path(alive: Alive) -> tuple[str, ...]:
-    """Return the layer as one name, then what is inside it; outside of layers all as one name."""
+    """Return the path of live storages: the layer as one name, then each module inside it.
+
+    Outside of layers the path is one name.
+    """
     # A parameter's full name says where it belongs.
     name = (
         alive.label if "." in alive.label else ".".join(filter(None, (alive.module, alive.label)))
@@ -129,7 +139,7 @@ def _split_path(alive: Alive) -> tuple[str, ...]:
 def _build_node(name: str, entries: list[_Entry], *, join: bool = True) -> Node:
     """Return a branch of entries.
 
-    join: one that has a single branch and nothing of its own is shown as one name.
+    join: a node with a single branch and no storage of its own is joined with it into one name.
     """
     branches: dict[str, list[_Entry]] = {}
     for path, num_bytes, count in entries:
@@ -156,6 +166,7 @@ def _sum_entries(name: str, entries: list[_Entry], children: Sequence[Node] = ()
 
 def _join_alike(branches: dict[str, list[_Entry]]) -> dict[str, list[_Entry]]:
     """Join branches whose names differ in a number at their end alone, and that hold the same."""
+    # (name without its number, what the branch holds) -> names.
     groups: dict[tuple[str, tuple[_Entry, ...]], list[str]] = {}
     for name, entries in branches.items():
         before, _, last = name.rpartition(".")

@@ -1,9 +1,9 @@
 """Format a plan of memory and time as a report for people.
 
 `tune plan` prints `render(plan)` on a terminal and writes `render_html(plan, trace)` as a page;
-`tune diff` prints `render_diff(first, second)`. A report has the tables of `tables.py`, the tree of
-live memory of `memory_tree.py`, the texts of `verdict_text.py`, and two pictures that are drawn in
-this file. Imports no torch, so that a saved plan is shown fast.
+`tune diff` prints `render_diff(first, second)`. The heaviest rank is the one that reserves the most
+memory; a place is a coordinate in a pipeline; a receipt tells how an earlier run like this one met
+its plan. Imports no torch, so that a saved plan is shown fast.
 """
 
 import math
@@ -77,10 +77,10 @@ from recipe_lib.units import (
     format_hundredths,
 )
 
-# Of the tree of live memory: smaller branches, and those beyond the most, are summed up in a line.
-_SMALLEST_SHARE = 0.01  # of the bytes of the branch above, on a terminal; a page shows all sizes
-_MOST_BRANCHES = 12  # below one branch, on a terminal
-_MOST_ON_PAGE = 60  # below one branch, on a page
+# Branches of the tree of live memory that have a line of their own; the others share one.
+_SMALLEST_SHARE = 0.01  # least share of the branch above, on a terminal; a page shows all sizes
+_MOST_BRANCHES = 12  # most branches below one, on a terminal
+_MOST_ON_PAGE = 60  # most branches below one, on a page
 
 
 def render(
@@ -100,10 +100,10 @@ def render(
     Args:
         plan: to report.
         full: the full report.
-        depth: levels of the tree: 1 kinds, 2 layers too, and so on; by default 1, in the full
+        depth: levels of the tree: 1 kinds of memory, 2 layers too, and so on; None: 1, in the full
             report 2.
-        width: columns; by default those of the terminal, between 80 and 120.
-        color: styles of a terminal; `wants_color` says whether a stream should get them.
+        width: columns; None: those of the terminal, between 80 and 120.
+        color: add a terminal's escape sequences for colors.
     """
     console = open_console(width or get_terminal_width(), color)
     style = {FITS: GOOD, DOES_NOT_FIT: BAD}.get(plan.verdict, WARNING)
@@ -162,7 +162,10 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
 
 
 def _describe_all(plan: Plan, tree: Section, trace: Trace | None = None) -> list[Section]:
-    """Return all sections in their order; `put_section` and `render_page` leave out empty ones."""
+    """Return all sections of a full report in their order, with what live memory is from `tree`.
+
+    trace: as for `render_html`. Empty sections are left out by `put_section` and `render_page`.
+    """
     timeline = draw_timeline(plan, trace) if trace is not None else None
     schedule = draw_pipeline(plan.pipeline) if plan.pipeline is not None else None
     return [
@@ -188,6 +191,7 @@ def _describe_all(plan: Plan, tree: Section, trace: Trace | None = None) -> list
 
 
 def _format_tree_title(plan: Plan) -> str:
+    """Return the title of the tree: the rank, and the phase, step part and module of its peak."""
     peak = plan.heaviest.peak
     return (
         f"live at the peak of {format_rank(plan, plan.heaviest)}: phase {peak.phase},"
@@ -219,14 +223,14 @@ def _build_tree(plan: Plan, depth: int | None, *, sums_up: bool = False) -> Sect
 # Pictures of a plan: memory over a trace, stacked by kind, and a pipeline's step.
 
 
-MOST_POINTS = 2000  # of a timeline: twice as many as its width has pixels
+MOST_POINTS = 2000  # points of a timeline: twice as many as it is pixels wide
 # Sizes of pictures in pixels.
 _WIDTH = 1000
 _HEIGHT = 376  # of the timeline
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 60, 40  # margins around the axes of the timeline
 _LETTER = 7.0  # mean width of a letter, by which names of phases are kept apart
-# The limit is drawn if it is at most so many times the highest point: above that it would flatten
-# the curve, and the note below the picture says it instead.
+# The line of usable memory is drawn if it is at most so many times as high as the highest point.
+# Farther up it would flatten the curve: then the note below the picture says it.
 _LIMIT_ABOVE = 3.0
 
 
@@ -240,7 +244,7 @@ class Point:
 
 
 def sample_points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], dict[str, int]]:
-    """Return at most `most` points of a trace, and by phase the `Point.at` at which it begins.
+    """Return (at most `most` points of a trace, phase -> `Point.at` before its first event).
 
     Where there are more events, neighboring ones of a phase make a group, of which the points with
     the most and with the least memory are kept. A phase that comes again has its first beginning.
@@ -249,17 +253,17 @@ def sample_points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], d
         event in (ALLOC, FREE) and trace.storages[index].device for event, index in trace.events
     )
     num_phases = max(1, sum(event == PHASE for event, _ in trace.events))
-    # A phase may end with a group that is not full.
+    # A group gives two points. Each phase may end with one more group, which is not full.
     group_size = (
         1 if num_events <= most else math.ceil(num_events / max(1, most // 2 - num_phases - 1))
     )
     kind_indexes = {kind: index for index, kind in enumerate(STORAGE_KINDS)}
     live_bytes = [0] * len(STORAGE_KINDS)
-    num_done = 0
+    num_events_so_far = 0
     phase_starts: dict[str, int] = {}
     points: list[Point] = []
     group: list[Point] = []
-    for event, index in [*trace.events, (PHASE, -1)]:  # an end after the last phase
+    for event, index in [*trace.events, (PHASE, -1)]:  # the last one ends the last phase's group
         # A group ends with its phase, so that no phase loses its peak to a neighbor's.
         if group and (event == PHASE or len(group) == group_size):
             lowest = min(group, key=lambda point: point.total)
@@ -267,13 +271,13 @@ def sample_points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], d
             points += [point for point in group if point is lowest or point is highest]
             group = []
         if event == PHASE and index >= 0:
-            phase_starts.setdefault(trace.phases[index], num_done)
+            phase_starts.setdefault(trace.phases[index], num_events_so_far)
         elif event in (ALLOC, FREE) and trace.storages[index].device:
             storage = trace.storages[index]
-            kind = kind_indexes.get(storage.kind, len(STORAGE_KINDS) - 1)
+            kind = kind_indexes.get(storage.kind, len(STORAGE_KINDS) - 1)  # else `temporary`
             live_bytes[kind] += storage.bytes if event == ALLOC else -storage.bytes
-            num_done += 1
-            group.append(Point(num_done, sum(live_bytes), tuple(live_bytes)))
+            num_events_so_far += 1
+            group.append(Point(num_events_so_far, sum(live_bytes), tuple(live_bytes)))
     return points, phase_starts
 
 
@@ -342,7 +346,8 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
         r=3.5,
     )
     peak = plan.heaviest.peak
-    # The peak is where the most is active, which need not be where the most was requested.
+    # The plan's peak is the one of active bytes, in the allocator's blocks. It may be another
+    # moment than that of the most requested bytes, which this curve shows.
     if highest.total == peak.requested:
         highest_text += f", {format_running(peak)}"
     note = (
@@ -350,6 +355,7 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
         f" allocation and release, in their order. {limit}"
     )
     sizes = [format_hundredths(count_hundredths(size, unit), unit) for size in highest.kinds]
+    # (class of a color in the page's style sheet, text beside it)
     keys = [
         (f"k{index}", f"{STORAGE_KINDS[index]} {sizes[index]}")
         for index, num_bytes in enumerate(highest.kinds)
@@ -361,7 +367,8 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
 def _draw_areas(chart: Chart, points: list[Point], unit: Unit) -> None:
     """Draw the areas of all kinds of memory, stacked. unit: (bytes of one unit, its name)."""
     base = f"{chart.compute_y(0):.1f}"
-    # The sum of all kinds first, each smaller sum over it: an area keeps its own kind in view.
+    # Area `index` reaches from 0 to the sum of the kinds up to it. The highest is drawn first, and
+    # each lower one over it: of every area the part of its own kind stays in view.
     for index in reversed(range(len(STORAGE_KINDS))):
         if any(point.kinds[index] for point in points):
             corners = [
@@ -385,26 +392,27 @@ def _draw_phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
 
     begins: (phase, x in pixels). A name that has room in no row is left out.
     """
-    ends = [0.0, 0.0, 0.0]  # x at which the last name of each row ends
+    row_ends = [0.0, 0.0, 0.0]  # x at which the last name of each row ends
     for phase, x in begins:
         chart.put("line", "phase", title=phase, x1=x, x2=x, y1=_TOP - 10, y2=_HEIGHT - _BOTTOM)
         width = _LETTER * len(phase)
         # A phase that begins near the right edge has its name left of it.
-        begin = min(x, _WIDTH - width)
-        row = next((row for row, end in enumerate(ends) if end <= begin), None)
+        name_x = min(x, _WIDTH - width)
+        row = next((row for row, end in enumerate(row_ends) if end <= name_x), None)
         if row is not None:
-            chart.put("text", text=phase, x=begin, y=14 + 16 * row)
-            ends[row] = begin + width + 8
+            chart.put("text", text=phase, x=name_x, y=14 + 16 * row)  # rows of 16 pixels
+            row_ends[row] = name_x + width + 8
 
 
-# By the letter of a pipeline's action (`ActionSpan.kind`): its name, and the style of its boxes.
+# Letter of a pipeline's action (`ActionSpan.kind`) -> (its name, class of its boxes' color in the
+# page's style sheet).
 _ACTIONS = {
     "F": ("forward", "k0"),
     "B": ("backward", "k5"),
     "I": ("backward: gradient of the input", "k3"),
     "W": ("backward: gradients of the weights", "k2"),
 }
-_NAMES, _AXIS = 150, 8  # pixels at the left of and above the boxes of a pipeline
+_NAMES, _AXIS = 150, 8  # pixels: room for names at the left of a pipeline's boxes, and above them
 _ROW, _GAP = 30, 8  # pixels: height of a row of boxes, and between two rows
 _DIGIT = 6.0  # pixels; a box that is narrower than the digits of its number has none
 
@@ -430,17 +438,17 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
         bottom=_BOTTOM,
         x=Scale("planned time of the step", 0, high=plan.seconds, ticks=times),
     )
-    rows = {place.place: _AXIS + row * (_ROW + _GAP) for row, place in enumerate(plan.places)}
-    stage_indexes: dict[int, int] = {}
+    # Place -> y of the top of its row, pixels.
+    row_tops = {place.place: _AXIS + row * (_ROW + _GAP) for row, place in enumerate(plan.places)}
+    stage_indexes: dict[int, int] = {}  # stage -> its index among those of its rank
     for place in plan.places:
-        y = rows[place.place]
+        y = row_tops[place.place]
         chart.put("text", text=f"rank {place.rank}, idle {place.idle:.1%}", x=0, y=y + 13)
         chart.put("text", text=f"layers {format_layers(place)}", x=0, y=y + 27)
         chart.put("rect", "idle", x=_NAMES, y=y, width=_WIDTH - _NAMES - _RIGHT, height=_ROW)
-        # Where a rank has several stages: which of its own a stage is.
         stage_indexes |= {stage: index for index, stage in enumerate(place.stages)}
     for span in plan.spans:
-        _draw_box(chart, span, y=rows[span.place], stage_index=stage_indexes.get(span.stage, 0))
+        _draw_box(chart, span, y=row_tops[span.place], stage_index=stage_indexes.get(span.stage, 0))
     kinds = {span.kind for span in plan.spans}
     keys = [(style, name) for kind, (name, style) in _ACTIONS.items() if kind in kinds]
     note = (
@@ -456,12 +464,13 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
 def _draw_box(chart: Chart, span: ActionSpan, y: int, stage_index: int) -> None:
     """Draw the box of an action, with the number of its micro-batch.
 
-    y: top of the rank's row, pixels. stage_index: of the stage among those of its rank.
+    y: top of the rank's row, pixels. stage_index: index of the stage among those of its rank.
     """
     name, style = _ACTIONS.get(span.kind, (span.kind, "k9"))
     x = chart.compute_x(span.start)
     width = chart.compute_x(span.end) - x
-    # Boxes of a rank's later stages are lower, to tell them apart.
+    # Boxes of a rank's later stages begin lower, by 4 pixels each, to tell them apart; from the
+    # fourth stage on they are alike.
     top = y + 4 * min(stage_index, 3)
     title = (
         f"micro-batch {span.micro_batch}, stage {span.stage}, {name},"
@@ -483,12 +492,13 @@ def _draw_box(chart: Chart, span: ActionSpan, y: int, stage_index: int) -> None:
 
 # Two plans side by side, each difference with its sign.
 
-# Title of a section -> name of a figure -> the figure as a cell; None where it was not planned.
+# Title of a section -> name of a figure -> the figure as a cell (`Bytes`, `Seconds`, `Count` or
+# text); None where it was not planned.
 Figures = dict[str, dict[str, Any]]
 _COMMUNICATION = "communication of a step, one rank"
 # Names of sums, which stand last in their sections.
 _SUMS = ("active", "all, one rank: wire", "all, all ranks: wire")
-# Field of a phase's peak -> its name in the table.
+# Field of `PhasePeak` -> its name in the table.
 _PHASE_COLUMNS = {
     "active": "active",
     "allocated": "allocated",
@@ -507,9 +517,9 @@ _TIMES = {
 
 
 def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = False) -> str:
-    """Return a table of two plans: verdict, phases, kinds at the peak, communication, time.
+    """Return tables of two plans, a and b: verdict, phases, kinds at the peak, communication, time.
 
-    A difference is the second's figure less the first's; `-` where one of them was not planned.
+    A difference is b's figure less a's; `-` where one of them was not planned.
     """
     console = open_console(width, color)
     for letter, plan in (("a", first), ("b", second)):
@@ -518,6 +528,7 @@ def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = Fa
     second_figures = _collect_figures(second)
     for title, a in _collect_figures(first).items():
         b = second_figures[title]
+        # Sums last: False sorts before True, and equal ones stay in order.
         names = sorted(dict.fromkeys([*a, *b]), key=_SUMS.__contains__)
         rows = [[name, *_compare(a.get(name), b.get(name), title)] for name in names]
         table = Table(title=title, header=["", "a", "b", "b - a"], rows=rows, left=("",))
@@ -542,7 +553,7 @@ def _compare(a: Any, b: Any, title: str) -> list[Any]:
 
 
 def _collect_figures(plan: Plan) -> Figures:
-    """Return all figures of a plan that are compared."""
+    """Return all figures of a plan that are compared; every plan has the same sections."""
     reserved = compute_planned_reserved(plan)
     outside = plan.outside.total
     tree = build_alive_tree(plan.heaviest)

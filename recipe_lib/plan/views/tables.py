@@ -1,7 +1,9 @@
-"""Tables of a plan: phases, ranks, stages of a pipeline, modules, communication, groups, levers.
+"""Build the tables of a plan: phases, ranks, stages, modules, communication, groups, advice.
 
-Each function returns one `Table` of `recipe_lib/report/view.py`, None where a plan has nothing for
-it; `report.py` puts them in order. No torch in here.
+Each function returns one `Table`, None where a plan has nothing for it; `report.py` puts them in
+order. `left` names a table's columns of text, `optional` those that a narrow terminal leaves out,
+the first of them first. The heaviest rank is the one that reserves the most memory; a place is a
+coordinate in a pipeline, whose ranks have the same stages. Imports no torch.
 """
 
 import textwrap
@@ -35,7 +37,7 @@ from recipe_lib.units import (
     share_out,
 )
 
-_STATES = ("parameters", "gradients", "optimizer")
+_STATES = ("parameters", "gradients", "optimizer")  # kinds of memory that a stage table sums up
 
 
 def build_phase_table(plan: Plan) -> Table:
@@ -61,7 +63,7 @@ def build_phase_table(plan: Plan) -> Table:
 
 
 def build_rank_table(plan: Plan) -> Table | None:
-    """Return the ranks that were planned; None if it was one."""
+    """Return the peaks of each rank that was planned; None if it was one."""
     if len(plan.rank_plans) < 2:
         return None
     return Table(
@@ -111,7 +113,7 @@ def build_outside_table(plan: Plan) -> Table:
 
 
 def build_advice_table(plan: Plan) -> Table | None:
-    """Return one lever a row; None without advice."""
+    """Return a row for each lever (a change of config keys) that was tried; None without advice."""
     if not plan.advice:
         return None
     return Table(
@@ -134,7 +136,7 @@ def build_advice_table(plan: Plan) -> Table | None:
 
 
 def format_layers(place: StagePlan) -> str:
-    """Return the layers of a place's stages: `0-3, 28-31`."""
+    """Return the layers of all stages of a place: `0-3, 28-31`."""
     return ", ".join(format_ranges(range(first, last + 1)) for first, last in place.layers)
 
 
@@ -142,7 +144,7 @@ def build_stage_table(plan: Plan) -> Table | None:
     """Return a row for each place of a pipeline that was planned; None without a pipeline."""
     if plan.pipeline is None:
         return None
-    ranks = {rank.rank: rank for rank in plan.rank_plans}
+    ranks = {rank.rank: rank for rank in plan.rank_plans}  # by their number
     rows = [
         _build_stage_row(plan, place, ranks[place.rank])
         for place in plan.pipeline.places
@@ -165,7 +167,10 @@ def build_stage_table(plan: Plan) -> Table | None:
 
 
 def _build_stage_row(plan: Plan, place: StagePlan, rank: RankPlan) -> list[Any]:
-    """Return the cells of a place: rank, layers, memory at its peak, times, what it sends."""
+    """Return the cells of a place: rank, layers, memory at its peak, times, what it sends.
+
+    rank: the one that was planned for the place.
+    """
     active = rank.peak.active
     states = sum(alive.bytes for alive in rank.alive if alive.kind in _STATES)
     activations = sum(alive.bytes for alive in rank.alive if alive.kind == "activations")
@@ -187,23 +192,30 @@ def _build_stage_row(plan: Plan, place: StagePlan, rank: RankPlan) -> list[Any]:
 def build_layer_table(plan: Plan) -> Table | None:
     """Return modules with their parameters, weights' shapes, and what they keep for backward.
 
-    Bytes are those of the full model without parallelism, and of one rank's share. None: not known.
+    Modules that are alike and differ in their layer's number share a row. Bytes are those of the
+    full model without parallelism, and of one rank's share. None if the plan has no modules.
     """
     if not plan.layers:
         return None
     groups: dict[tuple[Any, ...], list[LayerRow]] = {}
     for row in plan.layers:
         before, number, after = split_number(row.module)
-        # Not what they keep: the first layer keeps more.
+        # `kept` does not tell layers apart: the first one keeps more than others.
         sizes = (row.parameters, row.trained, row.bytes, row.local_bytes)
         key = (before, number is None, after, row.type, sizes, _format_shapes(row))
         groups.setdefault(key, []).append(row)
     names = _indent_names(
-        [join_numbered(row.module for row in alike) or "(model)" for alike in groups.values()]
+        [join_numbered(row.module for row in group) or "(model)" for group in groups.values()]
     )
     rows = [
-        [name, _format_shapes(alike[0]), alike[0].type, str(len(alike)), *_sum_layers(alike)]
-        for name, alike in zip(names, groups.values(), strict=True)
+        [
+            name,
+            _format_shapes(group[0]),
+            group[0].type,
+            str(len(group)),
+            *_sum_layers(group),
+        ]
+        for name, group in zip(names, groups.values(), strict=True)
     ]
     rows.append(["total", "", "", "", *_sum_layers(list_outermost(plan.layers))])
     columns = "module, weights, type, modules, parameters, trained, full model, this rank, kept"
@@ -230,9 +242,9 @@ def _format_shapes(row: LayerRow) -> str:
 
 
 def _indent_names(names: list[str]) -> list[str]:
-    """Return dotted names; one inside another that stands above it is shortened, and indented."""
+    """Return dotted names as lines; a name inside one above it is indented, without its prefix."""
     lines: list[str] = []
-    outer: list[str] = []  # the names that the last one lies in, and itself
+    outer: list[str] = []  # names that the next one may lie in: the last one and those around it
     for name in names:
         while outer and not name.startswith(f"{outer[-1]}."):
             outer.pop()
@@ -253,19 +265,19 @@ def _sum_layers(rows: list[LayerRow]) -> list[Any]:
 # Tables of all ranks together: what they communicate, groups by machine and GPU, one rank beside
 # the full model.
 
-_MOST_MEMBERS = 8  # of a group; those of one with more are written as ranges
-_MOST_GROUPS = 16
-_FIRST_GROUPS = 4  # of more than _MOST_GROUPS these and the last are shown
-_COLUMNS = 74  # of a line of groups, so that it fits into 80
-_NO_BREAK = "\N{NO-BREAK SPACE}"
+_MOST_MEMBERS = 8  # ranks of a group that are listed; those of a larger one are written as ranges
+_MOST_GROUPS = 16  # groups of a dimension that are all listed
+_FIRST_GROUPS = 4  # of more than _MOST_GROUPS groups, these and the last one are listed
+_COLUMNS = 74  # width of a line of groups, so that it fits into 80
+_NO_BREAK = "\N{NO-BREAK SPACE}"  # in place of a space at which a line is not to be broken
 
 
 def sum_traffic(rows: Iterable[CommunicationRow]) -> tuple[int, Bytes, Bytes, Seconds]:
     """Return (collectives of a step, bytes of their tensors, bytes that one rank sends, seconds).
 
-    Seconds are those of one after another.
+    Seconds are the sum, as if one collective ran after the other.
     """
-    rows = list(rows)  # an iterator could be summed once
+    rows = list(rows)  # an iterator could be summed only once
     return (
         sum(row.count for row in rows),
         Bytes(sum(row.count * row.bytes for row in rows)),
@@ -290,7 +302,7 @@ def build_communication_table(plan: Plan) -> Table | None:
     for (dim, _), rows_of_dim in group_by_dim(plan.communication).items():
         members = " or ".join(dict.fromkeys(format_ranges(row.ranks) for row in rows_of_dim))
         rows.append(_build_traffic_row(f"{dim}: ranks {members}", rows_of_dim))
-        groups: dict[tuple[Any, ...], list[CommunicationRow]] = {}
+        groups: dict[tuple[Any, ...], list[CommunicationRow]] = {}  # alike but for their module
         for row in rows_of_dim:
             key = (row.operation, row.where, row.dtype, row.bytes, row.wire_bytes)
             groups.setdefault(key, []).append(row)
@@ -299,7 +311,7 @@ def build_communication_table(plan: Plan) -> Table | None:
             common = (where, Bytes(num_bytes), dtype, modules, _format_tensors(group))
             rows.append(_build_traffic_row(f"  {operation}", group, common))
     rows.append(_build_traffic_row("one rank", plan.communication))
-    if plan.pipeline is None:  # whose ranks are not alike
+    if plan.pipeline is None:  # in a pipeline other ranks send other amounts
         sent = Bytes(sum_traffic(plan.communication)[2] * plan.ranks)
         rows.append([f"all {plan.ranks} ranks", "", "", "", "", "", sent, "", "", ""])
     columns = "operation, where, count, each, dtype, together, on the wire, alone, module, shape"
@@ -323,9 +335,9 @@ def _format_tensors(rows: list[CommunicationRow]) -> str:
 def _build_traffic_row(
     name: str, rows: list[CommunicationRow], common: Sequence[Any] = ("", "", "", "", "")
 ) -> list[Any]:
-    """Return a row of sums.
+    """Return the cells of a table row: sums over collectives, and what they have in common.
 
-    common: what all rows have in common: where, bytes of one, dtype, modules, shapes.
+    common: (part of the step, bytes of one, dtype, modules, shapes); "" where they differ.
     """
     where, num_bytes, dtype, modules, shapes = common
     count, *sums = sum_traffic(rows)
@@ -333,12 +345,15 @@ def _build_traffic_row(
 
 
 def build_volume_table(plan: Plan) -> Table | None:
-    """Return operations and bytes along each dimension: of the cluster, of a rank, of a layer."""
+    """Return operations and bytes along each mesh dimension: of the cluster, of a rank, of a layer.
+
+    None for one rank.
+    """
     if not plan.dimensions:
         return None
     place = plan.heaviest.coordinates.get("pipeline", 0)
     places = [stage.place for stage in plan.pipeline.places] if plan.pipeline else [0]
-    index = places.index(place) if place in places else 0
+    index = places.index(place) if place in places else 0  # of the heaviest rank's place
     rank = f"rank {plan.heaviest.rank}"
     rows = []
     for dimension in plan.dimensions:
@@ -373,14 +388,17 @@ def build_volume_table(plan: Plan) -> Table | None:
 
 
 def _format_volume(volume: Volume) -> list[Any]:
-    """Return the cells of a volume; parts of equal parts may have fractions of an operation."""
+    """Return the cells of a volume; that of one micro-batch may have a fraction of an operation."""
     number = volume.operations
     operations = f"{number:,.0f}" if number == int(number) else f"{number:,.2f}"
     return [operations, Bytes(round(volume.bytes)), Bytes(round(volume.wire_bytes))]
 
 
 def build_alone_table(plan: Plan) -> Table | None:
-    """Return each kind of memory on the heaviest rank, and of the full model on one device."""
+    """Return each kind of memory on the heaviest rank, and of the full model on one device.
+
+    None if the latter was not planned.
+    """
     if plan.alone is None:
         return None
     rank = plan.heaviest
@@ -423,7 +441,7 @@ def build_groups_table(plan: Plan) -> Table | None:
         if dimension.along != [dimension.dim]:
             title += f", along {' and '.join(dimension.along)}"
         rows.append([title])
-        # A group stays in one line.
+        # A group is not broken into two lines.
         texts = [f"[{_format_members(plan, group)}]".replace(" ", _NO_BREAK) for group in groups]
         if len(texts) > _MOST_GROUPS:
             texts = [*texts[:_FIRST_GROUPS], "...", texts[-1]]
@@ -447,7 +465,7 @@ def build_groups_table(plan: Plan) -> Table | None:
 
 
 def _format_members(plan: Plan, ranks: Sequence[int]) -> str:
-    """Return `n0_g0 n0_g1`; of many the ranges, `n0-3_g0-7`."""
+    """Return the members of a group, `n0_g0 n0_g1`; of more than _MOST_MEMBERS as ranges."""
     if len(ranks) > _MOST_MEMBERS:
         return _format_ranges(plan, ranks)
     per_node = plan.ranks_per_node or plan.ranks
@@ -455,19 +473,22 @@ def _format_members(plan: Plan, ranks: Sequence[int]) -> str:
 
 
 def _format_ranges(plan: Plan, ranks: Sequence[int]) -> str:
-    """Return `n0-3_g0-7`; machines on which other GPUs are meant follow after a space."""
+    """Return ranks as `n0-3_g0-7`: the GPUs 0 to 7 of the machines 0 to 3.
+
+    Machines with other GPUs in the group follow after a space.
+    """
     per_node = plan.ranks_per_node or plan.ranks
-    gpus: dict[int, list[int]] = {}  # by machine
+    gpus: dict[int, list[int]] = {}  # machine -> its GPUs in the group
     for rank in ranks:
         gpus.setdefault(rank // per_node, []).append(rank % per_node)
-    machines: dict[str, list[int]] = {}  # by their GPUs
-    for machine, numbers in gpus.items():
-        machines.setdefault(format_ranges(numbers), []).append(machine)
+    machines: dict[str, list[int]] = {}  # GPUs as text -> the machines that have just these
+    for machine, gpu_numbers in gpus.items():
+        machines.setdefault(format_ranges(gpu_numbers), []).append(machine)
     return " ".join(f"n{format_ranges(numbers)}_g{gpu}" for gpu, numbers in machines.items())
 
 
 def build_stage_ranks_table(plan: Plan) -> Table | None:
-    """Return stage, its layers, the ranks that have it; None without a pipeline."""
+    """Return a row for each stage: its layers, the ranks that have it; None without a pipeline."""
     if plan.pipeline is None:
         return None
     rows: list[list[Any]] = []

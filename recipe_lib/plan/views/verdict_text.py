@@ -1,7 +1,9 @@
-"""Words of a plan: its verdict and what to do about it, what was planned, its time.
+"""Write the texts of a plan: its verdict and what to do about it, what was planned, its time.
 
-The verdict itself is decided by `summary/rank_memory.py`; here it gets its sentence. No torch in
-here.
+`report.py` and `tables.py` call these functions; `summary/rank_memory.py` decides the verdict. The
+heaviest rank is the one that reserves the most memory; the margin is the bytes that are left of
+what torch's allocator may take (usable), below 0 where they lack; a lever is a change of config
+keys. Imports no torch.
 """
 
 from recipe_lib.plan.hardware import HARDWARE
@@ -25,18 +27,18 @@ from recipe_lib.units import (
     pluralize,
 )
 
-_FEW_SECONDS = 1e-3  # batches on their way to the device take less
+_FEW_SECONDS = 1e-3  # less is not shown: copies of batches to the device take less
 
-Facts = list[tuple[str, str]]  # name, value
+Facts = list[tuple[str, str]]  # (name, value) of lines of a report
 
 
 def compute_planned_reserved(plan: Plan) -> int:
-    """Return the bytes that the verdict takes the allocator to reserve: usable, less the margin."""
+    """Return the bytes that the heaviest rank reserves, with those estimated, not simulated."""
     return plan.device.usable - plan.margin
 
 
 def format_verdict(plan: Plan) -> str:
-    """Return the verdict with its sum; the figures add up as they are printed."""
+    """Return the verdict and the sum that it is by; the figures add up as they are printed."""
     expandable = max(rank.reserved_expandable for rank in plan.rank_plans)
     is_expandable = compute_planned_reserved(plan) == expandable != plan.heaviest.reserved
     segments = " (expandable segments)" if is_expandable else ""
@@ -50,7 +52,7 @@ def format_verdict(plan: Plan) -> str:
 
 
 def format_verdict_line(plan: Plan) -> str:
-    """Return the same in a few words, for where a terminal stands still."""
+    """Return the verdict in a few words, for the end of a report on a terminal."""
     margin = _format_sum(plan)[-1]
     room = f"{margin} left" if plan.margin >= 0 else f"exceeds by {margin}"
     devices = f"{'each of ' if plan.ranks > 1 else ''}{plan.ranks} x {plan.device.name}"
@@ -58,7 +60,10 @@ def format_verdict_line(plan: Plan) -> str:
 
 
 def _format_sum(plan: Plan) -> tuple[str, str, str, str]:
-    """Return (reserved, outside torch with the sum, the device's memory, what is left or lacks)."""
+    """Return texts (reserved, outside torch `= sum`, the device's memory, what is left or lacks).
+
+    The figures add up as they are printed.
+    """
     parts = (compute_planned_reserved(plan), plan.outside.total)
     unit = choose_unit(sum(parts))
     reserved, outside = (count_hundredths(size, unit) for size in parts)
@@ -73,11 +78,11 @@ def _format_sum(plan: Plan) -> tuple[str, str, str, str]:
 
 
 def explain_verdict(plan: Plan) -> str:
-    """Return why the verdict is not that it fits; empty where it is."""
+    """Return why the verdict is not FITS; empty where it is."""
     heaviest = plan.heaviest
     if plan.verdict == FITS:
         return ""
-    # The device has room: it is host memory that does not do.
+    # The device has room: it is host memory that is not enough.
     if plan.verdict == DOES_NOT_FIT and plan.margin >= 0:
         return next((line for line in plan.assumptions if line.startswith(HOST_ALLOWS)), "")
     if plan.estimate:
@@ -112,7 +117,11 @@ def describe_next_step(plan: Plan) -> str:
 
 
 def _describe_best_lever(plan: Plan) -> str:
-    """Return the best of the levers that were tried: it makes the run fit, or faster."""
+    """Return a text on the best of the levers that were tried; empty if none helps.
+
+    Where the run does not fit for sure, it makes it fit, or else saves the most; where the run
+    fits, it makes it faster.
+    """
     rows = [row for row in plan.advice if row.fits]
     if plan.verdict == FITS:
         rows = [row for row in rows if row.seconds is not None and row.seconds < 0]
@@ -120,7 +129,7 @@ def _describe_best_lever(plan: Plan) -> str:
         rows = rows or plan.advice
     if not rows:
         return ""
-    row = rows[0]
+    row = rows[0]  # `plan.advice` has the most useful first
     change = f"{format_bytes(abs(row.bytes))} {'less' if row.bytes <= 0 else 'more'} at the peak"
     if row.seconds:
         change += f", a step {abs(row.seconds):.3g} s {'shorter' if row.seconds < 0 else 'longer'}"
@@ -149,7 +158,7 @@ def list_run_facts(plan: Plan) -> Facts:
         fewest = (
             f"{fewest or 'more than these'}; planned with {', '.join(map(str, plan.tried_ranks))}"
         )
-    shown = [
+    facts = [
         ("why", explain_verdict(plan)),
         ("run", " ".join([plan.recipe, plan.config, *plan.overrides])),
         ("model", plan.model),
@@ -162,16 +171,16 @@ def list_run_facts(plan: Plan) -> Facts:
         ("smallest card", card),
         (f"fewest {device.name}", fewest),
     ]
-    return [(name, text) for name, text in shown if text]
+    return [(name, text) for name, text in facts if text]
 
 
 def _format_sequence(plan: Plan) -> str:
-    """Return the tokens of a sequence, where they are from, and the lengths in the data."""
+    """Return the tokens of a sequence, where the number is from, and the lengths in the data."""
     source = plan.sequence["source"]
-    short, _, reason = source.partition(": ")
+    source_name, _, reason = source.partition(": ")
     # The reason is left out where an assumption says it.
     if reason and any(line.startswith(reason) for line in plan.assumptions):
-        source = short
+        source = source_name
     text = f"{plan.sequence['tokens']:,} tokens, from {source}"
     histogram = plan.sequence.get("histogram") or {}
     lengths = ", ".join(f"{name} {value:,}" for name, value in histogram.items())
@@ -199,7 +208,7 @@ def format_versions(plan: Plan) -> str:
 
 
 def format_planning_time(plan: Plan) -> str:
-    """Return how long the process took, as a clock on the wall has it."""
+    """Return the wall time that planning took, as a text."""
     return f"planned in {format_duration(plan.seconds)} of wall time"
 
 
@@ -270,6 +279,7 @@ def list_time_facts(plan: Plan) -> Facts:
 
 
 def _format_exposed(seconds: float, exposed: float) -> str:
+    """Return seconds in all, and those in which no kernel runs, as a text."""
     return f"{format_duration(seconds)} total, {format_duration(exposed)} exposed"
 
 
@@ -289,7 +299,7 @@ def list_step_facts(plan: Plan) -> Facts:
 
 
 def _format_pipeline(pipeline: PipelinePlan) -> str:
-    """Return its schedule, and how much of it is waiting."""
+    """Return the schedule of a pipeline, and the share of its time in which ranks wait."""
     text = (
         f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of"
         f" {pluralize(pipeline.micro_batch_size, 'sequence')}"
@@ -307,7 +317,7 @@ def _format_pipeline(pipeline: PipelinePlan) -> str:
 def find_bound(plan: Plan) -> str:
     """Return what bounds the time of a step: kernels, collectives, copies, or the host."""
     assert plan.time is not None
-    # They run beside each other, so that the longest is the bound.
+    # These run at the same time, so that the longest is the bound.
     parts = {
         "kernels": plan.time.compute,
         "communication": plan.time.communication,
