@@ -247,7 +247,7 @@ class Evaluation:
     def build_example(self, number: int) -> dict[str, Any]:
         """Return a sequence's line of examples.jsonl: place, question, each model's results."""
         question = self.questions.get(number)
-        example: dict[str, Any] = {"sequence": number, "place": self.dataset.place(number)}
+        example: dict[str, Any] = {"sequence": number, "place": self.dataset.locate_item(number)}
         if question is not None:
             example["prompt"] = self.tokenizer.decode(question.prompt)
             example["reference"] = self.tokenizer.decode(question.reference, skip_special=True)
