@@ -29,7 +29,7 @@ from tests.data.row_cases import (
     TOOL,
     encode,
     encode_file,
-    format_of,
+    get_format,
     write_tokenizer_folder,
 )
 
@@ -76,7 +76,7 @@ ELSEWHERE = {"preference": ("margin",), "classification of messages": ("chat_tem
 
 @pytest.mark.parametrize("case", ROWS)
 def test_no_column_is_passed_over(case: str, qwen3: Tokenizer) -> None:
-    row, form = ROWS[case], format_of(case)
+    row, form = ROWS[case], get_format(case)
     text, trained, report = encode(qwen3, form, row)
     bare = f"{text} {trained}"
     assert not report.bad_samples and not report.idle_names
@@ -320,14 +320,14 @@ def test_what_repeats_the_row_changes_nothing(
 def test_answers_that_are_not_wanted_are_not_trained(case: str, qwen3: Tokenizer) -> None:
     for name in ("label", "kto_tag", "is_correct", "train"):
         for value in (False, "false", 0) if name in ("label", "kto_tag") else (False,):
-            _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {name: value})
+            _, trained, report = encode(qwen3, get_format(case), ROWS[case] | {name: value})
             assert not trained and list(report.bad_samples) == [f"{name} is not read"], (
                 name,
                 value,
             )
-        _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {name: True})
+        _, trained, report = encode(qwen3, get_format(case), ROWS[case] | {name: True})
         assert trained and report.idle_names == {name: 1}
-    _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {"rejected": "Lima."})
+    _, trained, report = encode(qwen3, get_format(case), ROWS[case] | {"rejected": "Lima."})
     assert not trained and list(report.bad_samples) == ["rejected is not read"]
 
 
@@ -336,10 +336,10 @@ def test_a_weight_of_one_changes_nothing(case: str, qwen3: Tokenizer) -> None:
     """As JSON and as the text of a table's cell; any other weight is a fault that says so."""
     for name in ("weight", "sample_weight", "loss_scale", "importance_weight", "Chosen-Weights"):
         for value in (1, 1.0, "1", "1.0", " 1 "):
-            _, _, report = encode(qwen3, format_of(case), ROWS[case] | {name: value})
+            _, _, report = encode(qwen3, get_format(case), ROWS[case] | {name: value})
             assert report.idle_names == {name: 1} and not report.bad_samples, (name, value)
         for value in (0, 0.5, "0", "0.5", "2", True, "high"):
-            _, _, report = encode(qwen3, format_of(case), ROWS[case] | {name: value})
+            _, _, report = encode(qwen3, get_format(case), ROWS[case] | {name: value})
             assert list(report.bad_samples) == [f"{name} is not read"], (name, value)
             assert "found a weight of the row" in report.first_bad[f"{name} is not read"], (
                 name,
