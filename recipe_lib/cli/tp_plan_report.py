@@ -213,7 +213,12 @@ def _build_table(
     """Return a table whose last `numbers` columns hold numbers; long texts are folded."""
     text_columns = tuple(header[: len(header) - numbers])
     return Table(
-        title, header=header, rows=rows, left=text_columns, notes=(note,) if note else (), fold=True
+        title,
+        header=header,
+        rows=rows,
+        left=text_columns,
+        notes=(note,) if note else (),
+        wraps_cells=True,
     )
 
 

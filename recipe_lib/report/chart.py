@@ -76,22 +76,22 @@ class Chart:
         )
 
     def put(
-        self, tag: str, style: str = "", text: str = "", title: str = "", **places: float | str
+        self, tag: str, style: str = "", text: str = "", title: str = "", **attributes: float | str
     ) -> None:
         """Add a shape in front of the others; arguments as of `_make_shape`."""
-        self.shapes.append(_make_shape(tag, style=style, text=text, title=title, **places))
+        self.shapes.append(_make_shape(tag, style=style, text=text, title=title, **attributes))
 
 
 def _make_shape(
-    tag: str, style: str = "", text: str = "", title: str = "", **places: float | str
+    tag: str, style: str = "", text: str = "", title: str = "", **attributes: float | str
 ) -> Element:
     """Return an element of an SVG.
 
     tag: such as `line`. style: its class on the page. text: inside it. title: shown when the mouse
-    is over it. places: its other attributes, such as `x1`; `text_anchor` stands for `text-anchor`.
+    is over it. attributes: the other ones, such as `x1`; `text_anchor` stands for `text-anchor`.
     """
-    attributes = {name.replace("_", "-"): format_attribute(value) for name, value in places.items()}
-    shape = Element(tag, ({"class": style} if style else {}) | attributes)
+    texts = {name.replace("_", "-"): format_attribute(value) for name, value in attributes.items()}
+    shape = Element(tag, ({"class": style} if style else {}) | texts)
     shape.text = text
     if title:
         SubElement(shape, "title").text = title

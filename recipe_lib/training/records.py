@@ -327,7 +327,7 @@ def render_report(
         ),
         Section("Summary", facts=_list_summary_rows(summary, lines)),
         Section("Software", facts=sorted(summary["versions"].items())),
-        Section("All settings", listing=config, closed=True),
+        Section("All settings", listing=config, is_collapsed=True),
     ]
     return render_page(
         "run",
