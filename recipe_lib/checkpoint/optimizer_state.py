@@ -135,14 +135,14 @@ def gather_optimizer_settings(
         names = set[str]().union(*(group["parameters"] for group in same_groups))
         groups.append(
             {
-                "parameters": [name for name in holders.first if name in names],
+                "parameters": [name for name in holders.first_ranks if name in names],
                 "values": same_groups[0]["values"],
             }
         )
     # In the order of the whole model, which does not depend on the number of stages.
     return {
         "groups": groups,
-        "states": {name: states[name] for name in holders.first if name in states},
+        "states": {name: states[name] for name in holders.first_ranks if name in states},
     }
 
 
@@ -242,7 +242,9 @@ def make_optimizer_states(
         targets[full_name] = value
     for parameter, states in unsaved.items():
         for key in states:
-            raise _make_states_fault(f"holds no optimizer state {key} of {names[parameter]}", where)
+            raise _make_other_optimizer_error(
+                f"holds no optimizer state {key} of {names[parameter]}", where
+            )
     return targets
 
 
@@ -260,7 +262,7 @@ def _check_own_state(
     """
     key, name = full_name.split("/", 2)[1:]
     if value is None:
-        raise _make_states_fault(
+        raise _make_other_optimizer_error(
             f"holds optimizer state {key} of {name}, which this run's optimizer does not keep",
             where,
         )
@@ -274,11 +276,11 @@ def _check_own_state(
             # Before master weights had states in fp32, a run without state_bits had them in its
             # dtype.
             raise CheckpointError(f"{where}: {fault}; resume with optimizer.state_bits={bits}")
-        raise _make_states_fault(fault, where)
+        raise _make_other_optimizer_error(fault, where)
     return value
 
 
-def _make_states_fault(fault: str, where: str) -> CheckpointError:
+def _make_other_optimizer_error(fault: str, where: str) -> CheckpointError:
     return CheckpointError(f"{where}: {fault}; {_SAME_OPTIMIZER}")
 
 
@@ -373,7 +375,7 @@ def hash_frozen_parameters(
     # First rank of a group -> the parameters that the group counts.
     frozen_names: dict[int, list[str]] = {leader: [] for leader in holders.leaders}
     for name in totals:
-        frozen_names[holders.first[name]].append(name)
+        frozen_names[holders.first_ranks[name]].append(name)
     names_here = frozen_names[holders.leader]
 
     def add_up() -> list[int]:

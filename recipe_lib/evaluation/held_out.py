@@ -100,7 +100,7 @@ def load_evaluated_model(
     if source.adapter is not None:
         # An adapter may be of some layers only: the others keep B = 0, which changes nothing.
         init_adapters(model, 0)
-        load_adapter(model, spec, source.adapter, some=True)
+        load_adapter(model, spec, source.adapter, allow_missing=True)
         return EvaluatedModel(
             model=model.eval(),
             parallel=parallel,

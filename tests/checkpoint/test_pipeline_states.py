@@ -222,9 +222,9 @@ def test_names_are_in_the_order_of_the_whole_model() -> None:
         for name in world_names:
             with load_staged(name, build_spec_of(CONFIG)) as (model, world):
                 holders = find_holders(model, world)
-                assert holders.first["model.layers.0.mlp.up_proj.weight"] == 0
+                assert holders.first_ranks["model.layers.0.mlp.up_proj.weight"] == 0
                 assert holders.is_ours("model.layers.0.mlp.up_proj.weight") == (holders.leader == 0)
-                orders.append(list(holders.first))
+                orders.append(list(holders.first_ranks))
         return orders
 
     assert run_ranks(found, 2, ["stages", "folded", "shards"]) == [[order] * 3] * 2
