@@ -524,7 +524,7 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
             continue  # selected by target_parameters: PEFT looks at no other key
         if is_excluded[index]:
             return name, "exclude_modules"
-        if any(f".{saved}." in f".{name}." for saved in config.saved):
+        if any(f".{module}." in f".{name}." for module in config.modules_to_save):
             return name, "modules_to_save"
         # None: PEFT's own table of the model family's modules, or target_parameters, selects.
         if targets is not None and not is_targeted[index]:

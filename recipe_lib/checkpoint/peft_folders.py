@@ -86,6 +86,7 @@ from recipe_lib.models.meta_init import (
     find_extra_modules,
     find_fully_saved_tensors,
     find_stored_weights,
+    get_slices,
 )
 from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec, has_score_head
 
@@ -198,7 +199,7 @@ def _fill_module(
     def get_local_parts(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         return list_local_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
 
-    suffixes = (EMBEDDING_A, EMBEDDING_B) if module.is_embedding else (LORA_A, LORA_B)
+    suffixes = _get_factor_names(module)
     with safe_open(str(adapter.path), framework="pt") as file:
         entries = adapter.tensors[module.name]
 
@@ -256,9 +257,7 @@ def _fill_experts(
             local.zero_()
             begin = offset[dim]
             num_rows = min(max(rank - begin, 0), local.shape[dim])
-            part = [
-                slice(start, start + size) for start, size in zip(offset, local.shape, strict=True)
-            ]
+            part = list(get_slices(offset, local.shape))
             part[dim] = slice(begin, begin + num_rows)
             local.narrow(dim, 0, num_rows).copy_(factor[tuple(part)])
 
@@ -325,7 +324,7 @@ def export_adapter(
         base=base,
         modules=modules,
         # Of all pipeline stages.
-        saved=chain.from_iterable(holders.gather(find_extra_modules(model), world)),
+        modules_to_save=chain.from_iterable(holders.gather(find_extra_modules(model), world)),
         is_multimodal=is_multimodal,
     )
     make_metadata = partial(
@@ -403,17 +402,17 @@ def _make_fields(
     *,
     base: str,
     modules: list[FileModule],
-    saved: Iterable[str],
+    modules_to_save: Iterable[str],
     is_multimodal: bool,
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
-    base: name or folder of the base. saved: names of the modules with extra parameters on all
-    ranks. is_multimodal: see `_plan_file`.
+    base: name or folder of the base. modules_to_save: names of the modules with extra parameters on
+    all ranks. is_multimodal: see `_plan_file`.
     """
     is_scored = has_score_head(spec)
     # A dict keeps the model's order and has each name once.
-    saved_modules = dict.fromkeys(saved)
+    saved_modules = dict.fromkeys(modules_to_save)
     if is_scored:
         saved_modules[SCORE.removesuffix(".weight")] = None
     fields = make_config_fields(
@@ -422,7 +421,7 @@ def _make_fields(
         ranks={module.name: _compute_rank(module, cfg) for module in modules},
         target_modules=_choose_target_modules(modules, spec, is_multimodal),
         parameters=[module.parameter for module in modules if module.parameter],
-        saved=[get_file_name(name, is_multimodal) for name in saved_modules],
+        modules_to_save=[get_file_name(name, is_multimodal) for name in saved_modules],
     )
     if is_scored:
         fields["task_type"] = "SEQ_CLS"

@@ -105,7 +105,7 @@ def _have_same_numbers(name: str, first: FileTensor, second: FileTensor) -> bool
     if first.entry.dtype != second.entry.dtype:
         return False
     with Reader({name: first}) as first_file, Reader({name: second}) as second_file:
-        return have_same_numbers(first_file.slice(name), second_file.slice(name))
+        return have_same_numbers(first_file.get_slice(name), second_file.get_slice(name))
 
 
 def check_weights(spec: ModelSpec, folder: Path) -> None:
@@ -209,7 +209,7 @@ def _check_copy(
     """
     with Reader(tensors) as reader:
         weight = reader.open_entry(entry, torch.float32)
-        opened_copy = reader.slice(copy)
+        opened_copy = reader.get_slice(copy)
         # Both ways: each casts the second to the type of the first, and the narrower one would hide
         # a difference.
         if have_same_numbers(weight, opened_copy) and have_same_numbers(opened_copy, weight):
