@@ -213,7 +213,10 @@ def merge_adapter(
         )
         run_on_rank_0(ranks, merge)
         return
-    merged_spec = _build_merged_spec(adapter, saved)
+    assert isinstance(saved.spec, DecoderSpec)
+    # Embedding and head differ as soon as one of them has an adapter.
+    is_tied = saved.spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys()
+    merged_spec = replace(saved.spec, tied=is_tied)
     weights = _MergedWeights(
         merged_spec,
         adapter,
@@ -241,14 +244,6 @@ def merge_adapter(
         world=ranks,
         reads_alone=True,
     )
-
-
-def _build_merged_spec(adapter: AdapterFile, saved: SavedWeights) -> DecoderSpec:
-    """Return the spec of a merged model. saved: full weights in the adapter's file."""
-    assert isinstance(saved.spec, DecoderSpec)
-    # Embedding and head differ as soon as one of them has an adapter.
-    is_tied = saved.spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys()
-    return replace(saved.spec, tied=is_tied)
 
 
 def _plan_parameters(

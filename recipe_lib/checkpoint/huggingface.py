@@ -273,17 +273,14 @@ def _copy_overlap(
     local: this rank's part. offset: where it begins in the parameter, by dimension. start: number
     of the first row of `value`.
     """
-    if not local.numel():
-        return
     if not offset:  # a number by itself has no rows
-        local.copy_(value)
+        read_part(value, local, offset)
         return
     first_row = max(offset[0], start)
     end_row = min(offset[0] + local.shape[0], start + value.shape[0])
     if first_row < end_row:
-        columns = get_slices(offset[1:], local.shape[1:])
-        rows = value[(slice(first_row - start, end_row - start), *columns)]
-        local[first_row - offset[0] : end_row - offset[0]].copy_(rows)
+        common = local[first_row - offset[0] : end_row - offset[0]]
+        read_part(value, common, (first_row - start, *offset[1:]))
 
 
 def find_extras_to_read(
@@ -353,7 +350,7 @@ def _make_row_reader(source: Any, offset: int) -> Callable[[int, int, slice], to
 def read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
     """Copy the part of a file's tensor that begins at `offsets` into `local`, some rows at a time.
 
-    source: slices of the opened tensor. offsets: one per dimension of `local`.
+    source: slices of the opened tensor, or a tensor. offsets: one per dimension of `local`.
     """
     if not local.numel():
         return

@@ -255,11 +255,10 @@ def _fill_experts(
             model, f"{name}.{suffix}", target.get_parameter(suffix)
         ):
             local.zero_()
-            begin = offset[dim]
-            num_rows = min(max(rank - begin, 0), local.shape[dim])
-            part = list(get_slices(offset, local.shape))
-            part[dim] = slice(begin, begin + num_rows)
-            local.narrow(dim, 0, num_rows).copy_(factor[tuple(part)])
+            # Beyond the file's rank zeros stay.
+            num_filled = min(max(rank - offset[dim], 0), local.shape[dim])
+            filled = local.narrow(dim, 0, num_filled)
+            filled.copy_(factor[get_slices(offset, filled.shape)])
 
 
 def export_adapter(

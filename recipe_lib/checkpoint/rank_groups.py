@@ -42,6 +42,10 @@ class RankGroup(Protocol):
     def device(self) -> torch.device:
         """Return the device on which this rank computes."""
 
+    @property
+    def pipeline(self) -> Any:
+        """Return this rank's place in a pipeline; None: all ranks have the whole model."""
+
     def agree(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `fn(...)` on every rank; a user's error on any is raised on all. Collective."""
 
@@ -58,6 +62,7 @@ class SingleRank:
     rank = 0
     size = 1
     device = torch.device("cpu")
+    pipeline = None
 
     def agree(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
@@ -235,7 +240,7 @@ def find_holders(model: nn.Module, world: RankGroup) -> Holders:
     kinds_here |= dict.fromkeys(list_persistent_buffers(model), BUFFER)
     part_here = list(kinds_here.items())  # this rank's part of the model: [(name, kind)]
     leaders = (0,) * world.size
-    if getattr(world, "pipeline", None) is not None:
+    if world.pipeline is not None:
         # Hashes first: the lists of names are long, and few ranks have different ones.
         digests = world.gather_json(hashlib.sha256(json.dumps(part_here).encode()).hexdigest())
         leaders = tuple(digests.index(digest) for digest in digests)  # the first with the same list
