@@ -32,7 +32,7 @@ from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
 from recipe_lib.models import Decoder, build_meta, init_weights
 from recipe_lib.parallel import DTYPES, Parallel, World, derive_seed, materialize, parallelize
 from recipe_lib.redaction import redact
-from recipe_lib.report.chart import render_page
+from recipe_lib.report.page import render_page
 from recipe_lib.report.view import Section, Table
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.training import evaluate_micro_batches

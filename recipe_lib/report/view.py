@@ -1,7 +1,7 @@
 """Define the sections of a document that is shown on a terminal and as an HTML page.
 
 Plans, evaluations and runs build sections. `terminal.put_section` shows one on a terminal,
-`chart.render_page` all of them as HTML. Cells are text, or numbers with a unit (`Bytes`, `Seconds`,
+`page.render_page` all of them as HTML. Cells are text, or numbers with a unit (`Bytes`, `Seconds`,
 `Count` of `units.py`), which both show in the same words. No torch in here.
 """
 

@@ -25,7 +25,8 @@ from recipe_lib.models.mixture import Mixture
 from recipe_lib.parallel.world import World
 from recipe_lib.reading import parse_json, read_bytes, read_object, read_text
 from recipe_lib.redaction import redact
-from recipe_lib.report.chart import Curve, draw_line_figure, render_page
+from recipe_lib.report.chart import Curve, draw_line_figure
+from recipe_lib.report.page import render_page
 from recipe_lib.report.planned import KINDS
 from recipe_lib.report.view import Figure, Section, Table
 from recipe_lib.units import GIB, Bytes, convert_to_gib, format_count, format_seconds
