@@ -3,7 +3,7 @@
     python -m benchmarks.pictures --output docs/pictures
 
 Plans Llama 3 8B on four cards of 24 GB, trains the demo (minutes on a CPU), and photographs parts
-of the two pages that `tune plan --html` and the run have written, with a Chromium without a window.
+of the HTML pages that `tune plan --html` and the run have written, with a headless Chromium.
 """
 
 import argparse
@@ -15,20 +15,27 @@ import sys
 import tempfile
 from pathlib import Path
 
+# Words after `tune`.
 PLAN = "plan llama3/8B_full --nproc_per_node 4 --device rtx4090 batch_size=1"
 RUN = "run demo/full"
 PARTS = {"plan": 1, "run": 4}  # how many of each page's first figures are shown
-SIZES = {"plan": (1100, 660), "run": (1100, 940)}  # width and height of the window
+SIZES = {"plan": (1100, 660), "run": (1100, 940)}  # (width, height) of the window, CSS pixels
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def run_tune(command: str, *words: str) -> None:
-    """Run a command of `tune`; its output is this program's."""
+    """Run a command of `tune`; its output is printed here.
+
+    words: after the command's own. Raises CalledProcessError if it fails.
+    """
     subprocess.run([sys.executable, "-m", "recipe_lib", *shlex.split(command), *words], check=True)
 
 
 def cut_page(page: str, figures: int) -> str:
-    """Return the page with its title and its first figures alone."""
+    """Return the HTML page with its title and its first figures alone.
+
+    Raises SystemExit if it does not have them.
+    """
     head, _, body = page.partition("<body>")
     title = re.search(r"<h1>.*?</p>", body, re.DOTALL)
     first_figures = re.findall(r"<figure>.*?</figure>", body, re.DOTALL)[:figures]
@@ -43,7 +50,10 @@ def cut_page(page: str, figures: int) -> str:
 
 
 def photograph(browser: str, page: Path, to: Path, size: tuple[int, int]) -> None:
-    """Write a PNG with three pixels for two of the page's."""
+    """Write a PNG of a page, three pixels for two of the window's.
+
+    browser: its program. size: width and height of the window, CSS pixels.
+    """
     width, height = size
     command = [
         browser,
@@ -61,9 +71,7 @@ def photograph(browser: str, page: Path, to: Path, size: tuple[int, int]) -> Non
 
 def main(argv: list[str] | None = None) -> None:
     """Make both pages and write both pictures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="Make the pictures of the README.")
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER", help="gets plan.png and run.png"
     )

@@ -1,16 +1,10 @@
-"""Plans every shipped config on 1, 2, 4, ... ranks, and writes from that what its header says it is
-meant for.
+"""Plan every shipped config on 1, 2, 4, 8 ranks, and write the header of its YAML file from that.
 
-    python benchmarks/planned_peaks.py                       all configs, some three plans each
-    python benchmarks/planned_peaks.py llama3/8B_full        one of them
-    python benchmarks/planned_peaks.py --headers             the headers alone, from the plans that are kept
-    python benchmarks/planned_peaks.py --check               what each header says, planned anew beside the kept bytes
+    python benchmarks/planned_peaks.py llama3/8B_full
 
-The plans are kept in benchmarks/planned_peaks.json: bytes of the heaviest rank, sequences as long
-as max_seq_len allows. A header says the fastest settings, too, as fastest_settings.py has found
-them. A config is meant for the fewest GPUs of 24 GB, at most 8, that its plan fits with a margin
-(see `fits`); else of 48 GB, of 80 GB or of 141 GB. A test holds the headers to the file, and plans
-some anew.
+A header (the comment that begins a config) says which GPUs the config is meant for, the planned
+peak and the fastest settings, which `fastest_settings.py` has found. The plans are kept in
+planned_peaks.json; tests/models/test_planned_peaks.py holds the headers to it.
 """
 
 import argparse
@@ -24,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
-# Sequences are as long as they may be: no dataset is asked for its rows.
+sys.path.insert(0, str(REPOSITORY))  # for imports of `benchmarks` and `tests`, run as a file
+# Sequences are as long as max_seq_len allows: no dataset is asked for its rows. Set before the
+# imports that look at it.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from recipe_lib.config.paths import get_configs_folder  # noqa: E402
@@ -33,21 +28,23 @@ from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch  #
 from recipe_lib.plan.hardware import find_hardware  # noqa: E402
 from recipe_lib.units import GIB, format_bytes, format_count  # noqa: E402
 
-DEVICE = "rtx4090"
+DEVICE = "rtx4090"  # whose operators are traced; peaks are then held against every size
 PLANS = Path(__file__).with_suffix(".json")
 FASTEST = Path(__file__).with_name("fastest_settings.json")  # by the program of that name
 SIZES = (16, 24, 48, 80, 141)  # GB, as cards are sold
-FIRST = (24, 48, 80, 141)  # in which order a config is meant for them
-ALSO = (16, 24, 48, 80)  # which a header names beside them
+FIRST = (24, 48, 80, 141)  # a config is meant for the first of these that fits it
+ALSO = (16, 24, 48, 80)  # which a header may name as alternatives
 RANKS = (1, 2, 4, 8)  # of one machine
 MARGIN = 0.03  # of a card; what a plan may be wrong by, as in the verdict of `tune plan`
-DDP = "ddp"
+DDP = "ddp"  # key of the plan with whole models on two ranks
+# The header's line of the planned peak: active, its unit, reserved, its unit, ranks.
 PEAK = re.compile(
     r"^# Planned peak of a rank: ([0-9.]+) ([GM]iB) active, ([0-9.]+) ([GM]iB) reserved \((\d+)"
     r" ranks?, .*\)\.\n",
     re.MULTILINE,
 )
 _HEADER = re.compile(r"^# Meant for .*?\n#\n", re.MULTILINE | re.DOTALL)
+# The beginning of the header's command, up to the recipe: `tune run`, and flags that are replaced.
 _RUN = re.compile(
     r"^#   tune run (?:.*?\\\n#     |--nproc_per_node \d+ )?(?=\w+ --config)", re.MULTILINE
 )
@@ -56,6 +53,8 @@ _VISION = (
     " is trained."
 )
 
+# A config's plans: by the number of ranks, or DDP, the heaviest rank's `active` and `reserved`
+# bytes, and the `tokens` of a sequence.
 Plans = dict[str, dict[str, int]]
 
 
@@ -70,7 +69,7 @@ def list_names() -> list[str]:
 def fits(plan: dict[str, int], ranks: int, size: int) -> bool:
     """Return True if a plan leaves the margin on a card of `size` GB.
 
-    ranks: of the plan; what CUDA and NCCL take outside of torch is counted.
+    plan: a value of `Plans`. ranks: of that plan. What CUDA and NCCL take outside of torch counts.
     """
     hardware = find_hardware(f"{size}GB")
     outside = estimate_outside_torch(hardware, [ranks] if ranks > 1 else [])
@@ -80,7 +79,7 @@ def fits(plan: dict[str, int], ranks: int, size: int) -> bool:
 def find_fewest_ranks(plans: Plans) -> dict[int, int]:
     """Return the fewest planned ranks that fit, by card size in GB.
 
-    Sizes that none fits are missing.
+    A size on which no plan fits is left out.
     """
     fewest_ranks = {}
     for size in SIZES:
@@ -92,14 +91,18 @@ def find_fewest_ranks(plans: Plans) -> dict[int, int]:
 
 
 def find_meant_cards(plans: Plans) -> tuple[int, int]:
-    """Return (card size in GB, ranks) that a config is meant for."""
+    """Return (card size in GB, ranks) that a config is meant for: the smallest size of FIRST.
+
+    Raises StopIteration if no plan fits on any.
+    """
     fewest_ranks = find_fewest_ranks(plans)
     size = next(size for size in FIRST if size in fewest_ranks)
     return size, fewest_ranks[size]
 
 
 def plan_ranks(name: str, ranks: int, *words: str) -> dict[str, int]:
-    """Plan a config on so many ranks: bytes of the heaviest one, and tokens of a sequence."""
+    """Plan a config on so many ranks, and return a value of `Plans`. words: overrides."""
+    # Imported here: `--headers` needs no torch.
     from recipe_lib.plan.build_plan import make_plan
     from tests.plan.apart import build_settings
 
@@ -113,11 +116,11 @@ def plan_ranks(name: str, ranks: int, *words: str) -> dict[str, int]:
 
 
 def plan_config(name: str) -> tuple[str, Plans]:
-    """Return (name, plans) of a config, from one rank on until the smallest card is large enough.
+    """Plan a config from one rank on, until the smallest card is large enough.
 
-    Several ranks are planned with shards (FSDP), which is what makes several cards hold what one
-    does not. Adapters that fit one card of 24 GB are planned with whole models (DDP) too; where
-    that fits, their configs let `tune run` choose (`auto`).
+    Returns (name, plans). Several ranks are planned with FSDP, by which several cards hold what one
+    does not. Adapters that fit on one card of 24 GB are planned with DDP, too; where that fits,
+    their configs let `tune run` choose (`auto`).
     """
     from tests.plan.apart import call_in_fork
 
@@ -136,12 +139,15 @@ def plan_config(name: str) -> tuple[str, Plans]:
 
 
 def _choose_strategy(ranks: int) -> list[str]:
-    """Return the override with which so many ranks are planned."""
+    """Return the override with which so many ranks are planned; [] for one."""
     return ["parallel.strategy=fsdp"] if ranks > 1 else []
 
 
 def read_total_bytes(text: str) -> float:
-    """Return the bytes that a config's header says the model takes, on all ranks."""
+    """Return the bytes that the model takes on all ranks, as a config's header says.
+
+    text: the config's. It is the sum of the GiB that stand before the line of the planned peak.
+    """
     sizes = re.findall(r"([0-9.]+) GiB", text.partition("# Planned")[0])
     return GIB * sum(map(float, sizes))
 
@@ -149,11 +155,12 @@ def read_total_bytes(text: str) -> float:
 def format_header(text: str, plans: Plans, fastest: dict[str, Any] | None = None) -> str:
     """Return the config's text with its header, and the ranks of its command, made of the plans.
 
-    fastest: the settings that were found for these ranks, and speeds; None: no search was made.
+    fastest: an entry of `read_fastest`; None: no search was made. What the header says of the
+    model's own sizes is taken over from the old one.
     """
     header = _HEADER.search(text)
     if header is None:
-        # It does not say what the config is meant for, the demo's: its peak alone is made anew.
+        # The demo's configs do not say what they are meant for: their peak alone is made anew.
         return PEAK.sub(lambda _: f"{_format_peak(plans['1'], 1)}\n", text)
     size, ranks = find_meant_cards(plans)
     alternatives = []
@@ -183,16 +190,17 @@ def format_header(text: str, plans: Plans, fastest: dict[str, Any] | None = None
 
 
 def _format_peak(plan: dict[str, int], ranks: int) -> str:
-    """Return the header's line of the planned peak."""
+    """Return the header's line of the planned peak. plan: a value of `Plans`."""
     peak = f"{format_bytes(plan['active'])} active, {format_bytes(plan['reserved'])} reserved"
     num_ranks = f"{ranks} ranks" if ranks > 1 else "1 rank"
     return f"# Planned peak of a rank: {peak} ({num_ranks}, sequences of {plan['tokens']} tokens)."
 
 
 def _format_fastest(fastest: dict[str, Any], size: int, ranks: int) -> list[str]:
-    """Return the header's lines of the fastest settings, wrapped between settings alone.
+    """Return the header's lines of the fastest settings, none of which is broken in two.
 
-    Raises AssertionError where they were searched for other cards.
+    fastest: an entry of `read_fastest`. Raises AssertionError if they were searched for other cards
+    than `ranks` of `size` GB: fastest_settings.py has to run again.
     """
     assert fastest["cards"] == f"{ranks}x{size}GB", (
         f"{FASTEST.name}: found for {fastest['cards']}, not {ranks}x{size}GB"
@@ -212,7 +220,11 @@ def _format_fastest(fastest: dict[str, Any], size: int, ranks: int) -> list[str]
 
 
 def _format_total(header_text: str, ranks: int) -> str:
-    """Return what the model takes in all, as the header says it, and what comes to that."""
+    """Return the header's sentence on what the model takes in all, and what comes to that.
+
+    header_text: the old header's, in one line. Raises AttributeError or AssertionError if it does
+    not give the sizes in one of the two forms.
+    """
     shared = " shared by the ranks;" if ranks > 1 else ""
     full = re.search(
         r"parameters, gradients and AdamW's states are [0-9.]+ GiB in all", header_text
@@ -245,9 +257,9 @@ def write_header(name: str, plans: Plans) -> None:
 
 
 def check_config(name: str, plans: Plans) -> bool:
-    """Plan what a config's header says, and print it as a row of a table beside what is kept.
+    """Plan the run of a config's header again, and print it beside what is kept, as a table's row.
 
-    Return True if both are equal.
+    Returns True if both are equal.
     """
     from tests.plan.apart import call_in_fork
 
@@ -271,19 +283,26 @@ def read_text(name: str) -> str:
 
 
 def read_plans() -> dict[str, Plans]:
-    """Return the plans that are kept, by config."""
+    """Return the plans that are kept, by config; {} without the file."""
     return json.loads(PLANS.read_text(encoding="utf-8")) if PLANS.exists() else {}
 
 
 def read_fastest() -> dict[str, dict[str, Any]]:
-    """Return the fastest settings that are kept, by config."""
+    """Return the fastest settings that are kept, by config; {} without the file.
+
+    An entry has `cards` (`4x24GB`), `settings` (overrides, empty: none is faster), and tokens a
+    second: `tokens_per_second` with them, `shipped` without.
+    """
     return json.loads(FASTEST.read_text(encoding="utf-8")) if FASTEST.exists() else {}
 
 
 def main() -> None:
-    """Plan the configs that are named, or all, on all cores, and write the headers."""
+    """Plan the configs that are named, or all, on all cores, and write the headers.
+
+    With --check nothing is written; the exit code is 1 if a plan is no longer the kept one.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Plan the shipped configs, and write their headers from the plans."
     )
     parser.add_argument("names", nargs="*", metavar="CONFIG")
     parser.add_argument(
@@ -302,6 +321,7 @@ def main() -> None:
             "| config | ranks | active kept | now | reserved kept | now |"
             " |\n|---|---:|---:|---:|---:|---:|---|"
         )
+        # Threads: each plan forks a process of its own, see `call_in_fork`.
         with multiprocessing.pool.ThreadPool(os.cpu_count()) as pool:
             same = pool.map(
                 lambda name: check_config(name, kept_plans[name]), chosen_names, chunksize=1
@@ -309,10 +329,11 @@ def main() -> None:
         print(f"{sum(same)} of {len(same)} the same")
         sys.exit(not all(same))
     if not arguments.headers:
-        import recipe_lib.plan.build_plan  # noqa: F401  (once, for all processes)
+        import recipe_lib.plan.build_plan  # noqa: F401  (once, before the processes are forked)
 
         with multiprocessing.pool.ThreadPool(os.cpu_count()) as pool:
             for name, plans in pool.imap_unordered(plan_config, chosen_names):
+                # Written after each config, so that a run that is stopped keeps what it has.
                 kept_plans[name] = plans
                 text = json.dumps(dict(sorted(kept_plans.items())), indent=1) + "\n"
                 PLANS.write_text(text, encoding="utf-8")

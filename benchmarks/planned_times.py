@@ -1,10 +1,10 @@
-"""Training speeds that others published next to those that `tune plan` says, as one page.
+"""Plan the training speeds that others have published, and write both as one page.
 
     python -m benchmarks.planned_times --output docs/measurements/planned_times.md
     python -m benchmarks.planned_times --only F1,T4
 
-Rows and their sources are in `published_speeds.yaml`. Each is planned with the rates of data
-sheets, without a calibration, and none was measured here. No GPU, no weights, no data.
+A row is one published speed with its settings, in `published_speeds.yaml`. It is planned as
+`tune plan` does, by the rates of data sheets; no GPU, no weights and no data are needed.
 """
 
 import argparse
@@ -39,32 +39,33 @@ from recipe_lib.plan.tracing.trace_rank import STEADY
 
 COMMAND = "python -m benchmarks.planned_times --output docs/measurements/planned_times.md"
 DATA = Path(__file__).with_name("published_speeds.yaml")
-CLOSE = 0.2  # the goal: planned is at most this far from published
-# Of the card's dense rate; matmuls alone reach less on most cards, and a step does more than them
+CLOSE = 0.2  # the goal: planned speed over published, less one, is at most this in size
+# A published speed that implies a larger share of the card's dense rate is called doubtful: matmuls
+# alone reach less on most cards, and a step does more than them.
 TOO_FAST = 0.85
 
 
 @dataclass(frozen=True)
 class PublishedSpeed:
-    """A row of the data; the first lines of `published_speeds.yaml` explain the fields."""
+    """A published speed, and the plan that it is compared with."""
 
-    id: str
-    where: str
-    model: str
-    method: str
-    card: str
+    id: str  # of the row, such as `T4`
+    where: str  # in the source
+    model: str  # as the source names it
+    method: str  # `full`, `LoRA` or `QLoRA`
+    card: str  # as the source names it
     gpus: int
-    says: str
+    says: str  # the source's settings of this row
     published: int  # tokens a second and GPU
-    config: str
-    device: str
-    sequence: int
-    overrides: tuple[str, ...]
-    shape: dict[str, Any] = field(default_factory=dict)
-    written_out_norms: bool = False
-    named: bool = False
-    off_sheet: str = ""
-    doubt: str = ""
+    config: str  # the shipped config that is planned
+    device: str  # as `tune plan --device` takes it
+    sequence: int  # tokens
+    overrides: tuple[str, ...]  # of the plan, `key=value`
+    shape: dict[str, Any] = field(default_factory=dict)  # config.json's keys that differ; {}: none
+    written_out_norms: bool = False  # their RMS norm is single operators, which the plan makes too
+    named: bool = False  # among the figures that come first on the page
+    off_sheet: str = ""  # why card or links are not what data sheets say; empty: they are
+    doubt: str = ""  # why the figure cannot be right; empty: nothing speaks against it
 
     @property
     def command(self) -> str:
@@ -72,6 +73,7 @@ class PublishedSpeed:
 
         FOLDER stands for a folder with the config.json of a shape that is not shipped.
         """
+        # Machines have at most 8 GPUs.
         processes = f"--nproc_per_node {min(self.gpus, 8)} " if self.gpus > 1 else ""
         nodes = f"--nnodes {self.gpus // 8} " if self.gpus > 8 else ""
         model_path = " model.path=FOLDER" if self.shape else ""
@@ -87,8 +89,8 @@ class Source:
 
     name: str
     address: str
-    stack: str  # what ran
-    differs: str  # what the plan does otherwise
+    stack: str  # the program that ran, and how
+    differs: str  # what the plan does otherwise, or assumes
     rows: tuple[PublishedSpeed, ...]
 
 
@@ -98,11 +100,11 @@ class Compared:
 
     row: PublishedSpeed
     planned: float  # tokens a second and GPU
-    # Of the card's dense rate that matmuls and attention of the planned step, recomputation
+    # Part of the card's dense rate that matmuls and attention of the planned step, recomputation
     # counted, would take at the published speed.
     share: float
-    verdict: str  # the plan's
-    note: str = ""  # what could not be planned as asked
+    verdict: str  # the plan's: does it fit on the card?
+    note: str = ""  # what could not be planned as asked; empty: all could
 
     @property
     def error(self) -> float:
@@ -127,12 +129,14 @@ class Compared:
 
 
 def read_sources(path: Path = DATA) -> list[Source]:
-    """Return the data, in which what a source says of all of its rows is handed to each.
+    """Read the sources and their rows.
 
-    Overrides and shapes of source and row are put together.
+    What a source says of all of its rows is handed to each, whose own entries win; overrides are
+    appended and shapes merged.
     """
     sources = []
     for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
+        # Popped, so that what is left belongs to all rows. The file breaks lines inside a text.
         source_fields = {
             key: " ".join(entry.pop(key).split()) for key in ("name", "address", "stack", "differs")
         }
@@ -148,7 +152,7 @@ def read_sources(path: Path = DATA) -> list[Source]:
 def load_row_config(row: PublishedSpeed, folder: Path) -> Any:
     """Return the row's config, ready to be planned.
 
-    folder: for the config.json of another shape than the config's.
+    folder: an existing one, where the config.json of a row with `shape` is written.
     """
     schema = find_config_recipe(row.config).schema()
     cfg, _ = make_plannable(load_config(row.config, row.overrides, schema))
@@ -166,10 +170,7 @@ def load_row_config(row: PublishedSpeed, folder: Path) -> Any:
 
 
 def compare_row(row: PublishedSpeed, folder: Path) -> Compared:
-    """Plan a row and compare it with the published speed.
-
-    folder: as `load_row_config` takes it.
-    """
+    """Plan a row and compare it with the published speed. folder: for `load_row_config`."""
     cfg = load_row_config(row, folder)
     hardware = find_hardware(row.device)
     settings = PlanSettings(hardware, choose_sequence(cfg, str(row.sequence)), row.gpus, phases=())
@@ -201,16 +202,16 @@ def compare_row(row: PublishedSpeed, folder: Path) -> Compared:
 
 
 def sum_operations(trace: Trace) -> int:
-    """Sum the FLOP of matmuls and attention in a steady step of this rank.
+    """Sum the FLOP of matmuls and attention in a steady step of one rank.
 
-    Those that checkpointing repeats are counted again.
+    A steady step is any but the first. What checkpointing computes again is counted again.
     """
     ops = (trace.ops[number] for kind, number in trace.iterate_events(STEADY) if kind == OP)
     return sum(op.flops * op.repeats for op in ops)
 
 
 def compare_all(rows: Iterable[PublishedSpeed]) -> dict[str, Compared]:
-    """Plan the rows and return them by id; each is printed as it is planned, with its seconds."""
+    """Plan the rows and return them by id, printing each to stderr with the seconds it took."""
     compared_rows = {}
     with tempfile.TemporaryDirectory(prefix="planned-times-") as folder:
         for row in rows:
@@ -229,13 +230,13 @@ def compare_all(rows: Iterable[PublishedSpeed]) -> dict[str, Compared]:
 
 
 def compute_statistics(rows: list[Compared]) -> str:
-    """Return the cells of a line of the summary.
+    """Return the cells of a line of the summary. rows: at least one.
 
     These are the number of rows, the mean of the errors' sizes and their ninth decile, the median
-    ratio, and the number of rows within 20 %.
+    of planned over published, and the number of rows within CLOSE.
     """
     errors = [abs(row.error) for row in rows]
-    ninth_decile = errors[0]
+    ninth_decile = errors[0]  # of one row; `quantiles` needs two
     if len(errors) > 1:
         ninth_decile = quantiles(errors, n=10, method="inclusive")[-1]
     ratio = median(row.error + 1 for row in rows)
@@ -244,7 +245,7 @@ def compute_statistics(rows: list[Compared]) -> str:
 
 
 def summarize(rows: list[Compared]) -> list[str]:
-    """Return the table of the counted rows' statistics: of all, by card, by method."""
+    """Return the table of the rows' statistics: of all, by card, by method."""
     lines = [
         (
             "| rows | number | mean error | 90 % are within | median planned / published | within"
@@ -267,7 +268,7 @@ def summarize(rows: list[Compared]) -> list[str]:
 def format_table(rows: list[Compared], why: Callable[[Compared], str] | None = None) -> list[str]:
     """Return a table with a line for each row.
 
-    why: makes the cell of a last column.
+    why: makes the cell of a last column; None: there is none.
     """
     lines = [
         (
@@ -292,7 +293,7 @@ def format_table(rows: list[Compared], why: Callable[[Compared], str] | None = N
 
 
 def format_page(sources: list[Source], compared_rows: dict[str, Compared]) -> str:
-    """Return the page of the rows that were planned."""
+    """Return the page. compared_rows: those that were planned, by id."""
     rows = list(compared_rows.values())
     counted = [compared for compared in rows if compared.counted]
     lines = [
@@ -302,14 +303,15 @@ def format_page(sources: list[Source], compared_rows: dict[str, Compared]) -> st
     unfit = [compared.row.id for compared in rows if compared.verdict == DOES_NOT_FIT]
     if unfit:
         lines += ["", f"By their plans, these do not fit on their cards: {', '.join(unfit)}."]
-    named = [compared for compared in rows if compared.row.named]
-    if named:
-        lines += ["", "## Five figures first", "", *format_table(named)]
+    first_rows = [compared for compared in rows if compared.row.named]
+    if first_rows:
+        lines += ["", "## Five figures first", "", *format_table(first_rows)]
     for source in sources:
         source_rows = _list_source_rows(source, counted)
         if source_rows:
             lines += ["", f"## {source.name}", "", f"{source.address}: {source.stack}.", ""]
             lines += [f"The plan: {source.differs}.", "", *format_table(source_rows)]
+    # A row that is both off the sheet and doubtful stands among the doubtful ones alone.
     off_sheet = [compared for compared in rows if compared.row.off_sheet and not compared.doubtful]
     if off_sheet:
         lines += [
@@ -390,7 +392,7 @@ their sign.
 def main() -> int:
     """Plan the rows, print them, and write the page if asked to."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Plan the training speeds that others have published."
     )
     parser.add_argument("--output", type=Path, help="the page; without it nothing is written")
     parser.add_argument("--only", help="ids of rows, with commas between them")

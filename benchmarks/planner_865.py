@@ -1,7 +1,9 @@
-"""The figures of torchtune's pull request 865, Llama 3 8B on four GPUs, beside planned ones.
+"""Plan the runs of torchtune's pull request 865, Llama 3 8B on four GPUs, beside its figures.
 
-`build_group` gives its rows to `planner_replications.py`; the tables after them are of memory,
-time and savings, and of what the pull request left open (LoRA, 70B).
+`planner_replications.py` calls `build_group` for the rows of its page, and `format_further_runs`. A
+row is a published figure with what `tune plan` says of the run. A stack is the training program
+that is planned, imitated where it holds other memory than ours; a wrapping is the policy that
+decides which modules FSDP gathers as one.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,22 +19,25 @@ from recipe_lib.plan.timing.stream_schedule import schedule
 from recipe_lib.plan.tracing.trace_rank import STEADY
 from recipe_lib.units import GIB
 
+# Values of parallel.fsdp_wrap_policy: the layers alone, or embedding and output projection too.
+# Savings are of the second over the first.
 WRAPPINGS = ("layers", "memory_efficient")
+# torchtune's stack at the time, see `Stack`.
 TUNE = Stack(
     sharding=FSDP1, logits="through backward", shifted=True, norms=True, expanded_keys=True
 )
 CHECKPOINTED = replace(TUNE, checkpointed_ends=True)
-# By wrapping: allocated, active, reserved, GB, and iterations a second.
+# The pull request's peaks in GB, by wrapping and metric of torch's allocator.
 PUBLISHED = {
     "layers": {"allocated": 21.988, "active": 24.170, "reserved": 27.909},
     "memory_efficient": {"allocated": 19.085, "active": 20.830, "reserved": 23.700},
 }
-CHECKPOINTED_PUBLISHED = {"allocated": 19.135, "active": 20.880, "reserved": 24.138}
-ITERATIONS = {"layers": 1.08, "memory_efficient": 1.06}
-CARDS = ("a100-80gb", "a100-80gb-pcie", "a10g", "rtx3090", "rtx4090")
-HOST_MICROSECONDS = (0, 6, 12, 20, 30)
+CHECKPOINTED_PUBLISHED = {"allocated": 19.135, "active": 20.880, "reserved": 24.138}  # GB
+ITERATIONS = {"layers": 1.08, "memory_efficient": 1.06}  # published, a second
+CARDS = ("a100-80gb", "a100-80gb-pcie", "a10g", "rtx3090", "rtx4090")  # which ran is not stated
+HOST_MICROSECONDS = (0, 6, 12, 20, 30)  # that the host takes for an operator: not known
 LAYER = 218_112_000 * 2  # bytes of a layer's parameters in bf16
-# From the stack of #865 to ours, one change at a time.
+# (change as the page names it, stack with it): from the stack of #865 to ours.
 STEPS = [
     ("their stack: FSDP1", TUNE),
     ("FSDP2 as it comes", replace(TUNE, sharding=FSDP2)),
@@ -43,11 +48,15 @@ STEPS = [
     ("one kernel for a norm, keys not copied", Stack(sharding=FSDP2, logits="until backward")),
     ("our handling of embedding and output, our loss", OURS),
 ]
+# Kinds of a traced storage that get a column; all others are summed in the last.
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "communication")
 
 
 def run_865(wrapping: str, tokens: int = 512) -> Run:
-    """Return the pull request's run: Llama 3 8B on four GPUs."""
+    """Return the pull request's run: Llama 3 8B on four GPUs.
+
+    tokens: of a sequence. The pull request does not say; 512 is the most that its config allows.
+    """
     settings = (
         f"max_seq_len={tokens} batch_size=1 gradient_accumulation_steps=1 clip_grad_norm=null"
         " memory.loss_chunks=1 optimizer.implementation=single"
@@ -63,7 +72,7 @@ def run_865(wrapping: str, tokens: int = 512) -> Run:
 
 
 def run_lora(ranks: int, wrapping: str) -> Run:
-    """Return the run of `run_865` with LoRA."""
+    """Return the run of `run_865` with LoRA, on so many ranks."""
     settings = (
         "max_seq_len=512 batch_size=1 gradient_accumulation_steps=1 clip_grad_norm=null"
         " memory.loss_chunks=1 data.packing=false optimizer.implementation=single"
@@ -80,7 +89,10 @@ def run_lora(ranks: int, wrapping: str) -> Run:
 
 
 def run_70b(tokens: int, *settings: str) -> Run:
-    """Return a run of Llama 3 70B on eight GPUs of 80 GB, one row each."""
+    """Return a run of Llama 3 70B on eight GPUs of 80 GB.
+
+    tokens: of the one sequence of a rank. settings: overrides, `key=value`.
+    """
     common_settings = (
         f"max_seq_len={tokens} batch_size=1 gradient_accumulation_steps=1 clip_grad_norm=null"
         " memory.loss_chunks=16 optimizer.implementation=single"
@@ -187,7 +199,7 @@ def format_decomposition() -> list[str]:
         "| change | layers | change | memory_efficient | change |",
         "| --- | --- | --- | --- | --- |",
     ]
-    previous: dict[str, float] = {}  # GB of the step before, by wrapping
+    previous: dict[str, float] = {}  # by wrapping, GB with the stack of the line before
     for name, stack in STEPS:
         cells = []
         for wrapping in WRAPPINGS:
@@ -200,7 +212,11 @@ def format_decomposition() -> list[str]:
 
 
 def format_marked() -> list[str]:
-    """Return the table of active and reserved memory by the host's time for an operator."""
+    """Return the table of active and reserved memory by the host's time for an operator.
+
+    Marked memory is what FSDP1 has handed to another stream by `record_stream`: freed, it stays
+    active until that stream is done, and so the longer the further the host is ahead.
+    """
     pending_layers = f"{_count_pending_layers('layers'):.2f}"
     pending_memory_efficient = f"{_count_pending_layers('memory_efficient'):.2f}"
     lines = [
@@ -220,6 +236,7 @@ def format_marked() -> list[str]:
         ),
         f"|{' --- |' * 11}",
     ]
+    # By microseconds, the cells of both wrappings: a trace is replayed with all host times.
     cells: dict[int, list[str]] = {microseconds: [] for microseconds in HOST_MICROSECONDS}
     for wrapping, figures in PUBLISHED.items():
         plan, trace = trace_run(run_865(wrapping), TUNE)
@@ -241,12 +258,12 @@ def format_marked() -> list[str]:
 
 
 def _count_pending_layers(wrapping: str) -> float:
-    """Return how many layers' parameters the published active bytes have over the allocated."""
+    """Return published active less allocated bytes, in layers' parameters: freed, still marked."""
     return (PUBLISHED[wrapping]["active"] - PUBLISHED[wrapping]["allocated"]) * GB / LAYER
 
 
 def format_savings() -> list[str]:
-    """Return the table of what wrapping embedding and output saves, in per cent."""
+    """Return the table of the share of memory that wrapping embedding and output saves."""
     lines = ["", "What wrapping embedding and output too saves:", ""]
     lines += [
         "| memory | published | planned, their stack | planned, ours |",
@@ -261,20 +278,20 @@ def format_savings() -> list[str]:
 
 
 def _compute_planned_savings(stack: Stack, metric: str) -> float:
-    """Return the share that is planned to be saved of a metric of `PhasePeak`."""
+    """Return the share of a metric that is planned to be saved. metric: field of `PhasePeak`."""
     return _compute_savings(
         float(getattr(plan_run(run_865(wrapping), stack).peak, metric)) for wrapping in WRAPPINGS
     )
 
 
 def _compute_savings(amounts: Iterable[float]) -> float:
-    """Return the share saved between two amounts, as those of `WRAPPINGS`."""
+    """Return the share saved. amounts: two, in the order of `WRAPPINGS`."""
     before, after = amounts
     return 1 - after / before
 
 
 def format_speeds() -> list[str]:
-    """Return the table of planned iterations a second on cards that may have been theirs."""
+    """Return the table of planned iterations a second, on the cards that may have been theirs."""
     lines = [
         "",
         (
@@ -295,7 +312,7 @@ def format_speeds() -> list[str]:
             f" {ITERATIONS['layers'] / ITERATIONS['memory_efficient'] - 1:+.1%} |"
         ),
     ]
-    seconds: dict[str, list[float]] = {card: [] for card in CARDS}
+    seconds: dict[str, list[float]] = {card: [] for card in CARDS}  # of a step, by wrapping
     for wrapping in WRAPPINGS:
         _, trace = trace_run(run_865(wrapping), TUNE)
         for card in CARDS:
@@ -314,7 +331,7 @@ def format_speeds() -> list[str]:
 
 def format_lora() -> list[str]:
     """Return the table of the same two wrappings with LoRA, where weights are frozen."""
-    matrix = 128256 * 4096 * 2 / GB
+    matrix = 128256 * 4096 * 2 / GB  # embedding or output projection in bf16
     lines = [
         "",
         (
@@ -326,10 +343,11 @@ def format_lora() -> list[str]:
         f"| run | stack | wrapping | allocated | saved | share | {' | '.join(KINDS)} | other |",
         f"|{' --- |' * (len(KINDS) + 7)}",
     ]
+    # GB by (whose stack, name of the run); of the two LoRA runs that on 2 ranks, the later, stays.
     saved: dict[tuple[str, str], float] = {}
     for whose, stack in (("theirs", TUNE), ("ours", OURS)):
         for name, ranks, run in LORA:
-            before = 0.0
+            before = 0.0  # GB with the first wrapping; 0 until it is planned
             for wrapping in WRAPPINGS:
                 planned = plan_run(run(wrapping), stack)
                 amount = planned.peak.allocated / GB
@@ -364,6 +382,7 @@ def format_lora() -> list[str]:
 
 SMALL_STATES = "optimizer.state_bits=8"
 IN_BACKWARD = "memory.optimizer_in_backward=true"
+# (name in the table, run, stack) of the 70B.
 SEVENTY = [
     ("their stack, rows of 512", run_70b(512), TUNE),
     ("ours, rows of 512", run_70b(512), OURS),
@@ -372,6 +391,7 @@ SEVENTY = [
     ("+ optimizer in backward", run_70b(2048, IN_BACKWARD), OURS),
     ("+ both", run_70b(2048, SMALL_STATES, IN_BACKWARD), OURS),
 ]
+# (name in the table, ranks, what makes the run of a wrapping).
 LORA: list[tuple[str, int, Callable[[str], Run]]] = [
     ("full", 4, run_865),
     ("LoRA", 4, partial(run_lora, 4)),
@@ -380,7 +400,7 @@ LORA: list[tuple[str, int, Callable[[str], Run]]] = [
 
 
 def format_further_runs() -> list[Run]:
-    """Return the runs of our stack that only the tables after the rows have."""
+    """Return the runs of our stack that are in no row, for the page's list of commands."""
     runs = []
     for name, _, run in LORA:
         if name == "LoRA":
@@ -390,7 +410,7 @@ def format_further_runs() -> list[Run]:
 
 def format_70b() -> list[str]:
     """Return the table of full fine-tuning of 70B on 8 x 80 GB, without any offload."""
-    weights = 70_553_706_496 * 2 / 8 / GIB
+    weights = 70_553_706_496 * 2 / 8 / GIB  # the 70B's parameters in bf16, a rank of 8
     lines = [
         "",
         (

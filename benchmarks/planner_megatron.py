@@ -1,7 +1,8 @@
-"""The four runs of Llama 2 7B that Megatron-LM's analysis tool was published with, planned.
+"""Plan the four runs that Megatron-LM's analysis tool (its pull request 482) was published with.
 
-`build_group` gives its rows to `planner_replications.py`, in Megatron's stack (`megatron_stack.py`)
-and with our recipe; `build_rows` gives those of their stack to `planner_peers.py`.
+`planner_replications.py` calls `build_group` for its page: each run in Megatron's stack, imitated
+in `megatron_stack.py`, and by our recipe. `planner_peers.py` calls `build_rows` for the former. A
+row is one published run with what is planned of it.
 """
 
 from dataclasses import replace
@@ -10,15 +11,15 @@ from benchmarks.megatron_stack import Gpt, Layout
 from benchmarks.planner_rows import OURS, Group, Row, Run, compute_error, plan_run
 from recipe_lib.units import GIB
 
-# Layout, global batch, measured, and what their tool said, GiB.
+# (layout, global batch in sequences, measured GiB, GiB that their tool said).
 PUBLISHED = (
     (Layout(2, data=8, pipeline=1, tensor=1), 2048, 69.1, 68.8),
     (Layout(4, data=4, pipeline=1, tensor=2), 512, 55.7, 55.5),
     (Layout(2, data=4, pipeline=2, tensor=1), 2048, 49.8, 49.5),
     (Layout(4, data=1, pipeline=1, tensor=8), 128, 28.8, 28.6),
 )
-# Of the output that the tool prints as an example: parameters, gradients, optimizer, activations,
-# all; GiB.
+# Predictions that the tool prints as examples: (name, layout, GiB of parameters, gradients,
+# optimizer, activations, all).
 EXAMPLES = (
     (
         "one rank without parallelism",
@@ -31,8 +32,9 @@ EXAMPLES = (
         (3.2, 6.4, 4.8, 25.8, 40.2),
     ),
 )
+# Kinds of memory that get a column; all others are summed in one.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits")
-GPT = Gpt()
+GPT = Gpt()  # the model that the tool prints as its example
 _LLAMA = replace(
     GPT,
     feed_forward=11008,
@@ -42,8 +44,8 @@ _LLAMA = replace(
     tied=False,
     dropout=0.0,
 )
-# What the thread does not say of its four runs; each tried in place of what its printed example or
-# a default says.
+# (choice, model): what the pull request does not say of its runs, tried in place of what its
+# printed example or a default of Megatron's says.
 CHOICES = (
     ("as the tool's example prints it, defaults else", GPT),
     ("a bf16 gradient of each weight first", replace(GPT, fused_weight_gradients=False)),
@@ -59,12 +61,12 @@ CHOICES = (
 
 
 def format_name(layout: Layout, batch: int) -> str:
-    """Return the name of a run as their table has it."""
+    """Return the name of a run as their table has it. batch: global, in sequences."""
     return f"{layout.micro_batch} / {batch} / {layout.data} / {layout.pipeline} / {layout.tensor}"
 
 
 def build_rows(gpt: Gpt) -> list[Row]:
-    """Return their four runs with a model, in their stack."""
+    """Return their four runs with a model, in Megatron's stack."""
     return [
         Row(
             format_name(layout, batch),
@@ -79,7 +81,10 @@ def build_rows(gpt: Gpt) -> list[Row]:
 
 
 def run_ours(layout: Layout, batch: int) -> Run:
-    """Return a run of Llama 2 7B by our recipe, with as many sequences and ranks."""
+    """Return the run of Llama 2 7B by our recipe, with as many sequences and ranks.
+
+    batch: global, in sequences.
+    """
     settings = (
         f"max_seq_len=2048 batch_size={layout.micro_batch} clip_grad_norm=null memory.loss_chunks=1"
         f" gradient_accumulation_steps={batch // layout.micro_batch // layout.data}"
@@ -96,7 +101,7 @@ def run_ours(layout: Layout, batch: int) -> Run:
 
 
 def build_group() -> Group:
-    """Return their four rows in their stack, and with our recipe."""
+    """Return the rows of their four runs, in their stack and by our recipe, and the page's text."""
     ours = [
         Row(
             format_name(layout, batch),
@@ -145,7 +150,7 @@ def build_group() -> Group:
 
 
 def format_tables() -> list[str]:
-    """Return tables of the tool's prediction beside ours, its parts, and other choices."""
+    """Return the lines of all tables after the rows: predictions, other choices, parts."""
     lines = [
         "",
         "Their tool's prediction and ours of the same runs, GiB:",
@@ -164,13 +169,14 @@ def format_tables() -> list[str]:
 
 
 def compute_mean_errors() -> tuple[float, float]:
-    """Return (their tool's, ours): means of the errors' sizes over the four runs."""
+    """Return the mean size of the errors over the four runs: (their tool's, ours)."""
     theirs = [abs(predicted / measured - 1) for _, _, measured, predicted in PUBLISHED]
     ours = [abs(compute_error(row, "allocated", "GiB")) for row in build_rows(GPT)]
     return sum(theirs) / len(theirs), sum(ours) / len(ours)
 
 
 def _format_choices() -> list[str]:
+    """Return the table of the errors with each of CHOICES."""
     names = " | ".join(format_name(layout, batch) for layout, batch, _, _ in PUBLISHED)
     lines = [
         "Errors with other choices:",
@@ -186,7 +192,7 @@ def _format_choices() -> list[str]:
 
 
 def _format_parts() -> list[str]:
-    """Return the table of what is live at each run's peak; the tool's examples are predictions."""
+    """Return the table of what is live at the peak of each run and of the tool's examples."""
     lines = [
         (
             "What is live at the peak, GiB, and the same of the examples that the tool prints (in"
@@ -202,8 +208,9 @@ def _format_parts() -> list[str]:
     ]
     for name, layout, printed in [*runs, *EXAMPLES]:
         kinds = plan_run(layout, GPT).kinds
-        other = sum(size for kind, size in kinds.items() if kind not in KINDS)
-        sizes = [*(kinds.get(kind, 0) for kind in KINDS), other, sum(kinds.values())]
+        other_kinds = sum(size for kind, size in kinds.items() if kind not in KINDS)
+        # In the order of the heads.
+        sizes = [*(kinds.get(kind, 0) for kind in KINDS), other_kinds, sum(kinds.values())]
         lines.append(f"| {name} | {' | '.join(f'{size / GIB:.2f}' for size in sizes)} |")
         if printed:
             *parts, total = (f"{size:.1f}" for size in printed)

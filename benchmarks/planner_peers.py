@@ -1,12 +1,10 @@
-"""Other memory planners' own rows, planned and measured, and what our planner says of the same
-runs.
+"""Plan the runs that other memory planners have published with measurements, and write a page.
 
     python -m benchmarks.planner_peers --output docs/measurements/planner_peers.md
 
-A quarter of an hour of a CPU; no GPU, no weights. The rows, with what was measured, what the other
-planner said and every setting, are in `peer_rows.json`, `planner_megatron.py` and
-`planner_simumax.py`; the stacks that they ran on are imitated in `peer_stacks.py`,
-`megatron_stack.py` and `transformer_engine_stack.py`.
+A row is one such run: measured bytes, the other planner's, and its settings. A group is the rows of
+one source, in `peer_rows.json` or by `planner_megatron.py` and `planner_simumax.py`. The programs
+that ran are imitated in `peer_stacks.py`. A quarter of an hour of a CPU; no GPU, no weights.
 """
 
 import argparse
@@ -34,9 +32,15 @@ from recipe_lib.units import GIB, MIB
 
 ROWS = Path(__file__).with_name("peer_rows.json")
 UNITS = {"GB": GB, "GiB": GIB, "MiB": MIB}
-DIGITS = {"GB": 3, "GiB": 2, "MiB": 1}
+DIGITS = {"GB": 3, "GiB": 2, "MiB": 1}  # that the page shows, by unit
+# Metric of a row -> its name on the page.
 METRICS = {"allocated": "allocated", "reserved": "reserved", "process": "whole process"}
-Group = Mapping[str, Any]  # of peer_rows.json
+# A group of peer_rows.json: `title`, `tool`, `source`, `stack`, `notes` (text of the page), `unit`,
+# `settings` (fields of `PeerRun`), `rows`; and where there are any `choices` (other fields to try),
+# `context` (bytes of CUDA's context), `more` (lines of the page).
+Group = Mapping[str, Any]
+# A row of a group: `name`, `measured` and `theirs` (bytes by metric), `run` (fields of `PeerRun`
+# over the group's). Rows of our own modules have `ours` (planned bytes) in place of `run`.
 Row = Mapping[str, Any]
 INTRODUCTION = [
     (
@@ -50,6 +54,7 @@ INTRODUCTION = [
         " said."
     ),
 ]
+# (published figures, why they are not planned).
 NOT_PLANNED = [
     (
         "Loggetta's rows of experts (OLMoE, Qwen3-30B-A3B, granite, Mixtral)",
@@ -72,7 +77,7 @@ NOT_PLANNED = [
 
 
 def read_rows() -> dict[str, Any]:
-    """Return the data: `models`, sizes by name, and `groups` of rows."""
+    """Return the content of peer_rows.json: `models`, their sizes by name, and `groups` of rows."""
     return dict(json.loads(ROWS.read_text(encoding="utf-8")))
 
 
@@ -80,12 +85,13 @@ def build_run(group: Group, row: Row) -> PeerRun:
     """Return a row's run: its settings over those of its group."""
     settings: dict[str, Any] = {**group["settings"], **row["run"]}
     for name in ("targets", "capability"):
-        settings[name] = tuple(settings[name])
+        settings[name] = tuple(settings[name])  # a run has to be hashable, see `plan_figures`
     return PeerRun(**settings)
 
 
 @lru_cache(maxsize=1)  # a trace is large
 def _trace_run(run: PeerRun) -> Trace:
+    """Trace a run, printing it to stderr."""
     print(run, file=sys.stderr, flush=True)
     return trace_run(run, read_rows()["models"][run.model])
 
@@ -93,6 +99,7 @@ def _trace_run(run: PeerRun) -> Trace:
 @cache
 def plan_figures(run: PeerRun) -> dict[str, float]:
     """Return the planned bytes, allocated and reserved, of the phase that the row is about."""
+    # Fields that the trace does not depend on are set alike, so that it is made once.
     trace = _trace_run(replace(run, expandable=False, phase=STEP))
     peaks = replay(trace, AllocatorSettings(expandable=run.expandable)).phases[run.phase]
     return {"allocated": peaks.allocated, "reserved": peaks.reserved}
@@ -101,7 +108,7 @@ def plan_figures(run: PeerRun) -> dict[str, float]:
 def plan_row(group: Group, row: Row) -> dict[str, float]:
     """Return the planned bytes of a row, by metric.
 
-    A whole process is what is reserved and the group's CUDA context.
+    A whole process takes its reserved bytes and those of the group's CUDA context.
     """
     planned = dict(row["ours"]) if "ours" in row else dict(plan_figures(build_run(group, row)))
     if "context" in group:
@@ -110,7 +117,7 @@ def plan_row(group: Group, row: Row) -> dict[str, float]:
 
 
 def compute_errors(group: Group, metric: str) -> tuple[list[float], list[float]]:
-    """Return (theirs, ours) of the rows that have the metric: planned over measured, less one.
+    """Return the errors (theirs, ours) of the rows with the metric: planned over measured, less 1.
 
     Theirs are fewer where they published no plan of a row.
     """
@@ -152,7 +159,7 @@ def format_table(group: Group) -> list[str]:
 
 
 def format_choices(group: Group) -> list[str]:
-    """Return a table of what other choices of the imitation would give in rows of the group."""
+    """Return a table of what other choices of the imitation would give; [] without `choices`."""
     if "choices" not in group:
         return []
     unit, digits = UNITS[group["unit"]], DIGITS[group["unit"]]
@@ -164,6 +171,7 @@ def format_choices(group: Group) -> list[str]:
         "| --- | --- | --- | --- | --- |",
     ]
     for choice in group["choices"]:
+        # A choice names one row, and the fields of its run that are changed.
         row = next(row for row in group["rows"] if row["name"] == choice["row"])
         measured = row["measured"]["allocated"]
         run = build_run(group, {"run": {**row["run"], **choice["run"]}})
@@ -177,7 +185,7 @@ def format_choices(group: Group) -> list[str]:
 
 
 def format_errors(errors: list[float]) -> str:
-    """Return the mean of the errors' sizes and the worst error as two cells."""
+    """Return the mean of the errors' sizes and the worst error as two cells; empty for []."""
     if not errors:
         return " | "
     return f"{sum(map(abs, errors)) / len(errors):.2%} | {max(errors, key=abs):+.2%}"
@@ -198,7 +206,7 @@ def summarize(groups: list[Group]) -> list[str]:
 
 
 def build_megatron_rows() -> Group:
-    """Return the four rows that Megatron's own tool was published with."""
+    """Return the group of the four rows that Megatron's own tool was published with."""
     rows = []
     for (_, _, measured, predicted), row in zip(PUBLISHED, build_rows(Gpt()), strict=True):
         rows.append(
@@ -263,7 +271,7 @@ def format_page(groups: list[Group]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Print the page, or write it."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Plan the runs that other memory planners have published."
     )
     parser.add_argument("--output", type=Path, help="file to write; default: standard output")
     options = parser.parse_args(argv)

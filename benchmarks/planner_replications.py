@@ -1,12 +1,10 @@
-"""Published memory figures of other programs against the planner, and of which bytes the
-differences consist.
+"""Plan the runs of which other programs have published memory figures, and write both as a page.
 
-    python benchmarks/planner_replications.py > docs/measurements/planner.md
     python benchmarks/planner_replications.py --output docs/measurements/planner.md
 
-Four minutes of a CPU; no GPU, no weights. A row marked `theirs` plans the other stack as
-`planner_stacks` imitates it, and so checks the planner; a row marked `ours` plans what we would
-run, which may well take less.
+A row is one published run. With a `theirs` stack the other program is planned, as
+`planner_stacks.py` imitates it, which checks the planner; with `ours`, what our recipe would take.
+Four minutes of a CPU; no GPU, no weights.
 """
 
 import argparse
@@ -18,19 +16,22 @@ from pathlib import Path
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(REPOSITORY))  # for imports of `benchmarks` and `tests`, run as a file
 
 from benchmarks import planner_865, planner_megatron  # noqa: E402
 from benchmarks.planner_rows import OURS, Group, Row, Run, compute_error, format_table  # noqa: E402
 from benchmarks.planner_stacks import FSDP2, PIECES, RECIPE, Stack  # noqa: E402
 
-GOAL = 0.01
+GOAL = 0.01  # largest error, relative to the published figure, of a `theirs` row with a goal
 
 
 def run_3b(
     *more: str, chunks: int = 8, config: str = "llama3_2/3B_full", recipe: str = RECIPE
 ) -> Run:
-    """Return a run of Llama 3.2 3B on one GPU, two packed rows."""
+    """Return a run of Llama 3.2 3B on one GPU, two packed sequences a step.
+
+    more: further overrides. chunks: of the tokens, whose logits the loss makes one after another.
+    """
     settings = (
         "max_seq_len=4096 batch_size=2 gradient_accumulation_steps=1 clip_grad_norm=null"
         f" data.packing=true memory.loss_chunks={chunks}"
@@ -46,7 +47,7 @@ def run_3b(
 
 
 def run_titan(ranks: int) -> Run:
-    """Return a run of Llama 3.1 8B, two rows of 8192 tokens."""
+    """Return torchtitan's run of Llama 3.1 8B, two sequences of 8192 tokens a rank."""
     settings = (
         "max_seq_len=8192 batch_size=2 gradient_accumulation_steps=1 memory.loss_chunks=1 "
         "memory.activation_checkpointing=selective parallel.fsdp_wrap_policy=layers"
@@ -60,6 +61,7 @@ def run_titan(ranks: int) -> Run:
     )
 
 
+# The imitated stacks, see `Stack`: torchtune's with its loss whole and in pieces, torchtitan's.
 TUNE_3B = Stack(logits="until backward", norms=True, expanded_keys=True)
 TUNE_3B_CHUNKED = replace(TUNE_3B, logits=PIECES)
 TITAN = Stack(
@@ -74,7 +76,8 @@ TITAN = Stack(
 
 
 def build_ladder_3b() -> Iterator[Row]:
-    """Yield the steps of torchtune's table, in their stack and in ours."""
+    """Yield the lines of torchtune's table of optimizations, in their stack and in ours."""
+    # Overrides; each tuple adds to the one before.
     plain = "memory.activation_checkpointing=none"
     full = ("memory.activation_checkpointing=full", "compile=true")
     backward = (*full, "memory.optimizer_in_backward=true")
@@ -86,6 +89,7 @@ def build_ladder_3b() -> Iterator[Row]:
         "lora.target_modules=[q,v,o,gate,up,down]",
     )
     lora = "lora_finetune_distributed"
+    # (line of the table, most active GiB, run).
     for name, published, run in (
         ("packed", 60.0, run_3b(plain, chunks=1)),
         ("+ compile", 51.0, run_3b(plain, "compile=true", chunks=1)),
@@ -106,7 +110,7 @@ def build_ladder_3b() -> Iterator[Row]:
 
 
 def list_groups() -> Iterator[Group]:
-    """Yield the sources whose figures are replicated, each with its rows."""
+    """Yield the sources whose figures are replicated, each with its rows and the text around it."""
     yield planner_865.build_group()
     yield planner_megatron.build_group()
     yield Group(
@@ -140,7 +144,7 @@ def list_groups() -> Iterator[Group]:
         ],
     )
     titan = []
-    for ranks, reserved in ((8, 82.4), (128, 67.0)):
+    for ranks, reserved in ((8, 82.4), (128, 67.0)):  # published GiB
         figures = {"reserved": reserved, "reserved_expandable": reserved}
         titan.append(
             Row(
@@ -194,6 +198,7 @@ def list_groups() -> Iterator[Group]:
     )
 
 
+# (published figures, why they are not planned).
 NOT_REPLICATED = [
     (
         "torchtune's 3B table: baseline 25.5 GiB",
@@ -255,13 +260,17 @@ def format_page() -> str:
         "The `ours` rows are these commands, but for the phases beside the steps:",
         "",
     ]
+    # `dict.fromkeys`: each command once, in the order of the rows.
     lines += ["```bash", *dict.fromkeys(run.command for run in runs), "```"]
     return "\n".join(lines) + "\n"
 
 
 def summarize(groups: list[Group]) -> list[str]:
-    """Return a paragraph that says the goal and which figures meet it."""
-    errors: list[tuple[str, float]] = []  # by the name of a figure
+    """Return a paragraph that says the goal and which figures meet it.
+
+    Reserved memory has no goal, since publishers do not state the allocator's settings.
+    """
+    errors: list[tuple[str, float]] = []  # (name of a figure, its error)
     for group in groups:
         for row in group.rows:
             for metric in row.published:
@@ -285,7 +294,7 @@ def summarize(groups: list[Group]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """Print the report, or write it."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Plan the runs of which other programs have published memory figures."
     )
     parser.add_argument("--output", type=Path, help="file to write; default: standard output")
     options = parser.parse_args(argv)

@@ -1,7 +1,8 @@
-"""Published memory figures beside planned ones: rows, groups of rows and their tables.
+"""Plan runs of which memory figures were published: rows, groups of rows and their tables.
 
 `planner_865.py`, `planner_megatron.py` and `planner_replications.py` make a `Row` of each published
-figure, with the run and the stack to plan; `plan_run` plans it, once for all tables.
+run, with the stack (the training program, ours or an imitated one) to plan. `plan_run` plans it,
+once for all tables. A steady step is any but the first.
 """
 
 import sys
@@ -29,7 +30,7 @@ from recipe_lib.units import GIB
 
 GB = 10**9
 UNITS = {"GB": GB, "GiB": GIB}
-# Names of PhasePeak's figures, as a reader sees them.
+# Metric, a field of `PhasePeak` -> its name on the page. They are peaks of torch's allocator.
 METRICS = {
     "active": "active",
     "allocated": "allocated",
@@ -44,7 +45,7 @@ class Run:
     """A command line of `tune plan`."""
 
     config: str  # a shipped one
-    ranks: int
+    ranks: int  # of one machine
     device: str  # as `--device` takes it
     tokens: int  # of a sequence
     overrides: tuple[str, ...]  # `key=value`
@@ -52,7 +53,7 @@ class Run:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return all overrides."""
+        """Return all overrides, `key=value`."""
         # The published runs launch a kernel for each operator.
         return (*self.overrides, "fused_kernels=false")
 
@@ -70,12 +71,12 @@ class Run:
 class Row:
     """A published run, its figures, and what is planned for it."""
 
-    name: str
-    whose: str  # stack is planned: `theirs`, `ours`, or in words what else
-    run: Run | Layout  # of `tune plan`, or of Megatron
-    stack: Stack | Gpt
+    name: str  # of the run
+    whose: str  # the stack's name in the table: `theirs`, `ours`, or what it is
+    run: Run | Layout  # a `Layout` with a `Gpt`
+    stack: Stack | Gpt  # what is planned; a `Gpt` is Megatron's
     published: dict[str, float]  # figures by metric, in the group's unit
-    goal: bool = False  # the plan has to come within 1 %
+    goal: bool = False  # the plan is meant to come within 1 %
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Group:
     unit: str  # of UNITS
     rows: list[Row]
     differs: list[str]  # what theirs and ours do differently, or what is assumed
-    more: Callable[[], list[str]] = list  # makes lines of tables after those
+    more: Callable[[], list[str]] = list  # returns lines of tables after the rows
 
 
 @dataclass(frozen=True)
@@ -95,26 +96,28 @@ class Planned:
     """What a run is planned to hold."""
 
     peak: PhasePeak  # of a steady step
-    kinds: dict[str, int] = field(default_factory=dict)  # live at the peak, bytes as asked for
-    verdict: str = ""  # of `tune plan`
-    usable: int = 0  # bytes of the card, of `tune plan`
+    # By kind of memory, the bytes that are live at the peak, not rounded up to blocks.
+    kinds: dict[str, int] = field(default_factory=dict)
+    verdict: str = ""  # of `tune plan`: does it fit? Empty for a `Layout`
+    usable: int = 0  # bytes of the card for torch's allocator; 0 for a `Layout`
 
 
 @lru_cache(maxsize=2)  # a trace is large
 def trace_run(run: Run, stack: Stack) -> tuple[Plan, Trace]:
-    """Plan and trace rank 0 of a run."""
+    """Plan a run in a stack; return the plan and the trace of its heaviest rank."""
     recipe = RecipeFile.find(run.recipe)
     cfg, _ = make_plannable(load_config(run.config, run.keys, recipe.schema()))
     sequence = choose_sequence(cfg, str(run.tokens))
     settings = PlanSettings(find_hardware(run.device), sequence, run.ranks, phases=(), timed=False)
     print(f"{run.command} ({stack})", file=sys.stderr, flush=True)
+    # FSDP1 marks memory by record_stream; then the trace is a `MarkedTrace`.
     with mark_traces() if stack.sharding == FSDP1 else nullcontext():
         return make_plan(make_recipe_class(stack, run.recipe), cfg, settings)
 
 
 @cache
 def plan_run(run: Run | Layout, stack: Stack | Gpt | Llama) -> Planned:
-    """Plan the peaks of a steady step, of rank 0 or of the heaviest stage of a pipeline.
+    """Plan the peaks of a steady step: the heaviest rank's of `tune plan`, or stage's of a Layout.
 
     FSDP1's active bytes count memory that other streams may still use.
     """
@@ -141,13 +144,14 @@ def plan_run(run: Run | Layout, stack: Stack | Gpt | Llama) -> Planned:
 
 
 def _plan_stage(trace: Trace) -> Planned:
+    """Return the peaks of a traced stage of Megatron's pipeline."""
     peaks = replay(trace).phases[STEP]
     peak = PhasePeak(
         STEP,
         active=peaks.active,
         allocated=peaks.allocated,
         reserved=peaks.reserved,
-        reserved_expandable=0,
+        reserved_expandable=0,  # not planned, as no row has it
         host=0,
         requested=peaks.requested,
     )
@@ -155,7 +159,7 @@ def _plan_stage(trace: Trace) -> Planned:
 
 
 def sum_kinds_at_peak(trace: Trace, phase: str) -> dict[str, int]:
-    """Sum the bytes that are live when the most are asked for, by kind of memory."""
+    """Sum the bytes that are live at a phase's peak of requested bytes, by kind of memory."""
     kinds: dict[str, int] = defaultdict(int)
     for number in trace.list_alive_at_peak(phase):
         kinds[trace.storages[number].kind] += trace.storages[number].bytes

@@ -1,6 +1,7 @@
-"""The eight dense runs on B200 that SimuMax v1.2 was published with, planned from their stack.
+"""Plan the eight runs on B200 that SimuMax v1.2, another memory planner, was published with.
 
-`build_group` gives its rows to `planner_peers.py`; the stack is in `transformer_engine_stack.py`.
+`planner_peers.py` calls `build_group` for its page. The training program that ran, Megatron core
+with Transformer Engine, is imitated in `transformer_engine_stack.py`.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from benchmarks.planner_rows import plan_run
 from benchmarks.transformer_engine_stack import ANEW, OUTPUT_ANEW, Llama
 from recipe_lib.units import GIB
 
-# Theirs, cut to some layers; their 405B has 16 heads of keys and values, not Meta's 8.
+# Their models, cut to some layers; their 405B has 16 heads of keys and values, not Meta's 8.
 LLAMA_70B = Llama(layers=12, hidden=8192, heads=64, kv_heads=8, feed_forward=28672)
 LLAMA_405B = Llama(layers=4, hidden=16384, heads=128, kv_heads=16, feed_forward=53248)
 LAYOUTS = (
@@ -21,7 +22,7 @@ LAYOUTS = (
     Layout(1, data=2, pipeline=1, tensor=4),
     Layout(1, data=1, pipeline=1, tensor=8),
 )
-# Of each layout, in their order: (measured, what SimuMax said), GiB.
+# (name, model, for each of LAYOUTS in order (measured GiB, GiB that SimuMax said)).
 PUBLISHED = (
     (
         "llama3-70b, 12 layers",
@@ -34,7 +35,7 @@ PUBLISHED = (
         ((87.08, 86.88), (81.59, 81.31), (52.89, 52.68), (38.57, 38.38)),
     ),
 )
-# What versions of their time do either way: what is changed of a model.
+# (choice, changed fields of `Llama`): what versions of their time do either way.
 CHOICES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as above", {}),
     ("torch's workspaces of 32 MiB, as from 2.11 on", {"architecture": "sm90"}),
@@ -55,9 +56,9 @@ def list_runs() -> Iterator[tuple[str, Llama, Layout, float, float]]:
 
 
 def build_group() -> dict[str, Any]:
-    """Return a group as those of `peer_rows.json`, with our figures.
+    """Return a group as those of `peer_rows.json`, with the planned bytes in its rows' `ours`.
 
-    Its `more` are lines after its notes.
+    Its `more` is a table, as lines, that goes after its notes.
     """
     rows = [
         {
@@ -127,7 +128,7 @@ NOTES = [
 
 
 def format_other_choices() -> list[str]:
-    """Return a table of the errors with other choices, and the mean of their sizes."""
+    """Return a table of the errors with each of CHOICES, and the mean of their sizes."""
     names = " | ".join(
         name.replace("llama3-", "").replace(" layers", "") for name, *_ in list_runs()
     )

@@ -1,8 +1,8 @@
-"""Training stacks of others, imitated for the planner where they hold other memory than ours.
+"""Imitate the training programs of others for the planner, where they hold other memory than ours.
 
-Each imitation is our full fine-tuning recipe with some of its parts replaced, written from what the
-others' code does at the time of their figures; what it computes is of no interest here, what it
-allocates and frees is.
+`planner_rows.py` plans the class that `make_recipe_class` returns: our full fine-tuning recipe with
+the parts replaced that a `Stack` names, written from the others' code at the time of their figures.
+What it computes is of no interest, what it allocates and frees is.
 """
 
 from dataclasses import dataclass
@@ -33,18 +33,19 @@ from recipe_lib.parallel import DTYPES, Parallel, materialize
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 
 RECIPE = "full_finetune_distributed"
+# Values of `Stack.sharding`.
 FSDP1 = "FSDP1"
 FSDP2 = "FSDP2"
 OURS = "ours"
-PIECES = "bf16 in eight pieces until backward"
+PIECES = "bf16 in eight pieces until backward"  # a value of `Stack.logits`
 
 
 @dataclass(frozen=True)
 class Stack:
     """The parts of a stack that are not ours; with all defaults, none is."""
 
-    # `ours`, `FSDP1` or `FSDP2` as it comes: the root's units are gathered on FSDP's own stream,
-    # the embedding once more for backward.
+    # `ours`; or `FSDP1` or `FSDP2` as torch has them: the modules of the root unit are gathered on
+    # FSDP's own stream, and the embedding once more for backward.
     sharding: str = OURS
     # Empty: our loss. Else logits of all tokens and torch's cross-entropy:
     # `until backward`: in fp32, given up before backward;
@@ -62,7 +63,10 @@ class Stack:
 
 
 def make_recipe_class(stack: Stack, recipe: str = RECIPE) -> type:
-    """Return our recipe's class with the parts of that stack in place of ours."""
+    """Return our recipe's class with the parts of that stack in place of ours.
+
+    recipe: the name of a shipped recipe.
+    """
     ours = plan_request.find_recipe_class(RecipeFile.find(recipe))
     return type("Imitation", (_Imitated, ours), {"stack": stack}) if stack != Stack() else ours
 
@@ -71,16 +75,20 @@ class _Imitated:
     """The replaced methods of a recipe, a base before the recipe's own class."""
 
     stack: Stack
+    # The recipe's own attributes, but for `held`.
     cfg: Any
     spec: Any
     world: Any
     device: torch.device
     model: Any
-    held: Any
+    held: Any  # logits that a local variable of theirs keeps alive through backward; None: none
     trained: dict[str, Tensor]
 
     def setup_model(self) -> None:
-        """Make the model as the recipe does, part by part as the stack says."""
+        """Make the model as the recipe does, part by part as the stack says.
+
+        It is left to the recipe where the stack differs in the loss alone.
+        """
         cfg = self.cfg
         stack = self.stack
         if stack.sharding == OURS and not (
@@ -88,6 +96,7 @@ class _Imitated:
         ):
             super().setup_model()  # type: ignore[misc]
             return
+        # In the recipe's order: each step takes the model as the one before has left it.
         self.model = build_meta(self.spec, torch.float32 if stack.mixed else DTYPES[cfg.dtype])
         if hasattr(cfg, "lora"):
             add_adapters(self.model, cfg.lora, DTYPES[cfg.dtype])
@@ -119,20 +128,24 @@ class _Imitated:
                 self.model, wrapping=cfg.parallel.fsdp_wrap_policy, world=self.world, stack=stack
             )
             materialize(self.model, cfg.memory, self.device)
-        # Nothing of what the recipe's own calls decide, but for how gradients are added up.
+        # The model is sharded already: of what the recipe decides for a parallel run, only how
+        # gradients are added up is left.
         self.parallel = Parallel(accumulation=GradientAccumulation(self.model, cfg.parallel))
 
     def train_step(self, batches: StepBatches) -> Any:
-        """Run the recipe's step."""
+        """Run the recipe's step; with FSDP1 without clipping."""
         clip_grad_norm: Any = training.clip_grad_norm
         if self.stack.sharding == FSDP1:
-            # Its flat shards are no DTensors to take a norm of.
+            # Our clipping takes norms of DTensors, which FSDP1's flat shards are not.
             clip_grad_norm = _skip_clipping
         with mock.patch.object(training, "clip_grad_norm", clip_grad_norm):
             return super().train_step(batches)  # type: ignore[misc]
 
     def compute_loss(self, batch: Batch) -> Tensor:
-        """Return the summed loss, from logits of all tokens at once where the stack makes them."""
+        """Return the summed loss of a micro-batch, from logits of all tokens or as ours does.
+
+        batch: tokens and labels `[b, s]`.
+        """
         if not self.stack.logits:
             return super().compute_loss(batch)  # type: ignore[misc]
         if self.stack.logits == PIECES:
@@ -142,14 +155,14 @@ class _Imitated:
         if not self.stack.logits.startswith("bf16"):
             logits = logits.float()
         if self.stack.shifted:
-            logits = logits[:, :-1].contiguous()
+            logits = logits[:, :-1].contiguous()  # a copy: it takes as much again
             labels = labels[:, 1:].contiguous()
         loss = _cross_entropy(logits, labels)
         self.held = logits if self.stack.logits == "through backward" else None
         return loss
 
     def _compute_loss_in_pieces(self, batch: Batch) -> Tensor:
-        """Sum the loss over eighths of each row, whose logits are all kept until backward."""
+        """Sum the loss over eighths of each sequence, whose logits are all kept until backward."""
         hidden = self.model.model(batch.tokens, batch.positions, batch.attention, None)
         logits = [self.model.lm_head(piece) for piece in hidden.tensor_split(8, dim=1)]
         labels = batch.labels.tensor_split(8, dim=1)
@@ -163,7 +176,7 @@ def _skip_clipping(*_: Any, **__: Any) -> Tensor:
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum over tokens, in fp32."""
+    """Return the loss summed over tokens, in fp32. logits: `[b, s, vocabulary]`."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
 
 
@@ -171,9 +184,9 @@ _compiled_cross_entropy = torch.compile(_cross_entropy)
 
 
 def compute_norm_written_out(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the RMS norm by single operators, of which autograd keeps more than of one kernel.
+    """Return the RMS norm by single operators.
 
-    It keeps the fp32 input and the normed one beside it.
+    Autograd keeps the fp32 input and the normalized one, more than of one kernel.
     """
     hidden_fp32 = hidden.float()
     inverse_rms = torch.rsqrt(hidden_fp32.pow(2).mean(-1, keepdim=True) + eps)
@@ -183,21 +196,31 @@ def compute_norm_written_out(hidden: Tensor, weight: Tensor, eps: float) -> Tens
 def attend_with_expanded_keys(
     attend: Any, q: Tensor, k: Tensor, v: Tensor, info: Any, **more: Any
 ) -> Tensor:
-    """Attend with each key and value head copied for the query heads that share it."""
+    """Attend with each key and value head copied for the query heads that share it.
+
+    attend: the layer's own attention. q, k, v: `[b, heads, s, e]`. info, more: are passed on.
+    """
     num_copies = q.shape[1] // k.shape[1]
     k, v = (tensor.repeat_interleave(num_copies, dim=1) for tensor in (k, v))
     return attend(q, k, v, info, **more)
 
 
 def _keep_first_matmuls() -> Any:
-    """Make contexts that keep outputs of attention and of every other matmul of a layer."""
+    """Make contexts of selective checkpointing that keep attention and every other matmul.
+
+    That is the first of every two: matmuls are counted from 0 in each layer.
+    """
     return checkpointing._make_contexts(
         lambda kind, number: kind == ATTENTION or (kind == MATMUL and number % 2 == 0)
     )
 
 
 def _shard_with_fsdp2(model: Any, wrapping: str, world: Any, stack: Stack) -> None:
-    """Shard each layer, embedding and output where they are units of their own, and the root."""
+    """Shard each layer, embedding and output projection by the wrapping, and the rest as the root.
+
+    wrapping: the value of parallel.fsdp_wrap_policy; embedding and output projection are units of
+    their own with `memory_efficient`.
+    """
     policy = (
         MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         if stack.mixed
@@ -216,15 +239,16 @@ def _shard_with_fsdp2(model: Any, wrapping: str, world: Any, stack: Stack) -> No
             fully_shard(module, reshard_after_forward=True, **options)
     fully_shard(model, **options)
     for module in model.modules():
+        # FSDP's modules: gradients are summed, since the recipe divides by the tokens of all ranks.
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 def _shard_with_fsdp1(model: Any, wrapping: str, device: torch.device) -> nn.Module:
-    """Wrap each layer, embedding and output likewise, and the whole model.
+    """Wrap the model with FSDP1, in the units of `_shard_with_fsdp2`, and return it.
 
-    Adapters, some ten MB that theirs shares as units of their own, are left whole.
+    Adapters, some ten MB that their program shards as units of their own, are left whole.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import CustomPolicy
@@ -243,5 +267,5 @@ def _shard_with_fsdp1(model: Any, wrapping: str, device: torch.device) -> nn.Mod
         auto_wrap_policy=CustomPolicy(lambda module: module in units),
         sharding_strategy=ShardingStrategy.FULL_SHARD,
         device_id=device,
-        param_init_fn=lambda module: module.to_empty(device=device, recurse=False),
+        param_init_fn=lambda module: module.to_empty(device=device, recurse=False),  # from meta
     )

@@ -1,10 +1,8 @@
-"""Memory that is freed while another stream may still use it: FSDP1's record_stream in a plan.
+"""Replay traces of FSDP1, which marks memory that another stream uses by `record_stream`.
 
-A block that was marked so is active, in torch's sense, until the work issued on those streams
-before it was freed is done, and the host finds out when it next asks for memory. So it depends on
-how far the host is ahead: the events of a trace are put on a time line here (operators as
-`recipe_lib.plan.timing` has them), with the waits of FSDP's own limiter of gathers and all
-collectives on NCCL's one stream, whose inputs and outputs c10d marks as well.
+`planner_rows.py` traces under `mark_traces`; `replay_with_marks` returns the peaks. A marked block
+that is freed stays active until those streams have done what was issued before, and the host next
+asks for memory. So the peak depends on how far the host is ahead: events are put on a time line.
 """
 
 from collections import defaultdict
@@ -25,8 +23,8 @@ from recipe_lib.plan.tracing import trace_rank as simulate
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, PHASE, RECORD, WAIT, Op, Trace
 from recipe_lib.plan.tracing.tracer import Tracer
 
-NCCL = -1  # its stream, which no program issues on
-# A kind of event that other readers of a trace pass over: the host waits for a record.
+NCCL = -1  # number of the one stream on which all collectives run, beside those of programs
+# A kind of trace event that only this file makes and reads: the host waits for a recorded event.
 HOST_WAIT = 100
 
 
@@ -34,35 +32,43 @@ HOST_WAIT = 100
 class MarkedTrace(Trace):
     """A trace with the marks of record_stream."""
 
-    # By storage the streams, other than its own, that it was marked as used on.
+    # By the index of a storage, the streams that it was marked as used on.
     marks: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
 
 
 class _MarkingTracer(Tracer):
+    """A tracer whose trace is a `MarkedTrace`."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.trace: MarkedTrace = MarkedTrace()
 
     def mark(self, tensor: Tensor, stream: int) -> None:
+        """Note that a stream uses a tensor's storage."""
         self.trace.marks[self.find_storage_index(tensor)].add(stream)
 
 
 @contextmanager
 def mark_traces() -> Iterator[None]:
-    """Let plans that are made in this context leave `MarkedTrace`s.
+    """Make plans in this context leave `MarkedTrace`s.
 
-    FSDP1 asks what only a real device has: marks on memory, addresses.
+    What FSDP1 asks of a real device is replaced: marks on memory, waits of the host for an event
+    (by which it limits gathers ahead), and `_catch_all_reshard`, which compares addresses.
     """
+    # One for each simulated rank; marks are of the last, which is running.
     tracers: list[_MarkingTracer] = []
 
     def make_tracer(*args: Any, **kwargs: Any) -> Tracer:
+        """Stand in for the class `Tracer`."""
         tracers.append(_MarkingTracer(*args, **kwargs))
         return tracers[-1]
 
     def record_stream(tensor: Tensor, stream: Any) -> None:
+        """Stand in for FSDP1's call of `Tensor.record_stream`."""
         tracers[-1].mark(tensor, stream.number)
 
     def synchronize(event: Event) -> None:
+        """Stand in for the host's wait for an event."""
         tracers[-1].trace.events.append((HOST_WAIT, event.number))
 
     with (
@@ -76,19 +82,19 @@ def mark_traces() -> Iterator[None]:
 
 
 class _Clock:
-    """The time line of the host and of each stream, seconds."""
+    """The time line of the host and of each stream, in seconds."""
 
     def __init__(self, hardware: Hardware, host_seconds: float):
         self.hardware = hardware
-        self.host_seconds = host_seconds  # for issuing an operator
-        self.host = 0.0  # when the host is done with what it has issued
-        self.streams: dict[int, float] = defaultdict(float)  # when each is done
+        self.host_seconds = host_seconds  # that the host takes to issue an operator
+        self.host = 0.0  # when the host has issued the last operator so far
+        self.streams: dict[int, float] = defaultdict(float)  # when each has done what was issued
         self.recorded: dict[int, float] = defaultdict(float)  # when each event is reached
 
     def issue(self, op: Op) -> None:
         """Put an operator on its stream."""
         self.host += self.host_seconds * op.repeats
-        # A collective runs on NCCL's stream, and its own stream waits for it.
+        # A collective runs on NCCL's stream, and the stream that issued it waits for it.
         queues = (op.stream, NCCL) if op.collective else (op.stream,)
         start = max(self.host, *(self.streams[stream] for stream in queues), 0.0)
         for stream in queues:
@@ -103,9 +109,9 @@ class _Clock:
 class Held:
     """The peaks of one phase."""
 
-    active: int  # bytes, in torch's sense
-    reserved: int  # bytes
-    seconds: float  # from its begin to its end
+    active: int  # bytes of blocks that are in use, or freed and still marked
+    reserved: int  # bytes that the allocator has taken from the device
+    seconds: float  # that the phase takes
 
 
 def replay_with_marks(
@@ -116,9 +122,10 @@ def replay_with_marks(
     expandable: bool = False,
     host_seconds: float = HOST_SECONDS,
 ) -> Held:
-    """Replay a phase of a trace with its marks, and return its peaks.
+    """Replay a trace with its marks, and return the peaks of a phase; zeros if it has none.
 
-    A marked block comes back when its streams are done and the host asks for memory again.
+    expandable: with `expandable_segments:True`. host_seconds: that the host takes to issue an
+    operator.
     """
     allocator = CachingAllocator(AllocatorSettings(expandable=expandable))
     clock = _Clock(hardware, host_seconds)
@@ -129,13 +136,15 @@ def replay_with_marks(
     phase_begin = 0.0
 
     def take_back(until: float) -> None:
+        """Give the pending blocks that are done by then back to the allocator."""
         for entry in [entry for entry in pending if entry[0] <= until]:
             pending.remove(entry)
             allocator.free(entry[1])
 
+    # All phases are replayed, as blocks stay from one to the next; a last PHASE closes the last.
     for kind, number in [*trace.events, (PHASE, -1)]:
         if kind == ALLOC and trace.storages[number].device and trace.storages[number].bytes:
-            take_back(clock.host)
+            take_back(clock.host)  # as torch: only when the host asks for memory
             blocks[number] = allocator.malloc(
                 trace.storages[number].bytes, trace.storages[number].stream
             )
@@ -159,8 +168,8 @@ def replay_with_marks(
             clock.wait_for_all()
             take_back(clock.host)
             if current_phase == phase:
-                # A pending block is not given back to the allocator yet: what that calls
-                # allocated is active here.
+                # The allocator still counts a pending block as allocated: its `allocated` is the
+                # active bytes here.
                 peaks = Held(
                     active=allocator.peaks.allocated,
                     reserved=allocator.peaks.reserved,

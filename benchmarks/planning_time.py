@@ -1,11 +1,9 @@
-"""How much CPU time plans take, from the start of the process to its last line, in this checkout
-and in another commit.
+"""Measure how much CPU time plans take, in this checkout and in another commit.
 
     python -m benchmarks.planning_time --against 8a6cec9 --output docs/measurements/planning_time.md
 
-Both sides run one after the other, plan by plan, each in a process of its own; the least of
-`--repeats` runs counts, in seconds of user and system time of the process and of those that it
-starts. Against a commit that is not there only this checkout is measured.
+Both sides run in turn, plan by plan, each in a process of its own. The least of `--repeats` runs
+counts, in seconds of user and system time of the process and of those that it starts.
 """
 
 import argparse
@@ -21,7 +19,7 @@ from pathlib import Path
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PLANS = {
+PLANS = {  # name in the table -> words after `tune plan`
     "8B full, 4 ranks": ("--nproc_per_node", "4", "--config", "llama3/8B_full", "--device", "24GB"),
     "8B LoRA, 1 rank": ("--config", "llama3/8B_lora", "--device", "24GB"),
     "8B QLoRA, 1 rank": ("--config", "llama3/8B_qlora", "--device", "24GB"),
@@ -51,7 +49,7 @@ measured in the same run.
 
 def main(argv: list[str] | None = None) -> int:
     """Measure each plan, print its row, and write the page if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="Measure how much CPU time plans take.")
     parser.add_argument("--against", default="", metavar="COMMIT")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
@@ -90,7 +88,10 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def check_out(commit: str) -> Iterator[Path | None]:
-    """Yield a folder with the files of a commit; None for no commit."""
+    """Yield a folder with the files of a commit, a git worktree that is removed; None for "".
+
+    Raises CalledProcessError if git does not have the commit.
+    """
     if not commit:
         yield None
         return
@@ -109,13 +110,17 @@ def check_out(commit: str) -> Iterator[Path | None]:
 
 
 def measure_seconds(folder: Path, words: tuple[str, ...]) -> float:
-    """Return the CPU time of `tune plan` with the code in a folder."""
+    """Return the CPU time of `tune plan` with the code in a folder, in seconds.
+
+    Raises SystemExit with its output's end if the command fails.
+    """
     command = [
         sys.executable,
         "-c",
         "import sys; from recipe_lib.cli.main import main; sys.exit(main(sys.argv[1:]))",
     ]
     environment = {**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
+    # RUSAGE_CHILDREN sums all children that have ended, so the difference is this command's.
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [*command, "plan", *words], cwd=folder, env=environment, capture_output=True, text=True

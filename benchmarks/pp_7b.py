@@ -1,8 +1,8 @@
 """Plan what the ranks of a pipeline hold of a 7B, with our runtime and with torch's.
 
-Used by pp_memory.py, which puts the section into its page. Both run on the simulated device. What
-torch's runtime held before its #138119 and #138504 is planned too, by planting back what they took
-away.
+`pp_memory.py` puts `format_section` into its page. Everything runs on the simulated device, whose
+tensors have sizes and no bytes. What torch's runtime held before its #138119 and #138504 is planned
+too, by planting back what they took away ("the fix").
 """
 
 import multiprocessing
@@ -10,7 +10,8 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the length of sequences is given
+# No dataset is read: the length of sequences is given. Set before the imports that look at it.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from benchmarks.pp_torch_stages import RECIPE, make_recipe_class
 from recipe_lib.cli.recipes import RecipeFile, load_module
@@ -23,17 +24,19 @@ from recipe_lib.plan.tracing.trace_rank import STEADY
 from recipe_lib.units import GIB
 
 CONFIG = "llama2/7B_full"
-RANKS = 4
-COUNT = 8
-TOKENS = 4096
-CARD = "h100"
+RANKS = 4  # places in the pipeline
+COUNT = 8  # micro-batches of a step, of one sequence each
+TOKENS = 4096  # of a sequence
+CARD = "h100"  # as `tune plan --device` takes it
 SCHEDULES = ("1f1b", "interleaved_zero_bubble", "zbv")
 MODES = ("none", "full")  # of activation checkpointing
-LAST_STAGE = {"interleaved_zero_bubble": RANKS - 1, "zbv": 0}  # whose schedules the fix changed
+# Schedule that the fix changed -> the rank with its last stage, which holds the losses.
+LAST_STAGE = {"interleaved_zero_bubble": RANKS - 1, "zbv": 0}
+# Kinds of simulations: what runs the stages.
 OURS = "ours"
 TORCH = "torch"
 BEFORE = "torch before the fix"
-_HELD = ("parameters", "gradients", "optimizer")
+_HELD = ("parameters", "gradients", "optimizer")  # kinds of storages that are there throughout
 
 SECTION = """## A 7B, planned
 
@@ -68,9 +71,10 @@ HEAD = [
 def simulate_peak(
     kind: str, schedule: str, mode: str, rank: int, config: str = CONFIG
 ) -> tuple[int, int]:
-    """Return the most live bytes of a rank's steady step, and those held throughout among them.
+    """Simulate a rank; return its steady step's peak of live bytes, and those of _HELD in it.
 
-    Held throughout are parameters, gradients and the optimizer's states.
+    kind: OURS, TORCH or BEFORE. mode: of activation checkpointing. A steady step is any but the
+    first.
     """
     overrides = (
         f"max_seq_len={TOKENS}", f"parallel.pipeline={RANKS}", f"parallel.pipeline_schedule={schedule}", "batch_size=1",
@@ -95,7 +99,7 @@ Job = tuple[str, str, str, int]  # kind, schedule, mode and rank of a simulation
 
 
 def _list_jobs() -> list[Job]:
-    """List all simulations; those before the fix are of the rank with the last stage alone."""
+    """List all simulations; before the fix, only the rank with the last stage."""
     jobs: list[Job] = []
     for mode in MODES:
         for schedule in SCHEDULES:
@@ -109,13 +113,14 @@ def _list_jobs() -> list[Job]:
 
 
 def _run_job(job: Job) -> tuple[int, int]:
-    peak, held = simulate_peak(*job)
+    """Run a simulation in a process of the pool, print its peak, and return `simulate_peak`'s."""
+    peak, held_bytes = simulate_peak(*job)
     print("7B", *job, f"{peak / GIB:.2f} GiB", flush=True)
-    return peak, held
+    return peak, held_bytes
 
 
 def _build_row(peaks: dict[Job, tuple[int, int]], schedule: str, mode: str, rank: int) -> list[str]:
-    """Return the cells of a rank. peaks: what `_run_job` returned for each job."""
+    """Return the cells of a rank under HEAD. peaks: what `_run_job` returned for each job."""
     ours, ours_held = peaks[OURS, schedule, mode, rank]
     torch, torch_held = peaks[TORCH, schedule, mode, rank]
     ours_besides = ours - ours_held
@@ -126,7 +131,7 @@ def _build_row(peaks: dict[Job, tuple[int, int]], schedule: str, mode: str, rank
     cells += [f"{size / GIB:.2f}" for size in (ours_besides, torch_besides)]
     cells.append(f"{torch_besides / ours_besides:.2f}x")
     if (BEFORE, schedule, mode, rank) not in peaks:
-        return [*cells, "", ""]
+        return [*cells, "", ""]  # another rank, or 1f1b
     before, _ = peaks[BEFORE, schedule, mode, rank]
     return [*cells, f"{before / GIB:.2f}", f"{1 - torch / before:.0%}"]
 
@@ -134,10 +139,11 @@ def _build_row(peaks: dict[Job, tuple[int, int]], schedule: str, mode: str, rank
 def format_section(version: str) -> str:
     """Simulate everything and return the page's section. version: of torch."""
     jobs = _list_jobs()
+    # Forked, so that no process repeats the imports.
     with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
         peaks = dict(zip(jobs, pool.map(_run_job, jobs), strict=True))
     tables = []
-    shares = {}
+    shares = {}  # by mode, the page's text of what the fix saves
     for mode in MODES:
         rows = []
         for schedule in SCHEDULES:
@@ -146,7 +152,7 @@ def format_section(version: str) -> str:
             ]
         tables.append(f"### Activation checkpointing: {mode}\n\n{_format_table(HEAD, rows)}")
         shares[mode] = " and ".join(cells[-1] for cells in rows if cells[-1])
-    logits = TOKENS * 32000 * 2 / GIB
+    logits = TOKENS * 32000 * 2 / GIB  # of the vocabulary of 32000, in bf16
     return SECTION.format(
         ranks=RANKS,
         count=COUNT,
@@ -159,4 +165,5 @@ def format_section(version: str) -> str:
 
 
 def _format_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown."""
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])

@@ -2,10 +2,9 @@
 
     python benchmarks/pp_bubble.py --output docs/measurements/pp_bubble.md
 
-Forward, input gradient and weight gradients of a layer sleep for one tick each, so that many ranks
-do on few cores: until the next tick of a clock that all processes share. So what the machine adds
-to an action, as long as it is less than half a tick, does not add up, and what is measured is who
-waits for whom.
+A layer sleeps in forward, input gradient and weight gradients, each until the next tick of a clock
+that all processes share. So many ranks run on few cores, delays of less than half a tick do not add
+up, and what is measured is who waits for whom.
 """
 
 import argparse
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(REPOSITORY))  # for imports of `benchmarks` and `tests`, run as a file
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -39,26 +38,31 @@ from recipe_lib.parallel.pipeline.simulation import (  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 from tests.parallel.pipeline.formulas import compute_theoretical_bubble  # noqa: E402
 
-RANKS = (2, 4)
+RANKS = (2, 4)  # places in the pipeline
 STEPS = 6  # the first is not counted
-ALLOWED = 0.05  # of the bubble in theory
-ONE_STAGE = "1f1b"
+ALLOWED = 0.05  # largest difference of a measured bubble to theory, relative to theory
+ONE_STAGE = "1f1b"  # the schedule that the others are compared with
 
 
 def sleep_a_tick(seconds: float) -> None:
     """Sleep until the tick that is nearest to `seconds` from now.
 
-    Ticks are the whole multiples of `seconds` on the machine's clock.
+    Ticks are the whole multiples of `seconds` on the machine's monotonic clock, which all processes
+    share.
     """
     begin = time.monotonic()
     time.sleep(max(0.0, round(begin / seconds + 1) * seconds - begin))
 
 
 class _Sleeping(torch.autograd.Function):
-    """A layer that takes its time and changes nothing."""
+    """A layer that sleeps a tick in each of its actions and changes nothing.
+
+    weight: some parameter, whose gradient is deferred where the schedule splits backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        """Sleep, and return a copy. seconds: of a tick."""
         ctx.weight = weight
         ctx.seconds = seconds
         sleep_a_tick(seconds)
@@ -66,11 +70,13 @@ class _Sleeping(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Sleep for the input gradient, and for the weight gradient now or when it is due."""
         weight = ctx.weight
         seconds = ctx.seconds
         sleep_a_tick(seconds)
 
         def compute_weight_gradient() -> list[Tensor | None]:
+            """Sleep; the gradient is zero, as the model does not learn."""
             sleep_a_tick(seconds)
             return [torch.zeros_like(weight)]
 
@@ -82,21 +88,25 @@ class _Sleeping(torch.autograd.Function):
 
 
 def make_sleep(model: nn.Module, seconds: float) -> None:
-    """Make every layer sleep instead of computing."""
+    """Make every layer sleep instead of computing. seconds: of a tick."""
     for layer in model.model.layers.children():
         weight = layer.input_layernorm.weight
+        # `weight=weight` binds this layer's; `rest` is what our layers take beside hidden states.
         layer.forward = lambda hidden, *rest, weight=weight: _Sleeping.apply(
             hidden, weight, seconds
         )
 
 
 def _run_rank(schedules: Sequence[str], ranks: int, count: int, seconds: float) -> list[list[Any]]:
-    """Return, for each schedule and step, when it began and ended on this rank."""
+    """Train on this rank by each schedule; return [begin, end] of each step, by schedule.
+
+    count: micro-batches of a step. seconds: of a tick. Times are of the machine's clock.
+    """
     times = []
     for schedule in schedules:
         cfg = build_config(schedule, ranks=ranks, count=count, checkpointing="none")
         stages = count_stages(cfg.parallel)
-        cfg.parallel.pipeline_layers_per_stage = [1] * stages
+        cfg.parallel.pipeline_layers_per_stage = [1] * stages  # an action is then one tick
         spec = build_small_spec(stages)
         with start_world(cfg) as world:
             model = build_meta(spec, torch.float32)
@@ -120,6 +130,7 @@ def _time_step(
     pipeline: Pipeline, model: nn.Module, batches: list[Batch], seconds: float
 ) -> list[float]:
     """Run a step; return when it began, at a tick, and when this rank's last action ended."""
+    # `on_action` is called when an action begins, and once more behind the last: that is the end.
     ends: list[float] = []
     driver.on_action = lambda action: ends.append(time.monotonic())
     begin = _agree_on_begin(seconds)
@@ -135,6 +146,7 @@ def _time_step(
 def _agree_on_begin(seconds: float) -> float:
     """Sleep on all ranks until the same tick, and return it."""
     dist.barrier()
+    # Three ticks from now: the broadcast has to have reached all ranks by then.
     begin = torch.tensor(round(time.monotonic() / seconds + 3) * seconds, dtype=torch.float64)
     dist.broadcast(begin, src=0)
     time.sleep(max(0.0, begin.item() - time.monotonic()))
@@ -142,7 +154,7 @@ def _agree_on_begin(seconds: float) -> float:
 
 
 def compute_bubble(step: Sequence[Sequence[float]], work: float) -> float:
-    """Return the share of the ranks' time together in one step in which they do not compute.
+    """Compute the share of all ranks' time in one step in which they do not compute.
 
     step: (begin, end) of each rank. work: seconds that each of them computes.
     """
@@ -152,9 +164,10 @@ def compute_bubble(step: Sequence[Sequence[float]], work: float) -> float:
 def measure_bubbles(
     schedules: Sequence[str], ranks: int, count: int, seconds: float
 ) -> dict[str, float]:
-    """Return the least bubble of each schedule's steps, the first not counted.
+    """Run the ranks, and return the least bubble of each schedule's steps but the first.
 
-    The least, since what else the machine does only adds to a step.
+    The least, since what else the machine does only adds to a step. count: micro-batches of a step.
+    seconds: of a tick.
     """
     times = run_ranks(_run_rank, ranks, schedules, ranks, count, seconds, timeout=1800.0)
     measured = {}
@@ -164,14 +177,17 @@ def measure_bubbles(
         work = 3 * count_stages_per_rank(parallel) * count * seconds
         bubbles = []
         for step in range(1, STEPS):
-            rank_times = [rank[number][step] for rank in times]
+            rank_times = [rank[number][step] for rank in times]  # (begin, end) of each rank
             bubbles.append(compute_bubble(rank_times, work))
         measured[schedule] = min(bubbles)
     return measured
 
 
 def simulate_bubble(schedule: str, ranks: int, count: int) -> float:
-    """Return the bubble of the lists that the ranks run, by simulation."""
+    """Return the bubble of the lists of actions that the ranks run, by simulation.
+
+    Tensors arrive at once, and a whole backward takes as long as two forwards.
+    """
     parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule)
     orders = add_transfers(compute_orders(parallel, count), parallel)
     return simulate(orders, parallel, lambda action: UNITS[action.kind]).bubble
@@ -196,7 +212,10 @@ that are not equally long.
 
 
 def build_page(count: int, seconds: float) -> tuple[str, bool]:
-    """Measure everything; return the page's text, and whether all bubbles are those of theory."""
+    """Measure everything; return the page's text, and True if all bubbles are those of theory.
+
+    Those of zero-bubble schedules have to be below 1F1B's, too.
+    """
     head = "| ranks | schedule | stages | theory | simulated | measured | measured / theory"
     lines = [f"{head} | to 1F1B |", "| --- " * 8 + "|"]
     good = True
@@ -239,10 +258,11 @@ def build_page(count: int, seconds: float) -> tuple[str, bool]:
 
 
 def main() -> int:
-    """Write the page, or print it; return 1 and write none if a bubble is not that of theory."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Print the rows as they are measured, and write the page where `--output` names one.
+
+    Returns 1, and writes no page, if a bubble is not that of theory.
+    """
+    parser = argparse.ArgumentParser(description="Measure the bubble of every pipeline schedule.")
     parser.add_argument("--output", type=Path, help="the page")
     parser.add_argument("--seconds", type=float, default=0.06, help="of a tick")
     parser.add_argument("--count", type=int, default=8, help="micro-batches a step")

@@ -3,8 +3,7 @@
     python benchmarks/pp_gradients.py --output docs/measurements/pp_gradients.md
 
 A small decoder in float64 goes through pipelines of gloo processes on the CPU, once by ours and
-once by torch's PipelineStage and schedule classes; every gradient is compared with one process. No
-time is measured.
+once by torch's PipelineStage and schedule classes. Every gradient is compared with one process's.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(REPOSITORY))  # for imports of `benchmarks` and `tests`, run as a file
 
 from benchmarks.pp_stock import SCHEDULE_CLASSES, StockStage  # noqa: E402
 from benchmarks.pp_traced import build_config, build_small_spec, make_micro_batches  # noqa: E402
@@ -40,8 +39,8 @@ from recipe_lib.parallel import (  # noqa: E402
 from tests.distributed.ranks import RankFailure, run_ranks  # noqa: E402
 
 LAYERS = 4
-COUNT = 4
-RANKS = 2
+COUNT = 4  # micro-batches of a step
+RANKS = 2  # places in the pipeline; with FSDP each of them has two ranks
 TOLERANCE = 1e-6  # of a gradient's own size
 SPEC = build_small_spec(LAYERS)
 
@@ -78,7 +77,7 @@ SITUATIONS = (
     Situation("selective checkpointing", checkpointing="selective"),
 )
 SCHEDULES = [name for name in SCHEDULE_CLASSES if name != "gpipe"]
-# By parameter, the distance of its gradient to the expected one over that one's norm; None where
+# By parameter, the distance of its gradient to the expected one over the expected one's norm; None:
 # there is no gradient.
 GradientErrors = dict[str, float | None]
 
@@ -86,7 +85,7 @@ GradientErrors = dict[str, float | None]
 def main() -> int:
     """Print the table, and write the page; return 1 if a gradient of ours is not right."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Check the gradients of pipelines, ours and torch's, against one process."
     )
     parser.add_argument("--output", type=Path, help="the page")
     output = parser.parse_args().output
@@ -112,9 +111,13 @@ def main() -> int:
 
 
 def judge_run(run: Any, situation: Situation, schedule: str) -> str:
-    """Return the cell of a run: `right`, what is wrong, or the error that it raises."""
+    """Run the ranks of a case; return its cell: `right`, what is wrong, or the error it raises.
+
+    run: what each rank calls, `_run_ours` or `_run_stock`.
+    """
     ranks = RANKS if situation.reshards is None else 2 * RANKS
     try:
+        # Each rank returns the errors of its stages' parameters.
         errors: GradientErrors = functools.reduce(
             dict.__or__, run_ranks(run, ranks, situation, schedule, timeout=120)
         )
@@ -132,6 +135,7 @@ def judge_run(run: Any, situation: Situation, schedule: str) -> str:
 
 
 def _build_config(situation: Situation, schedule: str) -> Any:
+    """Return the config of a case."""
     cfg = build_config(schedule, ranks=RANKS, count=COUNT, checkpointing=situation.checkpointing)
     cfg.parallel.reshard_after_forward = bool(situation.reshards)
     return cfg
@@ -143,6 +147,7 @@ def _build_rows(world: World) -> list[Batch]:
 
 
 def _freeze(model: nn.Module, situation: Situation) -> None:
+    """Freeze the embedding and the first half of the layers where the situation says so."""
     for name, parameter in model.named_parameters():
         early = "embed_tokens" in name or any(
             f"layers.{number}." in name for number in range(LAYERS // 2)
@@ -151,6 +156,7 @@ def _freeze(model: nn.Module, situation: Situation) -> None:
 
 
 def _run_ours(situation: Situation, schedule: str) -> GradientErrors:
+    """Run one step of our pipeline on this rank, and compare its gradients."""
     cfg = _build_config(situation, schedule)
     with start_world(cfg) as world:
         model = build_meta(SPEC, torch.float64)
@@ -168,6 +174,7 @@ def _run_ours(situation: Situation, schedule: str) -> GradientErrors:
 
 
 def _run_stock(situation: Situation, schedule: str) -> GradientErrors:
+    """Run one step of torch's pipeline on this rank, and compare its gradients."""
     cfg = _build_config(situation, schedule)
     with start_world(cfg) as world:
         assert world.pipeline is not None
@@ -189,12 +196,14 @@ def _run_stock(situation: Situation, schedule: str) -> GradientErrors:
                 )
             )
         runtime = SCHEDULE_CLASSES[schedule](
-            stages[0] if schedule == "1f1b" else stages,
+            stages[0] if schedule == "1f1b" else stages,  # 1F1B's class takes one stage
             n_microbatches=COUNT,
             loss_fn=_compute_loss,
             scale_grads=False,
         )
         batches = _build_rows(world)
+        # torch's schedule takes the whole batch and splits it; the first stage has the tokens, the
+        # last the labels.
         inputs = [torch.cat([batch.tokens for batch in batches])] if 0 in rank_stages else []
         targets: dict[str, Any] = {}
         if num_stages - 1 in rank_stages:
@@ -208,7 +217,7 @@ def _run_stock(situation: Situation, schedule: str) -> GradientErrors:
 
 
 def _build_stage(situation: Situation, stage: int, num_stages: int, world: World) -> StockStage:
-    """Return a stage as torch's runtime takes it, with values."""
+    """Return a stage as torch's runtime takes it, with the weights of the whole model's init."""
     stage_layers = LAYERS // num_stages
     layers = range(stage * stage_layers, (stage + 1) * stage_layers)
     model = build_meta(SPEC, torch.float64)
@@ -224,20 +233,24 @@ def _build_stage(situation: Situation, stage: int, num_stages: int, world: World
             )
     for module in part.modules():
         if isinstance(module, FSDPModule):
-            # FSDP would average over its ranks; the loss is a sum here.
+            # The loss is a sum; FSDP would average gradients over its ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return part
 
 
 def _compute_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed loss of a micro-batch over 100, as `_run_ours` takes it."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 100
 
 
 def _compare_gradients(
     gradients: dict[str, Tensor | None], situation: Situation, world: World
 ) -> GradientErrors:
-    """Compare a rank's gradients with those of one process, which has no pipeline."""
+    """Compare a rank's gradients with those of one process, which has no pipeline.
+
+    gradients: by parameter; of frozen ones they are not compared.
+    """
     reference: Decoder = build_meta(SPEC, torch.float64).to_empty(device="cpu")
     _freeze(reference, situation)
     init_weights(reference, 1, SPEC)
@@ -256,6 +269,7 @@ def _compare_gradients(
 
 
 def _measure_error(gradient: Tensor | None, expected: Tensor) -> float | None:
+    """Return the distance of two gradients over the expected one's norm; None without one."""
     if gradient is None:
         return None
     full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

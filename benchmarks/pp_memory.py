@@ -2,9 +2,9 @@
 
     python benchmarks/pp_memory.py --output docs/measurements/pp_memory.md
 
-A small decoder goes through pipelines of gloo processes on the CPU; every storage is followed from
-the operator that makes it until it is gone. Parameters and their gradients are not counted. No time
-is measured. The section of a 7B is planned, see pp_7b.py.
+A small decoder goes through pipelines of gloo processes on the CPU, ours (`pp_traced.py`) and
+torch's (`pp_stock.py`). Theory is what our ranks should hold, by the schedule and formulas.
+Parameters and gradients are not counted. The section of a 7B is planned, by `pp_7b.py`.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(REPOSITORY))  # for imports of `benchmarks` and `tests`, run as a file
 
 import torch.distributed as dist  # noqa: E402
 
@@ -31,9 +31,9 @@ from benchmarks.pp_traced import (  # noqa: E402
 from recipe_lib.config.mesh import SCHEDULES  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
-RANKS = 2
+RANKS = 2  # places in the pipeline
 LAYERS = 8
-COUNT = 8
+COUNT = 8  # micro-batches of a step
 MODES = ("none", "full")  # of activation checkpointing
 Job = tuple[str, str]  # schedule, mode
 JOBS: list[Job] = [(schedule, mode) for mode in MODES for schedule in SCHEDULES]
@@ -62,7 +62,7 @@ size waits. Here both are small. On a GPU the caching allocator rounds sizes and
 
 
 def _run_rank() -> list[list[dict[str, Any]]]:
-    """Trace this rank in every job; return our `TracedStep` and torch's for each, as dicts."""
+    """Measure this rank in every job; return [our `TracedStep`, torch's] for each, as dicts."""
     spec = build_small_spec(LAYERS)
     steps = []
     for schedule, mode in JOBS:
@@ -74,7 +74,11 @@ def _run_rank() -> list[list[dict[str, Any]]]:
 
 
 def _check_against_theory(job: Job, rank: int, ours: dict[str, Any]) -> int:
-    """Return the peak in theory. ValueError where what is held is not what theory says."""
+    """Return the peak in theory, in bytes.
+
+    ours: fields of our `TracedStep`. Raises ValueError if the bytes after an action are not those
+    of theory.
+    """
     schedule, mode = job
     cfg = build_config(schedule, ranks=RANKS, count=COUNT, checkpointing=mode)
     spec = build_small_spec(LAYERS)
@@ -89,6 +93,7 @@ def _check_against_theory(job: Job, rank: int, ours: dict[str, Any]) -> int:
 
 
 def _build_row(job: Job, rank: int, ours: dict[str, Any], stock: dict[str, Any]) -> list[str]:
+    """Return the cells under HEAD. ours, stock: fields of our `TracedStep` and of torch's."""
     theory = _check_against_theory(job, rank, ours)
     cells = [f"`{job[0]}`", str(rank)]
     cells += [f"{size / 1024:.0f}" for size in (theory, ours["most"], stock["most"])]
@@ -117,7 +122,10 @@ HEAD = [
 
 
 def build_page() -> str:
-    """Return the page. ValueError where what a rank of ours holds is not what theory says."""
+    """Measure everything and return the page.
+
+    Raises ValueError if a rank of ours does not hold what theory says.
+    """
     import torch
 
     steps = run_ranks(_run_rank, RANKS, timeout=1800.0)
@@ -145,15 +153,14 @@ def build_page() -> str:
 
 
 def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
     """Print the rows, and write the page where `--output` names one."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="Measure what the ranks of a pipeline hold.")
     parser.add_argument("--output", type=Path, help="the page")
     arguments = parser.parse_args()
     text = build_page()

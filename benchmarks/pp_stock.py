@@ -1,8 +1,8 @@
-"""Trace the small decoder of pp_traced.py in torch's own pipeline.
+"""Train the small decoder of pp_traced.py in torch's own pipeline, and note what is alive.
 
-Torch's are `PipelineStage` and the schedule classes of `torch.distributed.pipelining`. Used by
-pp_memory.py, which compares `run_stock` with `pp_traced.run_ours`; pp_gradients.py and
-pp_torch_stages.py take the stages.
+Torch's pipeline is `PipelineStage` with the schedule classes of `torch.distributed.pipelining`.
+`pp_memory.py` compares `run_stock` with `pp_traced.run_ours`; `pp_gradients.py` and
+`pp_torch_stages.py` import `StockStage`.
 """
 
 from collections import Counter
@@ -32,6 +32,8 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights
 
+# Value of parallel.pipeline_schedule -> torch's class. The first two take one stage, the others a
+# list.
 SCHEDULE_CLASSES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -42,18 +44,20 @@ SCHEDULE_CLASSES: dict[str, Any] = {
 
 
 class StockStage(nn.Module):
-    """A stage as torch wants it: hidden states to hidden states.
+    """A stage of our decoder as torch wants it, from hidden states to hidden states `[b, s, d]`.
 
-    The first takes tokens instead, the last returns logits.
+    The first takes tokens `[b, s]` instead, the last returns logits `[b, s, vocabulary]`.
     """
 
     def __init__(self, model: Decoder, layers: range, stage: int, stages: int) -> None:
+        """Take from a whole model, in place, what is not this stage's. stages: how many."""
         super().__init__()
         self.model = model
         self.layers = layers
         self.is_first = stage == 0
         self.is_last = stage == stages - 1
         trunk = model.model
+        # Through `_modules`, so that the layers that stay keep their numbers as names.
         layer_names = {str(number) for number in layers}
         for name in [name for name in trunk.layers._modules if name not in layer_names]:
             del trunk.layers._modules[name]
@@ -63,6 +67,7 @@ class StockStage(nn.Module):
             trunk.norm = model.lm_head = None  # type: ignore[assignment]
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Run the stage on a micro-batch."""
         trunk = self.model.model
         shape = hidden.shape[:2]
         if self.is_first:
@@ -74,9 +79,10 @@ class StockStage(nn.Module):
 
 
 def run_stock(cfg: FullFinetuneConfig, spec: DecoderSpec, count: int, rank: int) -> TracedStep:
-    """Trace a rank's second step; `held` stays empty.
+    """Measure a rank's second step; `held`, the bytes after each action, stays empty.
 
-    The loss is that of whole logits, which the last stage makes in forward.
+    The last stage makes logits of all tokens in forward. count: micro-batches of a step. rank: the
+    place in the pipeline.
     """
     num_stages = count_stages(cfg.parallel)
     rank_stages = list_rank_stages(cfg.parallel, rank)
@@ -100,10 +106,13 @@ def run_stock(cfg: FullFinetuneConfig, spec: DecoderSpec, count: int, rank: int)
     for module in modules:
         count_forwards(module.model, calls)
     batches = make_micro_batches(count)
+    # torch's schedule takes the whole batch and splits it; the first stage has the tokens, the last
+    # the labels.
     inputs = [torch.cat([batch.tokens for batch in batches])] if 0 in rank_stages else []
     targets: dict[str, Any] = {}
     if num_stages - 1 in rank_stages:
         targets["target"] = torch.cat([batch.labels for batch in batches])
+    # As `pp_traced.run_ours` measures: gradients are not counted, and the second step is kept.
     storages = Storages(peaks=True)
     storages.list_ignored = lambda: list_gradients(parameters)
     optimizer = torch.optim.SGD(parameters, lr=1e-3)
@@ -124,6 +133,7 @@ def run_stock(cfg: FullFinetuneConfig, spec: DecoderSpec, count: int, rank: int)
 def _build_stage(
     cfg: FullFinetuneConfig, spec: DecoderSpec, stage: int, num_stages: int
 ) -> StockStage:
+    """Return a stage with the weights of the whole model's init; layers are shared out evenly."""
     stage_layers = spec.num_layers // num_stages
     layers = range(stage * stage_layers, (stage + 1) * stage_layers)
     model = build_meta(spec, torch.float32)
@@ -135,4 +145,5 @@ def _build_stage(
 
 
 def _compute_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed loss of a micro-batch over 100, as `pp_traced` takes it."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 100

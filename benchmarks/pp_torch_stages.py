@@ -1,8 +1,8 @@
-"""Plan our full fine-tuning recipe with torch's own stages and schedules. Used by pp_7b.py.
+"""Run our full fine-tuning recipe with torch's own pipeline, for the planner.
 
-The layers, the optimizer, the data and the device are ours; what runs the stages is torch's
-`PipelineStage` with its schedule classes, as `benchmarks.pp_stock` has them for real processes.
-Written for the stages of torch 2.13.
+`pp_7b.py` plans the class that `make_recipe_class` returns. Layers, optimizer, data and the
+simulated device are ours; torch's `PipelineStage` and schedule classes run the stages. Written for
+those of torch 2.13, of which private parts are patched.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ RECIPE = "full_finetune_distributed"
 
 
 def make_recipe_class(*, attached: bool = False) -> type:
-    """Return the class of the recipe with torch's stages.
+    """Return the recipe's class with torch's pipeline in place of ours.
 
     attached: outputs and losses keep their graphs, as before torch's #138119 and #138504.
     """
@@ -38,20 +38,21 @@ def make_recipe_class(*, attached: bool = False) -> type:
 
 
 class _TorchStages:
-    """The part of the recipe that torch's stages replace; comes before the recipe's class."""
+    """The replaced methods of the recipe, a base before the recipe's own class."""
 
-    attached: bool  # do outputs and losses keep their graphs?
+    attached: bool  # outputs and losses keep their graphs
+    # The recipe's own attributes, but for `losses`.
     cfg: Any
     spec: Any
     world: Any
     device: torch.device
     model: Any
-    losses: list[Tensor]  # of the last step, which a user holds until the next one
+    losses: list[Tensor]  # of the last step; a training loop that logs them holds them so
 
     def setup_model(self) -> None:
         """Build the stages of this rank, layers shared out evenly, and the schedule."""
         cfg = self.cfg
-        self.parallel = Parallel()
+        self.parallel = Parallel()  # ours does nothing here: torch's schedule runs the stages
         self.losses = []
         num_stages = count_stages(cfg.parallel)
         self.rank_stages = list_rank_stages(cfg.parallel, self.world.pipeline.rank)
@@ -71,6 +72,7 @@ class _TorchStages:
         )
 
     def _build_module(self, stage: int, num_stages: int) -> StockStage:
+        """Return a stage's layers, checkpointed by the config, in the simulated device's memory."""
         stage_layers = self.spec.num_layers // num_stages
         layers = range(stage * stage_layers, (stage + 1) * stage_layers)
         model = build_meta(self.spec, DTYPES[self.cfg.dtype])
@@ -84,6 +86,7 @@ class _TorchStages:
         shape = (compute_micro_batches(self.cfg)[0], self.cfg.max_seq_len)
 
         def make_boundary(width: int | None) -> Tensor:
+            """Return an example of a micro-batch: `[b, s, width]`; tokens `[b, s]` for None."""
             if width is None:
                 return torch.zeros(shape, dtype=torch.int64, device=self.device)
             return torch.zeros(
@@ -104,28 +107,36 @@ class _TorchStages:
 
     def train_step(self, batches: StepBatches) -> Any:
         """Run one step of torch's schedule, and the optimizer."""
+        # torch's schedule takes the whole batch and splits it; the first stage has the tokens, the
+        # last the labels.
         tokens = torch.cat([batch.tokens for batch in batches.micro_batches])
         labels = torch.cat([batch.labels for batch in batches.micro_batches])
         inputs = [tokens] if 0 in self.rank_stages else []
         targets: dict[str, Any] = {}
         if self.last_stage in self.rank_stages:
-            targets = {"target": labels, "losses": self.losses}
+            targets = {"target": labels, "losses": self.losses}  # torch empties and fills the list
         with _hold_graphs() if self.attached else _assume_known_shapes():
             self.schedule.step(*inputs, return_outputs=False, **targets)
         self.optimizer.step()  # type: ignore[attr-defined]
         self.optimizer.zero_grad(set_to_none=True)  # type: ignore[attr-defined]
-        return training.Step(torch.zeros(()), torch.zeros(()))
+        return training.Step(torch.zeros(()), torch.zeros(()))  # nobody reads loss and norm here
 
 
 def _compute_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed loss of a micro-batch, from fp32 logits."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
 
 
 @contextmanager
 def _assume_known_shapes() -> Iterator[None]:
-    """Skip the ranks' vote on shapes, which reads what has been sent: here nothing is."""
+    """Skip torch's agreement of the ranks on how shapes are learned.
+
+    It reads what another rank has sent, and the simulated ranks send nothing. All shapes are given,
+    which is `STATIC`.
+    """
 
     def set_known_shapes(schedule: Any, stages: list[Any], *args: Any) -> None:
+        """Stand in for `_PipelineSchedule._warmup_p2p`."""
         for stage in stages:
             stage._inference_mode = _utils.InferenceMode.STATIC
 
@@ -135,6 +146,9 @@ def _assume_known_shapes() -> Iterator[None]:
 
 @contextmanager
 def _hold_graphs() -> Iterator[None]:
-    """Plant what #138119 and #138504 took away: outputs are not detached from their graphs."""
+    """Plant back what #138119 and #138504 took away, by making `Tensor.detach_` do nothing.
+
+    Torch's schedules detach outputs and losses from their graphs with it.
+    """
     with _assume_known_shapes(), mock.patch.object(torch.Tensor, "detach_", lambda tensor: tensor):
         yield

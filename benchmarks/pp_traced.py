@@ -1,8 +1,9 @@
 """Train a small decoder in a pipeline of gloo processes, and note what is alive after each action.
 
-Used by pp_memory.py and tests/parallel/pipeline/test_memory.py: `run_ours` traces a step,
-`compute_expected_held` says what theory expects of it. Storages are followed by weak references from
-the operator that made them, so that what is alive is known whoever holds it.
+Used by pp_memory.py and tests/parallel/pipeline/test_memory.py: `run_ours` measures a step,
+`compute_expected_held` computes the same bytes from the sizes of a stage and the schedule. An
+action is a forward, a backward, or its input or weight half, of one micro-batch in one stage. Ranks
+are places in the pipeline; `count` is the micro-batches of a step.
 """
 
 from collections import Counter
@@ -47,14 +48,15 @@ from recipe_lib.parallel.pipeline.simulation import (
     simulate,
 )
 
+# Sizes of the model.
 VOCABULARY = 64
 WIDTH = 32
 HEADS = 4
 KV_HEADS = 2
 MLP_WIDTH = 48
-ROWS = 2
-LENGTH = 24
-_FP32 = 4
+ROWS = 2  # sequences of a micro-batch
+LENGTH = 24  # tokens of a sequence
+_FP32 = 4  # bytes
 
 
 def build_small_spec(layers: int) -> DecoderSpec:
@@ -78,28 +80,33 @@ def build_small_spec(layers: int) -> DecoderSpec:
 
 
 def make_micro_batches(count: int) -> list[Batch]:
-    """Return random micro-batches, the same on all ranks."""
+    """Return random micro-batches, tokens and labels `[ROWS, LENGTH]`, the same on all ranks."""
     generator = torch.Generator().manual_seed(3)
     drawn = torch.randint(0, VOCABULARY, (count, 2, ROWS, LENGTH), generator=generator)
+    # Copies: a view would keep the storage of all micro-batches alive.
     return [Batch(tokens.clone(), labels.clone()) for tokens, labels in drawn]
 
 
 def count_boundary_bytes() -> int:
-    """Return the bytes of a micro-batch's tensor between two stages, fp32."""
+    """Return the bytes of a micro-batch's hidden states between two stages, in fp32."""
     return ROWS * LENGTH * WIDTH * _FP32
 
 
 def compute_stage_bytes(
     spec: DecoderSpec, layers: int, checkpointing: str, *, last: bool, splits: bool
 ) -> StageBytes:
-    """Return by formula what a stage keeps of a micro-batch, in fp32 on the CPU.
+    """Compute what a stage keeps of a micro-batch, in fp32 on the CPU.
 
-    Without checkpointing a layer keeps 6 d + 2 h e + 2 k e + 4 f elements a token: two norms, which
-    are composite on the CPU and keep their input, their input over its mean square, and their
-    output; queries, keys, values and output of attention; gate, up, gate through the activation,
-    product. And one number for each norm, one for each head. With checkpointing: d. Either way the
-    layers of a stage share cosines and sines, e / 2 each. The last stage's output waits for the
-    head.
+    Without checkpointing a layer keeps, in elements a token, with width d, MLP width f, h query and
+    k key heads of width e:
+    - 6 d: both norms are composite on the CPU and keep input, normalized input and output each;
+    - 2 h e + 2 k e: queries, keys, values and output of attention;
+    - 4 f: gate, up, activation of gate, product;
+    - 2 + h: one number for each norm and each head.
+    With full checkpointing it keeps its input, d. Cosine and sine, e together, are the stage's.
+
+    layers: how many the stage has. last: its output waits for the head, which runs in backward.
+    splits: the schedule runs weight gradients as actions of their own.
     """
     tokens = ROWS * LENGTH
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
@@ -115,21 +122,25 @@ def compute_stage_bytes(
     return StageBytes(kept, deferred_bytes)
 
 
-_MESSAGE_BYTES = 256  # of what the host tells other ranks, at most
+_MESSAGE_BYTES = 256  # at most, of the JSON messages that ranks send to each other
 
 
 class Storages(TorchDispatchMode):
-    """Follows, while entered, the storages that operators make.
+    """Follows, while entered, the storages that operators make, by weak references.
 
-    peaks: `most` is kept as well, for which every operator looks how much is alive.
+    So a storage counts until it is freed, whoever holds it.
+
+    peaks: also keep `most`, for which every operator looks how much is alive.
     """
 
     def __init__(self, *, peaks: bool = False) -> None:
         super().__init__()
         self._peaks = peaks
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage: itself and its bytes
-        self._upper_bound = 0  # bytes alive, of which some may be gone
-        self.most = 0  # bytes at once, apart from those of `list_ignored`
+        # By the storage's address: a weak reference to it, and its bytes.
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._upper_bound = 0  # bytes; counts storages that have been freed since it was last exact
+        self.most = 0  # peak of the bytes alive, without those of `list_ignored`
+        # Returns tensors whose storages are not counted.
         self.list_ignored: Callable[[], Iterable[Tensor]] = tuple
 
     def __torch_dispatch__(
@@ -139,9 +150,10 @@ class Storages(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Run an operator and note the storages that it has made."""
         result = operator(*args, **(kwargs or {}))
-        # What the host tells other ranks as JSON, whole numbers all of it, gloo's threads may hold
-        # a moment longer.
+        # Small integer tensors are left out: they are JSON messages between ranks, which gloo's
+        # threads may hold a moment longer than the step, by chance.
         results = [
             tensor.untyped_storage()
             for tensor in _list_tensors(result)
@@ -150,23 +162,24 @@ class Storages(TorchDispatchMode):
         if results:
             inputs = {tensor.untyped_storage()._cdata for tensor in _list_tensors((args, kwargs))}
             for storage in results:
-                if storage._cdata not in inputs:  # else a view of an input, or it in place
+                if storage._cdata not in inputs:  # else a view of an input, or changed in place
                     self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                     self._upper_bound += storage.nbytes()
-        # Below `most` it is no peak, however much is gone by now.
+        # The exact sum is slow: it is taken only where the bound is above the peak so far.
         if self._peaks and self._upper_bound > self.most:
             self._upper_bound = sum(self.measure_alive().values())
             self.most = max(self.most, self._upper_bound)
         return result
 
     def measure_alive(self) -> dict[int, int]:
-        """Return the bytes of each storage that is there now and not ignored."""
+        """Return the bytes of each storage that is alive and not ignored, by its address."""
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         ignored = {tensor.untyped_storage()._cdata for tensor in self.list_ignored()}
         return {key: size for key, (_, size) in self._alive.items() if key not in ignored}
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested arguments or results."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -180,15 +193,15 @@ class TracedStep:
     """Bytes that were alive in one step of one rank, and how often its layers ran."""
 
     held: list[tuple[str, int]] = field(default_factory=list)
-    """Of each action, its name and what is alive when the next one begins."""
+    """(name, bytes that are alive when the next action begins) of each action."""
     left: int = 0
-    """Bytes after the step."""
+    """Bytes alive after the step, before the optimizer."""
     most: int = 0
-    """Bytes at once."""
+    """Peak of the bytes alive; 0 unless `run_ours(peaks=True)`."""
     forwards: dict[str, int] = field(default_factory=dict)
-    """Forwards of each layer, recomputation included."""
+    """By layer, its forwards, recomputation included."""
     first: dict[str, int] = field(default_factory=dict)
-    """Forwards of each layer in the step before."""
+    """The same in the step before, the first."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain Python values, for the process that started the ranks."""
@@ -198,7 +211,10 @@ class TracedStep:
 def build_config(
     schedule: str, ranks: int, count: int, checkpointing: str, stages: int = 2
 ) -> FullFinetuneConfig:
-    """Return the config of a pipeline. count: micro-batches a step. stages: of each rank."""
+    """Return the config of a pipeline.
+
+    checkpointing: the value of memory.activation_checkpointing. stages: of each rank.
+    """
     cfg = FullFinetuneConfig()
     cfg.device = "cpu"
     cfg.dtype = "fp32"
@@ -216,7 +232,7 @@ def build_config(
 def compute_expected(
     cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int
 ) -> list[Live]:
-    """Return by theory what a rank holds after each action; layers are shared out evenly."""
+    """Compute by formula what a rank holds after each action; all stages have as many layers."""
     num_stages = count_stages(cfg.parallel)
     order, taken = list_taken_sends(cfg, rank, count)
     sizes = {}
@@ -236,50 +252,52 @@ def compute_expected(
 def list_taken_sends(
     cfg: FullFinetuneConfig, rank: int, count: int
 ) -> tuple[list[Action], dict[Action, int]]:
-    """Return a rank's actions, and when the driver lets go of what it sends (see `find_taken`)."""
+    """Return a rank's actions, and by send the index of the action before which it is freed.
+
+    The driver decides that by the same simulation, in which UNITS are the lengths of actions.
+    """
     orders = add_transfers(compute_orders(cfg.parallel, count), cfg.parallel)
     timeline = simulate(orders, cfg.parallel, lambda action: UNITS[action.kind])
     return orders[rank], find_taken(timeline, order=orders[rank], rank=rank, parallel=cfg.parallel)
 
 
 def sum_live(live: Live) -> int:
-    """Return all bytes that are counted at a moment."""
+    """Return all bytes that a rank holds after an action."""
     return live.kept + live.deferred + live.received + live.handed + live.waiting + live.sent
 
 
 def compute_expected_held(
     cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int
 ) -> list[tuple[str, int]]:
-    """Return what is expected in `TracedStep.held`."""
+    """Compute what is expected in `TracedStep.held`."""
     _, taken = list_taken_sends(cfg, rank, count)
-    sends_gone = Counter(taken.values())
-    held = []
-    for number, live in enumerate(compute_expected(cfg, spec=spec, rank=rank, count=count)):
-        # The next action begins by letting go of the sends that are done by then.
-        gone = sends_gone[number + 1] * count_boundary_bytes()
-        held.append((str(live.action), sum_live(live) - gone))
-    return held
+    num_freed_sends = Counter(taken.values())  # by the index of the action that begins with it
+    bytes_after_actions = []
+    for index, live in enumerate(compute_expected(cfg, spec=spec, rank=rank, count=count)):
+        # The next action frees sends before it is measured; `live` is from before that.
+        freed = num_freed_sends[index + 1] * count_boundary_bytes()
+        bytes_after_actions.append((str(live.action), sum_live(live) - freed))
+    return bytes_after_actions
 
 
 def compute_expected_most(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> int:
-    """Return the most bytes that are alive at once, during an action or after it."""
+    """Compute the most bytes that are alive at once, during an action or after it."""
     work = compute_work_bytes(cfg, spec)
-    before = most = 0
+    before = most = 0  # before: bytes alive when the action begins
     lives = compute_expected(cfg, spec=spec, rank=rank, count=count)
     for live, (_, held) in zip(
         lives, compute_expected_held(cfg, spec=spec, rank=rank, count=count), strict=True
     ):
-        needs = work[live.action.stage].get(live.action.kind, 0)
+        needs = work[live.action.stage].get(live.action.kind, 0)  # 0: a send or a receive
         most = max(most, before + needs, sum_live(live))
         before = held
     return most
 
 
 def compute_work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, dict[str, int]]:
-    """Return by stage and kind of action the most bytes alive beyond those there before it.
+    """Measure, by stage and kind of action, the most bytes alive beyond those before the action.
 
-    Measured on each stage by itself, without a pipeline; of the second micro-batch, when gradients
-    are there already.
+    Each stage runs by itself, without a pipeline.
     """
     num_stages = count_stages(cfg.parallel)
     stage_layers = spec.num_layers // num_stages
@@ -297,6 +315,7 @@ def compute_work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, 
         for stage in range(num_stages):
             layers = range(stage * stage_layers, (stage + 1) * stage_layers)
             for defers in (False, True) if splits else (False,):
+                # The second micro-batch's sizes stay: the first allocates the gradients.
                 for batch in make_micro_batches(2):
                     sizes = stage_work.measure(
                         batch,
@@ -311,6 +330,7 @@ def compute_work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, 
 
 
 def _list_deferred(module: nn.Linear, hidden: Tensor) -> Tensor:
+    """Run a linear whose weight gradient can be deferred."""
     return deferred.linear(hidden, module.weight, module.bias)
 
 
@@ -318,15 +338,20 @@ class _StageWork:
     """A decoder without a pipeline, of which one stage at a time is run and measured."""
 
     def __init__(self, model: Decoder, chunks: int) -> None:
+        """chunks: of the tokens, whose logits the loss makes one after another."""
         self._model = model
-        self._chunks = chunks  # of the loss
+        self._chunks = chunks
         self._storages = Storages(peaks=True)
         self._storages.list_ignored = lambda: list_gradients(model.parameters())
 
     def measure(
         self, batch: Batch, layers: range, *, defers: bool, first: bool, last: bool
     ) -> tuple[int, int, int]:
-        """Return the bytes of forward, of backward or input gradient, and of what was deferred."""
+        """Return the most bytes beyond those before: in forward, in backward, in weight gradients.
+
+        defers: backward makes the input gradient alone, and the weight gradients come after it;
+        else their bytes are 0. first, last: of the model's stages.
+        """
         model = self._model
         with self._storages:
             shape = (*batch.tokens.shape, WIDTH)
@@ -337,6 +362,8 @@ class _StageWork:
             hidden = model.model.run_layers(
                 hidden, shape=batch.tokens.shape, positions=None, info=None, layers=layers
             )
+            # As the driver does: backward starts at the edge, so that a stage's output can be
+            # freed once it is sent. The last stage's goes into the head, in backward.
             graph = get_gradient_edge(hidden)
             hidden = hidden.detach().requires_grad_() if last else hidden.detach()
             forward = self._storages.most - before
@@ -358,12 +385,14 @@ class _StageWork:
             backward = self._storages.most - before
             del gradient, graph, received
             before = self._begin()
+            # The first deferred runs first. Each is popped, so that what it held is freed.
             deferred_work.reverse()
             while deferred_work:
                 deferred_work.pop().run()
             return forward, backward, self._storages.most - before
 
     def _begin(self) -> int:
+        """Return the bytes alive, and measure the peak from here on."""
         before = sum(self._storages.measure_alive().values())
         self._storages.most = before
         return before
@@ -377,10 +406,10 @@ def run_ours(
     peaks: bool = False,
     spoil: Callable[[nn.Module, Pipeline], None] | None = None,
 ) -> TracedStep:
-    """Trace a rank's second step.
+    """Measure this rank's second step of a training.
 
-    peaks: fill `TracedStep.most` as well. spoil: a function that changes model and pipeline before
-    they run, to plant a fault.
+    peaks: fill `TracedStep.most` as well, which is slow. spoil: changes model and pipeline before
+    they run, to plant a fault that a test must see.
     """
     num_stages = count_stages(cfg.parallel)
     cfg.parallel.pipeline_layers_per_stage = [spec.num_layers // num_stages] * num_stages
@@ -406,14 +435,18 @@ def run_ours(
 
 
 def count_forwards(model: nn.Module, calls: Counter[str]) -> None:
-    """Count from now on how often each layer of a decoder runs forward, recomputation included."""
+    """Count from now on how often each layer of a decoder runs forward, recomputation included.
+
+    calls: is added to, by the layer's name.
+    """
     for name, layer in model.model.layers.named_children():
-        norm = layer.input_layernorm  # inside of what is checkpointed
+        # A hook of the layer itself would be outside of the checkpoint, and miss recomputation.
+        norm = layer.input_layernorm
         norm.register_forward_pre_hook(lambda module, args, name=name: calls.update([name]))
 
 
 class _Tracing:
-    """Steps of a rank, of which the last notes what is alive."""
+    """Runs the steps of a rank and measures what is alive in them."""
 
     def __init__(
         self,
@@ -429,11 +462,11 @@ class _Tracing:
         self._order = order  # this rank's actions
         self._traced = TracedStep()
         self._storages = Storages(peaks=peaks)
-        self._next = 0  # place in the order of the action that begins next
+        self._next = 0  # index in the order of the action that begins next
         self._calls: Counter[str] = Counter()  # forwards, by layer
 
     def run(self, batches: list[Batch]) -> TracedStep:
-        """Train on the micro-batches twice, and return what the second step has had alive."""
+        """Train on the micro-batches twice, and return what was alive in the second step."""
         traced = self._traced
         optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
         count_forwards(self._model, self._calls)
@@ -457,11 +490,15 @@ class _Tracing:
         return traced
 
     def _compute_loss(self, batch: Batch) -> Tensor:
+        """Return the summed loss of a micro-batch, scaled down."""
         head_loss = CrossEntropy(self._cfg.memory.loss_chunks)
         return self._model(batch.tokens, labels=batch.labels, head_loss=head_loss) / 100
 
     def _note_action(self, action: Action | None) -> None:
-        """Note what is alive when an action begins, for the one before it."""
+        """Note what is alive when an action begins, for the one before it.
+
+        action: that begins; None: the last has ended.
+        """
         done = self._next - 1
         self._next += 1
         if action is not None:

@@ -2,11 +2,9 @@
 
     python -m benchmarks.qat --output docs/measurements/qat.md       about ten minutes of CPU time
 
-The folder that REALDATA_DIR names has stories260K-hf, real weights. For each seed two runs of as
-many steps from the same random weights with the same rows: one without `qat`, one whose later half
-trains with it. Each exported folder is loaded by transformers, as it is and quantized by torchao,
-and all held-out answers are scored there; what the second run's own last validation said is next to
-it.
+For each seed two runs start from the same weights and see the same sequences: one without `qat`
+(quantization-aware training), one whose later half has it. Each exported model is scored by
+transformers, as it is and quantized by torchao. REALDATA_DIR names a folder with stories260K-hf.
 """
 
 import argparse
@@ -34,8 +32,9 @@ from recipe_lib.memory.qat import build_torchao_config
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.training.records import read_metrics
 
-KIND = "int4"
+KIND = "int4"  # the value of the key `qat`
 HELD_OUT = "examples/demo/heldout.jsonl"
+# The scores of a seed, in the order in which `run_losses` returns them.
 NAMES = ("without qat", "without qat, int4 after it", "with qat", "with qat, int4 after it")
 
 
@@ -44,12 +43,13 @@ class Setup:
     """A model and how its runs train it."""
 
     model: str  # as the page names it
-    group: int  # weights that share a scale
-    steps: int
-    overrides: tuple[str, ...] = ()  # of configs/demo/full.yaml
+    group: int  # weights of a row that share a scale; has to divide the rows of every linear
+    steps: int  # of each run
+    overrides: tuple[str, ...] = ()  # of configs/demo/full.yaml, `key=value`
 
 
-# Of real weights; with the demo's model, but that 128 divides its rows.
+# Real weights: a folder that REALDATA_DIR has. Without the variable the setup can be listed, not
+# run.
 REAL = "stories260K-hf"
 STORIES = f"{os.environ.get('REALDATA_DIR', 'REALDATA_DIR')}/{REAL}"
 FINE_TUNED = (
@@ -59,6 +59,7 @@ FINE_TUNED = (
     "optimizer.lr=1e-3",
     "batch_size=8",
 )
+# The last is the demo's model, but that 128 divides the rows of its matrices.
 SETUPS = (
     Setup("stories260K-hf, fine-tuned", group=4, steps=200, overrides=FINE_TUNED),
     Setup("demo/0.5M", group=32, steps=600),
@@ -100,7 +101,7 @@ In training, the last validations of the runs with `qat` gave what transformers 
 def main(argv: list[str] | None = None) -> int:
     """Write the page, or print it."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Measure held-out losses of models rounded to INT4 after and during training."
     )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
@@ -115,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     silence_torchao()
     if arguments.only in (None, SETUPS[0].group):
-        find_real_data(REAL)
+        find_real_data(REAL)  # missing data ends the program here, before anything is trained
     setups = [
         replace(setup, steps=arguments.steps or setup.steps)
         for setup in SETUPS
@@ -130,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_page(setups: Sequence[Setup], seeds: int) -> str:
-    """Train and score everything, and return the page."""
+    """Train and score every setup, and return the page. seeds: how many, from 0 on."""
     head = PAGE.format(
         torch=torch.__version__,
         torchao=version("torchao"),
@@ -142,7 +143,7 @@ def build_page(setups: Sequence[Setup], seeds: int) -> str:
 
 
 def format_section(setup: Setup, seeds: int) -> str:
-    """Train and score a setup with every seed, and return its table and what it comes to."""
+    """Train and score a setup with every seed, and return its section of the page."""
     runs = [run_losses(setup, seed) for seed in range(seeds)]
     columns = [losses for losses, _ in runs]  # of each seed: a loss for each of NAMES
     rows = []
@@ -151,10 +152,11 @@ def format_section(setup: Setup, seeds: int) -> str:
         mean = statistics.fmean(losses)
         cells = [name, *(f"{loss:.4f}" for loss in losses), f"{mean:.4f}", f"{math.exp(mean):.4f}"]
         rows.append(f"| {' | '.join(cells)} |")
-    rounded_after = []
-    trained_with_rounding = []
-    apart = []
-    num_better = 0
+    # Differences of losses in nats per token, by seed.
+    rounded_after = []  # what rounding costs a run without qat
+    trained_with_rounding = []  # the rounded model of the run with qat, to the other unrounded
+    apart = []  # both runs unrounded
+    num_better = 0  # seeds on which qat's rounded model is better than the other's
     for plain, plain_int4, qat, qat_int4 in columns:
         rounded_after.append(plain_int4 - plain)
         trained_with_rounding.append(qat_int4 - plain)
@@ -182,7 +184,7 @@ def format_section(setup: Setup, seeds: int) -> str:
 
 
 def build_overrides(setup: Setup, seed: int) -> list[str]:
-    """Return the overrides of all runs."""
+    """Return the overrides of both runs of a seed."""
     return [
         *setup.overrides,
         f"max_steps={setup.steps}",
@@ -193,20 +195,21 @@ def build_overrides(setup: Setup, seed: int) -> list[str]:
 
 
 def list_qat_overrides(setup: Setup) -> list[str]:
-    """Return the overrides that a run with rounding has besides."""
+    """Return the overrides that the run with qat has besides: it rounds in its later half."""
     return [f"qat={KIND}", f"qat_group_size={setup.group}", f"qat_start_step={setup.steps // 2}"]
 
 
 def load_run_config(setup: Setup, seed: int) -> FullFinetuneConfig:
-    """Return the config of the runs without rounding."""
+    """Return the config of the run without qat."""
     path = get_configs_folder() / "demo" / "full.yaml"
     return load_config(path, build_overrides(setup, seed), FullFinetuneConfig)
 
 
 def run_losses(setup: Setup, seed: int) -> tuple[list[float], float]:
-    """Train without and with rounding; return losses as in NAMES, and how far validation is off.
+    """Train without and with qat; return losses as in NAMES, and how far validation is off.
 
-    The latter is the distance of the last validation of the run with rounding to the last loss.
+    The latter is the difference of the last validation loss, from the run with qat, to the loss of
+    its quantized export. Raises SystemExit if a run fails.
     """
     losses = []
     validation_losses = []
@@ -225,7 +228,7 @@ def run_losses(setup: Setup, seed: int) -> tuple[list[float], float]:
 
 
 def tokenize_held_out(setup: Setup) -> Any:
-    """Return the rows that no run has trained on, tokenized as in validation."""
+    """Return the held-out dataset, tokenized as in validation."""
     cfg = load_run_config(setup, 0)
     cfg.data.source = HELD_OUT
     return build_dataset(cfg.data, load_tokenizer(Path(str(cfg.tokenizer.path))), cfg.max_seq_len)
@@ -233,9 +236,9 @@ def tokenize_held_out(setup: Setup) -> Any:
 
 @torch.no_grad()
 def score(folder: Path, setup: Setup, quantized: bool) -> float:
-    """Return the mean loss of the held-out answers by transformers' model.
+    """Return the mean loss of a token of the held-out answers by transformers' model, in nats.
 
-    quantized: torchao quantizes the model while it is loaded.
+    folder: of an exported model. quantized: torchao quantizes it while it is loaded.
     """
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
@@ -248,6 +251,7 @@ def score(folder: Path, setup: Setup, quantized: bool) -> float:
     total = 0.0
     count = 0
     held_out = tokenize_held_out(setup)
+    # All rows once; the size of a batch changes no sum.
     for batches in make_validation_steps(held_out, data_rank=0, data_ranks=1, batch_size=50):
         (batch,) = batches.micro_batches
         logits = model(batch.tokens).logits.double()
@@ -255,7 +259,7 @@ def score(folder: Path, setup: Setup, quantized: bool) -> float:
             logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum"
         )
         total += float(losses)
-        count += int((batch.labels != -100).sum())
+        count += int((batch.labels != -100).sum())  # label tokens, which are those of the answers
     return total / count
 
 

@@ -7,13 +7,13 @@ import os
 import sys
 from pathlib import Path
 
-VARIABLE = "REALDATA_DIR"
+VARIABLE = "REALDATA_DIR"  # of the environment
 
 
 def find_real_data(name: str) -> Path:
-    """Return the path of a file or folder of that name.
+    """Return the path of a file or folder in the folder that REALDATA_DIR names.
 
-    The program ends with exit code 2 where there is none.
+    Prints what is missing and raises SystemExit with code 2 if it is not there.
     """
     folder = os.environ.get(VARIABLE)
     if folder and (Path(folder) / name).exists():

@@ -1,8 +1,9 @@
-"""What streamed layers fit on small cards: the table and the commands of docs/small_cards.md.
+"""Plan models with streamed layers on small cards, and write the table of docs/small_cards.md.
 
     python -m benchmarks.small_cards --output docs/small_cards.md
 
-Each line is a plan, made without a GPU, weights or data. The page's other text stays as it is.
+A line of the table is one plan, made without a GPU, weights or data. Streamed layers lie in host
+memory, each on the card while it runs. The page's text outside of its two marks stays as it is.
 """
 
 import argparse
@@ -12,17 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import recipe_lib.plan.build_plan  # noqa: F401  (once, for all processes)
+import recipe_lib.plan.build_plan  # noqa: F401  (once, before the processes are forked)
 from recipe_lib.plan.build_plan import make_plan
 from recipe_lib.units import format_bytes, format_count
 from tests.plan.apart import build_settings, call_in_fork
 
+# What is replaced: (first mark, text between, last mark).
 PLANS = re.compile(r"(<!-- plans: .* -->\n)(.*)(<!-- end of plans -->\n)", re.DOTALL)
 _HEAD = """\
 | model | card | plan | allocated | reserved | host memory | tokens/s | step, s | copies, s | not hidden, s |
 |---|---:|---|---:|---:|---:|---:|---:|---:|---:|"""
+# Overrides.
 STREAM = "memory.stream_layers=true"
 WINDOW = "memory.activation_offload=true"
+# The optimizer steps each layer in backward, which allows neither a norm of all gradients nor
+# gradients summed over micro-batches.
 STEPPING = (
     "memory.optimizer_in_backward=true",
     "memory.optimizer_offload=true",
@@ -39,7 +44,7 @@ class SmallCard:
     what: str  # model and way to train it
     card: str  # as `--device` takes it
     config: str  # a shipped one
-    words: tuple[str, ...]  # overrides of the config
+    words: tuple[str, ...]  # overrides, `key=value`
 
     @property
     def recipe(self) -> str:
@@ -92,7 +97,9 @@ LINES = (
 def plan_line(line: SmallCard) -> dict[str, Any]:
     """Plan a line and return its figures.
 
-    These are bytes of card and host, seconds of a step, of its copies, and of those that show.
+    `allocated`, `reserved` and `outside` (of torch) are bytes on the card, `host` in host memory.
+    `step`, `copies` and `exposed` (copies that no kernel hides) are seconds, `rate` is tokens a
+    second.
     """
     plan, _ = make_plan(*build_settings(line.config, 1, *line.words, device=line.card))
     rank, time = plan.heaviest, plan.time
@@ -111,7 +118,7 @@ def plan_line(line: SmallCard) -> dict[str, Any]:
 
 
 def format_row(line: SmallCard, figures: dict[str, Any]) -> str:
-    """Return a line of the page's table. figures: as `plan_line` returns them."""
+    """Return a line of the page's table. figures: what `plan_line` returned."""
     sizes = [format_bytes(figures[key]) for key in ("allocated", "reserved", "host")]
     return (
         f"| {line.what} | {line.card.replace('GB', ' GB')} | {figures['verdict']} |"
@@ -121,7 +128,10 @@ def format_row(line: SmallCard, figures: dict[str, Any]) -> str:
 
 
 def format_table(planned: list[dict[str, Any]]) -> str:
-    """Return what the page has between its two marks. planned: figures of each line of LINES."""
+    """Return what the page has between its two marks. planned: figures of each line of LINES.
+
+    Raises AssertionError if the cards do not all need as much outside of torch.
+    """
     outside = {format_bytes(figures["outside"]) for figures in planned}
     assert len(outside) == 1, outside
     rows = "\n".join(
@@ -136,9 +146,7 @@ def format_table(planned: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Plan every line and write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="Plan models with streamed layers on small cards.")
     parser.add_argument("--output", type=Path, required=True, help="docs/small_cards.md")
     output = parser.parse_args().output
     table = format_table([call_in_fork(plan_line, line) for line in LINES])

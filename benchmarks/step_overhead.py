@@ -2,10 +2,9 @@
 
     python -m benchmarks.step_overhead --output docs/measurements/step_overhead.md
 
-Bare: forward, backward, torch's clipping and AdamW on a copy of the model, nothing else. The
-recipe's side also takes its batches from the data order, sets the learning rate, writes
-metrics.jsonl and looks for signals. Losses and norms of both stand in the report: they do the same
-work. Run it on a machine that does nothing else.
+Bare: forward, backward, torch's clipping and AdamW on a copy of the model. The recipe's side also
+takes its batches from the data order, writes metrics.jsonl and looks for signals. That both do the
+same work is shown by their losses and norms. Run it on a machine that does nothing else.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from recipe_lib.training.training_data import prepare_data
 from tests.recipes.runs import get_recipe_class, import_recipe_module
 
 ROOT = Path(__file__).parent.parent
-MODEL = {
+MODEL = {  # a config.json; 15 M parameters
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_act": "silu",
@@ -47,7 +46,7 @@ MODEL = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
-ROWS = 8  # of a batch
+ROWS = 8  # packed sequences of a batch
 WARM_UP = 5  # steps that are not counted
 
 TEXT = """# What a recipe's step costs beside the bare model
@@ -68,7 +67,7 @@ middle and the last step.
 def main() -> None:
     """Run both sides and write the page."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Measure what a recipe's step costs beside the bare model."
     )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
@@ -107,8 +106,8 @@ def main() -> None:
 
 
 def format_first_middle_last(values: list[float]) -> str:
-    """Return the first, the middle and the last value."""
-    return ", ".join(f"{values[at]:.6f}" for at in (0, len(values) // 2, -1))
+    """Return the first, the middle and the last value, as text."""
+    return ", ".join(f"{values[index]:.6f}" for index in (0, len(values) // 2, -1))
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,11 @@ class TimedStep:
 
 
 def run_both(folder: Path, steps: int) -> tuple[list[tuple[TimedStep, TimedStep]], int]:
-    """Run both sides; return (bare, recipe) for each step, and the number of parameters."""
+    """Run both sides in turn on the same batches.
+
+    Returns (bare, recipe) for each step, the first included, and the number of parameters. folder:
+    for everything that the run writes.
+    """
     cfg = build_config(folder, steps)
     prepare_data(cfg)
     timed = []
@@ -131,7 +134,7 @@ def run_both(folder: Path, steps: int) -> tuple[list[tuple[TimedStep, TimedStep]
         recipe.setup_model()
         recipe.load_weights()
         recipe.setup_optimizer()
-        model = copy.deepcopy(recipe.model)
+        model = copy.deepcopy(recipe.model)  # the same weights, trained apart
         optimizer = torch.optim.AdamW(
             model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
@@ -156,16 +159,17 @@ def run_both(folder: Path, steps: int) -> tuple[list[tuple[TimedStep, TimedStep]
                 training.set_learning_rate(recipe.optimizer, lr)
                 step = recipe.train_step(batches)
                 loop.finish(step, batches, learning_rate=lr, validate=recipe.validate)
+                # The batches of both sides were taken before the bare step: the recipe's cost.
                 seconds = time.perf_counter() - began + data_seconds
-                own = TimedStep(seconds, float(step.loss), float(step.grad_norm))
-                timed.append((bare, own))
+                recipe_step = TimedStep(seconds, float(step.loss), float(step.grad_norm))
+                timed.append((bare, recipe_step))
     return timed, sum(parameter.numel() for parameter in model.parameters())
 
 
 def run_bare_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: StepBatches, cfg: Any, lr: float
 ) -> TimedStep:
-    """Run a step without anything of ours but the model."""
+    """Run a step without anything of ours but model and loss. batches: one micro-batch."""
     began = time.perf_counter()
     optimizer.param_groups[0]["lr"] = lr
     (batch,) = batches.micro_batches
@@ -182,9 +186,9 @@ def run_bare_step(
 
 
 def build_config(folder: Path, steps: int) -> Any:
-    """Return the config of the demo's rows, packed, for a model of 15 M parameters.
+    """Return the config of the demo's rows, packed, for the model MODEL.
 
-    Everything is written into the folder.
+    folder: where model.json is written now, and everything else by the run.
     """
     (folder / "model.json").write_text(json.dumps(MODEL))
     overrides = [

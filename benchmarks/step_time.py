@@ -1,6 +1,9 @@
-"""Plan where a step's time goes, for 8B on four cards, with and without fused kernels.
+"""Plan where a step's time goes, for an 8B on four kinds of GPUs, with and without fused kernels.
 
-python -m benchmarks.step_time --output docs/measurements/step_time.md
+    python -m benchmarks.step_time --output docs/measurements/step_time.md
+
+A case is a method, a micro-batch's tokens and a card. Its operators are traced on the simulated
+device, and timed for each card by the rates of its data sheet. No GPU is needed.
 """
 
 import argparse
@@ -26,24 +29,25 @@ from recipe_lib.plan.tracing.trace import Trace
 from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.plan.apart import build_settings, call_in_fork
 
-# Method -> config, ranks.
+# Method -> (shipped config, ranks).
 METHODS = {
     "full": ("llama3/8B_full", 4),
     "LoRA": ("llama3/8B_lora", 1),
     "QLoRA": ("llama3/8B_qlora", 1),
 }
 ROW = 2048  # tokens of a sequence
-TOKENS = (2048, 8192)  # of a micro-batch
+TOKENS = (2048, 8192)  # of a micro-batch: one sequence, and four
 OVERRIDES = (
     "data.source=examples/demo/train.jsonl",
     f"max_seq_len={ROW}",
     "gradient_accumulation_steps=1",
 )
-CARDS = ("rtx3090", "rtx4090", "a100-80gb", "h100")
+CARDS = ("rtx3090", "rtx4090", "a100-80gb", "h100")  # as `tune plan --device` takes them
+# Name in the table -> override: chains of small operators, one kernel each or fused.
 FUSED = {"one by one": "fused_kernels=false", "fused": "fused_kernels=true"}
-SHARE = 0.03  # of a step's kernels, from which a module's memory-bound ones are listed
-AIM = 1.25  # of the time of all kernels over that of matmuls and attention
-# Why what is left above SHARE is as it is: module, method ("": any), reason.
+SHARE = 0.03  # of the seconds of a step's kernels: modules with less are not listed
+AIM = 1.25  # largest time of all kernels over that of matmuls and attention
+# (module, method or "" for any, why its memory-bound kernels take more than SHARE).
 _NF4_REASON = (
     "the weight's numbers of 4 bits, forward, again and backward, a kernel each; the adapter's part"
     " is added to each result"
@@ -91,7 +95,7 @@ By module, with fused kernels, those of {share:.0%} of a card's kernels or more;
 
 
 def trace_method(method: str, *overrides: str, tokens: int = ROW) -> Trace:
-    """Return the trace of a method's first rank. tokens: of a micro-batch."""
+    """Trace a method's first rank. tokens: of a micro-batch, a multiple of ROW."""
     config, ranks = METHODS[method]
     recipe, cfg, settings = build_settings(
         config, ranks, *OVERRIDES, f"batch_size={tokens // ROW}", *overrides
@@ -100,7 +104,7 @@ def trace_method(method: str, *overrides: str, tokens: int = ROW) -> Trace:
 
 
 def measure_rows(method: str, tokens: int) -> tuple[list[str], list[str], list[str]]:
-    """Plan a method; return the lines of both tables, and the cases beyond the aim."""
+    """Plan a method on all cards; return the lines of both tables, and the cases beyond AIM."""
     traces = {
         name: trace_method(method, override, tokens=tokens) for name, override in FUSED.items()
     }
@@ -123,10 +127,12 @@ def measure_rows(method: str, tokens: int) -> tuple[list[str], list[str], list[s
 
 
 def _sum_kernels(times: dict[str, float]) -> float:
-    return sum(times[kind] for kind in KINDS[:3])
+    """Return the seconds of all kernels. times: seconds by kind."""
+    return sum(times[kind] for kind in KINDS[:3])  # matmuls, attention, memory-bound
 
 
 def _sum_useful(times: dict[str, float]) -> float:
+    """Return the seconds of matmuls and attention. times: seconds by kind."""
     return times[MATMULS] + times[ATTENTION]
 
 
@@ -134,6 +140,7 @@ def _build_kinds(trace: Trace, hardware: Hardware) -> list[str]:
     """Return the cells of the table by kind: seconds of each, and of the whole step."""
     times = sum_time_by_kind(trace, STEADY, hardware)
     timing = schedule(trace, STEADY, hardware)
+    # Seconds in which a collective or a copy runs and no kernel, and in which nothing runs.
     exposed = timing.exposed + timing.copies_exposed
     idle = timing.step - timing.compute - timing.exposed - timing.copies_exposed
     return [
@@ -154,6 +161,7 @@ def _build_modules(trace: Trace, hardware: Hardware, method: str) -> list[list[s
     seconds: Counter[str] = Counter()
     for op in trace.iterate_ops(STEADY):
         if classify_op(op) == MEMORY_BOUND:
+            # All layers are one module, `model.layers.*`; "" is outside of any, such as the loss.
             module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", op.module) or f"({op.part})"
             counts[module] += op.repeats
             seconds[module] += op.repeats * compute_op_seconds(op, hardware)
@@ -171,6 +179,7 @@ def _build_modules(trace: Trace, hardware: Hardware, method: str) -> list[list[s
 
 
 def _find_reason(module: str, method: str) -> str:
+    """Return the reason of REASONS for a module; empty if it has none."""
     for reason_module, reason_method, reason in REASONS:
         if module == reason_module and reason_method in ("", method):
             return reason
@@ -179,9 +188,7 @@ def _find_reason(module: str, method: str) -> str:
 
 def main() -> None:
     """Print the tables' lines as they come, and write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="Plan where a step's time goes, for an 8B.")
     parser.add_argument("--output", type=Path, required=True)
     output = parser.parse_args().output
     heads = [

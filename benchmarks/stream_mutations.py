@@ -1,6 +1,9 @@
-"""Take out every wait between streams by its line, and show what `--check-streams` then says.
+"""Take out every wait between streams, line by line, and show what `--check-streams` then reports.
 
-python -m benchmarks.stream_mutations --output docs/measurements/stream_checks.md
+    python -m benchmarks.stream_mutations --output docs/measurements/stream_checks.md
+
+A case (of tests/plan/streams/mutations.py) is a simulated run. It is checked as it is, and once for
+each line of code, ours or torch's, that makes a stream or the host wait, without that line's waits.
 """
 
 import argparse
@@ -29,7 +32,7 @@ line that is found in none is needless there: what it waits for is waited for by
 
 {lines}
 """
-# Lines that wait needlessly, and why.
+# Code of a line that waits needlessly -> why.
 REASONS = {
     "self._comm_ctx.all_gather_stream.wait_stream(current_stream)": (
         "each gather waits for its copy-in's stream"
@@ -51,7 +54,7 @@ REASONS = {
 def main() -> None:
     """Print the runs as they are checked, and write the page."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Take out waits between streams, and show what `--check-streams` then reports."
     )
     parser.add_argument("--output", type=Path, required=True)
     output = parser.parse_args().output
@@ -59,8 +62,9 @@ def main() -> None:
         "| run | command | ranks | reported as shipped | lines that wait |",
         "|---|---|---:|---:|---:|",
     ]
-    detected: dict[Line, list[bool]] = defaultdict(list)  # in each run that the line waits in
-    first_faults: dict[Line, str] = {}
+    # By line, for each run in which it waits: the check reports something without it.
+    detected: dict[Line, list[bool]] = defaultdict(list)
+    first_faults: dict[Line, str] = {}  # by line, the first report
     for name, case in CASES.items():
         checker, waits = check(name)
         command = " ".join((case.config, *case.overrides))
@@ -86,7 +90,7 @@ def main() -> None:
 
 
 def _order_lines(line: Line) -> tuple[bool, str]:
-    """Return the key by which lines are sorted: ours first, then by file and number."""
+    """Return the key by which lines are sorted: ours before torch's, then by their text."""
     text = format_line(line)
     return not text.startswith("recipe_lib"), text
 

@@ -1,9 +1,9 @@
-"""Stream NF4 codes from the host to the device one layer ahead, as Loggetta's runs do.
+"""Imitate how Loggetta's runs stream NF4 codes from the host to the device, for the planner.
 
-Used by peer_stacks.py. From experts4bit-qlora 0.58.1 (engines/dense_offload.py), on which Loggetta
-0.7 builds: the layer in use is on the device, and the one after it, in backward the one before; the
-copy is on a stream of its own, and `record_stream` says of each tensor that layers compute with it,
-so that its memory is held until the device has come that far.
+`peer_stacks.py` makes `StreamedCodes`, which registers hooks at the layers. Codes are the 4-bit
+numbers of a layer's weights, two a byte. The layer in use is on the device and the next one, copied
+ahead on a stream of its own. After experts4bit-qlora 0.58.1 (engines/dense_offload.py), on which
+Loggetta 0.7 builds.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,19 @@ from torch import Tensor, nn
 
 
 class StreamedCodes:
-    """The codes of layers, which are on the host from here on."""
+    """Brings each layer's codes to the device before it runs, and gives up those behind it."""
 
     def __init__(self, layers: Sequence[nn.Module], modules: Sequence[Sequence[Any]]) -> None:
-        """Begin to stream. modules: of each layer, those with `codes` for a weight of `shape`."""
+        """Begin to stream.
+
+        modules: of each layer, its modules that have `codes` for a weight of `shape`.
+        """
         self._modules = modules
         self._device = torch.get_device_module(modules[0][0].codes.device.type)
-        self._nothing = modules[0][0].codes.new_empty(0)
+        self._nothing = modules[0][0].codes.new_empty(0)  # what codes on the host look like here
         self._copying = self._device.Stream()
         self._in_use: set[int] = set()  # layers whose codes are on the device
-        # By layer: its codes, and the event after their copies.
+        # By layer: codes that are copied ahead, and the event after the copies.
         self._ahead: dict[int, tuple[list[Tensor], Any]] = {}
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, number=number: self._bring_layer(number))
@@ -32,9 +35,9 @@ class StreamedCodes:
             )
 
     def _bring_layer(self, number: int) -> None:
-        """Bring a layer's codes to the device, and begin with the next one's.
+        """Bring a layer's codes to the device, and begin to copy the next one's.
 
-        Called before its forward, its recomputation and its backward.
+        Called before the layer's forward, its recomputation and its backward.
         """
         if number in self._ahead:
             codes, copied = self._ahead.pop(number)
@@ -42,6 +45,7 @@ class StreamedCodes:
             self._bind(number, codes)
         elif number not in self._in_use:
             self._bind(number, self._copy(number))
+        # Of the others only the next layer's stay, as where forward turns around into backward.
         following = self._find_following(number)
         for past in self._in_use - {number, following}:
             for module in self._modules[past]:
@@ -61,19 +65,23 @@ class StreamedCodes:
         Forward turns around at the last layer, backward at the first.
         """
         last = len(self._modules) - 1
+        # -1 outside of autograd's engine. Recomputation runs in it, and counts as backward.
         is_backward = torch._C._current_graph_task_id() != -1
         if is_backward:
             return number - 1 if number else 1
         return number + 1 if number < last else last - 1
 
     def _copy(self, number: int) -> list[Tensor]:
+        """Allocate a layer's codes, two a byte, as a copy from the host does."""
         return [
             self._nothing.new_empty(-(-module.shape.numel() // 2))
             for module in self._modules[number]
         ]
 
     def _bind(self, number: int, codes: list[Tensor]) -> None:
+        """Give a layer's modules their codes."""
         for module, tensor in zip(self._modules[number], codes, strict=True):
+            # Allocated on the copying stream: the memory is held until the computing one is done.
             tensor.record_stream(self._device.current_stream())
             module.codes = tensor
         self._in_use.add(number)

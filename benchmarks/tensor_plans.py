@@ -2,9 +2,9 @@
 
     python -m benchmarks.tensor_plans --output docs/measurements/tensor_plans.md
 
-Needs no GPU, no weights and no network. Every architecture is built tiny from its own config class,
-planned from one forward on the meta device, and certified on the CPU with random weights; one that
-hangs is given up after --seconds.
+A plan says by which dimension each parameter is sharded; it is inferred from one forward of a tiny
+model on the meta device. It is certified if outputs and gradients of its ranks, run in threads on
+the CPU with random weights, are the whole model's. Needs no GPU, no weights and no network.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from recipe_lib.external.tensor_plan.transformers_models import (
 )
 
 COMMAND = "python -m benchmarks.tensor_plans --output docs/measurements/tensor_plans.md"
-SIZE = 2  # ranks
+SIZE = 2  # tensor-parallel ranks of a certified plan
 
 
 @dataclasses.dataclass
@@ -43,21 +43,24 @@ class Row:
     """A row of the table: the outcome for one architecture."""
 
     name: str  # its model type
-    outcome: str  # certified, rejected, refused, not built, not traced, no time
-    cut: float = 0.0  # share of the elements of matrices that ranks share
+    # certified; rejected: ranks give other results, or fail; refused: no axis that SIZE divides;
+    # not built: the model or its forward fails by itself; not traced: its forward cannot be
+    # followed; no time.
+    outcome: str
+    cut: float = 0.0  # share of the elements of matrices that are sharded
     tokens: float = 0.0  # share of activations of which a rank has its own tokens alone
-    axes: int = 0
-    boundaries: int = 0
-    rewrites: int = 0
-    agree: str = ""  # `12/12`: entries of transformers' own plan that ours has, of all
-    gradient: str = ""  # the largest relative error
-    note: str = ""
+    axes: int = 0  # of tensors, that ranks divide together, such as heads
+    boundaries: int = 0  # where a rank's forward sums, gathers or slices beyond the model's own
+    rewrites: int = 0  # integer attributes of modules, such as a number of heads, made a rank's
+    agree: str = ""  # `11/12`: entries of transformers' own plan that ours has, of all; empty: none
+    gradient: str = ""  # the largest relative error, or `failed`; empty: no plan ran
+    note: str = ""  # why it is not certified, or what a plan leaves whole
 
 
 def main(argv: list[str]) -> None:
-    """Write the page, and print a line on each architecture as it goes."""
+    """Examine all architectures, print a line on each, and write the page after each."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Infer and certify tensor-parallel plans for transformers' language models."
     )
     parser.add_argument("--output", type=Path, required=True, help="the page to write")
     parser.add_argument("--only", default="", help="model types that match this regular expression")
@@ -86,12 +89,15 @@ def list_model_types() -> list[str]:
 
 
 def _examine_in_time(name: str, seconds: float) -> Row:
-    """Examine one architecture in a process of its own, so that a crash or a hang is a row, too."""
+    """Examine one architecture in a process of its own, so that a crash or a hang is a row, too.
+
+    seconds: after which it is killed.
+    """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=_send_row, args=(theirs, name))
     process.start()
-    theirs.close()
+    theirs.close()  # else a crash of the process would not end the pipe
     try:
         if not ours.poll(seconds):
             process.kill()
@@ -105,15 +111,18 @@ def _examine_in_time(name: str, seconds: float) -> Row:
 
 
 def _send_row(pipe: Connection, name: str) -> None:
+    """Examine an architecture in the process that was started for it, and send its row."""
     warnings.simplefilter("ignore")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # standard error, for warnings of C++ as well
+    # Standard error is closed by its descriptor, so that warnings of C++ are not printed either.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     pipe.send(examine(name))
 
 
 def examine(name: str) -> Row:
     """Build, plan and certify one architecture.
 
-    Without shared tokens if a plan with them is rejected.
+    A plan in which ranks share tokens (sequence parallel) is tried first. If it is rejected, and
+    one without passes or is refused, that one's row is returned.
     """
     row = _examine_plan(name, tokens=True)
     if row.outcome == "rejected" and row.tokens:
@@ -125,7 +134,7 @@ def examine(name: str) -> Row:
 
 
 def _examine_plan(name: str, tokens: bool) -> Row:
-    """Build, plan and certify one architecture. tokens: may ranks share tokens?"""
+    """Build, plan and certify one architecture. tokens: ranks may share tokens."""
     from transformers import AutoConfig
 
     try:
@@ -134,11 +143,12 @@ def _examine_plan(name: str, tokens: bool) -> Row:
     except Exception as error:  # noqa: BLE001  (any config may fail in any way)
         return Row(name, "not built", note=_format_line(error))
     try:
+        # mask: the form of attention mask with which the forward could be traced.
         plan, mask = infer_plan_and_mask(config, tokens=tokens)
-        randomize(model)
+        randomize(model)  # zero biases and unit scales would hide a wrong cut
         inputs = build_example_inputs(config, device="cpu", mask=mask)
         with torch.no_grad():
-            model(**inputs)
+            model(**inputs)  # one that fails by itself says nothing about the plan
     except UserError as error:
         return Row(name, "not traced", note=_format_line(error))
     except Exception as error:  # noqa: BLE001  (see above)
@@ -153,6 +163,7 @@ def _examine_plan(name: str, tokens: bool) -> Row:
         rewrites=len(plan.rewrites),
         agree=compare_plans(model, plan),
     )
+    # A plan that divides embedding and head alone is called refused.
     hidden_axes = [axis for axis in plan.axes if not axis.vocabulary]
     if not hidden_axes or SIZE not in plan.legal_sizes:
         row.outcome = "refused"
@@ -171,7 +182,7 @@ def _examine_plan(name: str, tokens: bool) -> Row:
 
 
 def _certify(row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dict[str, Any]) -> Row:
-    """Run the ranks of a plan, and fill in what comes of it."""
+    """Run the ranks of a plan, fill outcome, gradient and note into the row, and return it."""
     row.outcome = "certified"
     row.note = plan.refused[0] if plan.refused else ""
     try:
@@ -183,7 +194,7 @@ def _certify(row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dict[
         return row
     worst = max(errors, key=lambda name: errors[name])
     row.gradient = f"{errors[worst]:.0e}"
-    if not errors[worst] <= WRONG:  # or it is not a number
+    if not errors[worst] <= WRONG:  # written so, it is true of NaN, too
         row.outcome = "rejected"
         row.note = f"{worst}, or its gradient, is not the whole model's"
         if math.isnan(errors[worst]):
@@ -194,9 +205,9 @@ def _certify(row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dict[
 def measure_errors(
     model: torch.nn.Module, plan: ShardingPlan, inputs: dict[str, Any]
 ) -> dict[str, float]:
-    """Return the errors of outputs and gradients, by name.
+    """Return the relative errors of outputs and gradients, by name.
 
-    In float64, or in float32 where a forward is not written for more.
+    In float64, or in float32 if that raises: some forwards are written for no other.
     """
     try:
         return measure_rank_errors(model.double(), plan=plan, size=SIZE, inputs=inputs)
@@ -205,22 +216,22 @@ def measure_errors(
 
 
 def compute_cut_share(plan: ShardingPlan) -> float:
-    """Return the share of the elements of matrices that ranks share."""
+    """Return the share of the elements of matrices that are sharded."""
     total = 0
     cut = 0
     for parameter in plan.parameters:
         if len(parameter.shape) > 1:
             size = torch.Size(parameter.shape).numel()
             total += size
-            if parameter.dim >= 0:
+            if parameter.dim >= 0:  # -1: every rank has all of it
                 cut += size
     return cut / max(total, 1)
 
 
 def compare_plans(model: torch.nn.Module, plan: ShardingPlan) -> str:
-    """Return `11/12`: of 12 column and row entries of transformers' own plan ours has 11.
+    """Compare with transformers' own plan for column- and row-parallel matrices.
 
-    Empty if it has no such entries.
+    Returns `11/12` if ours shards 11 of the 12 that theirs has; empty if theirs has none.
     """
     their_plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     num_entries = 0
@@ -235,7 +246,10 @@ def compare_plans(model: torch.nn.Module, plan: ShardingPlan) -> str:
 
 
 def find_style(their_plan: dict[str, str], name: str) -> str:
-    """Return what transformers' plan says of a parameter; empty for nothing."""
+    """Return the style, such as `colwise`, of a parameter in transformers' plan; empty: none.
+
+    their_plan: style by a pattern of module names, in which `*` stands for a layer's number.
+    """
     for pattern, style in their_plan.items():
         expression = re.escape(pattern).replace(r"\\*", r"\\d+").replace(r"\*", r"\d+")
         if re.fullmatch(rf"(.*\.)?{expression}(\.weight)?", name):
@@ -244,11 +258,12 @@ def find_style(their_plan: dict[str, str], name: str) -> str:
 
 
 def _format_line(error: Exception) -> str:
+    """Return an error's type and the first line of its text."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def build_page(rows: list[Row], seconds: float) -> str:
-    """Return the page. seconds: that all rows took."""
+    """Return the page of the rows so far. seconds: that they took."""
     import transformers
 
     counts = Counter(row.outcome for row in rows)  # in the order of the first of each
@@ -283,6 +298,7 @@ def build_page(rows: list[Row], seconds: float) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in rows:
+        # `|` and backticks would break the table; folders of this machine are cut from paths.
         note = re.sub(r"/\S*/", "", row.note.replace("|", "/").replace("`", ""))
         note = note if len(note) <= 160 else note[:160] + " ..."
         cells = [

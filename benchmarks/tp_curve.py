@@ -1,10 +1,8 @@
-"""Train a small Llama on one process and on four gloo ranks, and return its losses.
+"""Train a small Llama on one process and on tensor-parallel gloo ranks, and return its losses.
 
-Used by tp_trace.py and tests/parallel/test_tensor_curve.py.
-
-The model and its settings are those of nanotron's check (tied embedding, as many key heads as query
-heads, AdamW with betas 0.9 and 0.95, clipping at 1, two micro-batches a step, a warm-up of two
-steps and a cosine), with smaller numbers.
+`tp_trace.py` and tests/parallel/test_tensor_curve.py call `train_losses`. Model and settings are
+those of nanotron's check of its #203 (tied embedding, as many key heads as query heads, AdamW,
+clipping at 1, warm-up and cosine), with smaller numbers.
 """
 
 import math
@@ -24,17 +22,16 @@ from recipe_lib.parallel import all_reduce_gradients, materialize, parallelize, 
 from recipe_lib.training import clip_grad_norm
 from tests.distributed.ranks import run_ranks
 
-RANKS = 4
+RANKS = 4  # tensor-parallel
 STEPS = 100
-MICRO_BATCHES = 2
-# of a micro-batch
-ROWS = 1
-LENGTH = 512
+MICRO_BATCHES = 2  # a step
+ROWS = 1  # sequences of a micro-batch
+LENGTH = 512  # tokens of a sequence
 BYTES = 256  # the vocabulary: a token is a byte
-RATE = 1e-3
-LEAST_RATE = 1e-5
+RATE = 1e-3  # the learning rate after the warm-up
+LEAST_RATE = 1e-5  # where the cosine ends
 WARM_UP = 2  # steps
-STORIES = "datasets/tinystories/tinystories_train_head.txt"
+STORIES = "datasets/tinystories/tinystories_train_head.txt"  # in the folder of REALDATA_DIR
 SPEC = build_spec(
     {
         "architectures": ["LlamaForCausalLM"],
@@ -56,39 +53,48 @@ SPEC = build_spec(
 
 
 def read_stories() -> Tensor:
-    """Return the bytes of real stories, in rows `[n, LENGTH + 1]`."""
+    """Return the bytes of real stories as int64 `[n, LENGTH + 1]`."""
     return split_into_rows(find_real_data(STORIES).read_bytes())
 
 
 def split_into_rows(text: bytes) -> Tensor:
-    """Return the bytes in rows `[n, LENGTH + 1]`; what is left over at the end is left out."""
+    """Return the bytes as int64 `[n, LENGTH + 1]`, without an incomplete row at the end.
+
+    A row has one token more than a sequence, since labels are shifted.
+    """
     count = len(text) // (LENGTH + 1)
     return torch.tensor(list(text[: count * (LENGTH + 1)])).view(count, LENGTH + 1)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Settings of a run: where gathered tokens lie, and whether they are gathered again."""
+    """Settings of a run: where gathered tokens lie, and whether backward gathers them again."""
 
     regather: str = "true"  # the value of `parallel.tensor_regather_in_backward`
-    one_buffer: bool = False  # do all gathered tokens lie in the same memory, whoever needs them?
+    one_buffer: bool = False  # all gathers write to the same memory
 
 
+# A fault: backward reads gathered tokens from the buffer, where a later gather has written.
 WRONG = Run("false", one_buffer=True)
 
 
 def train_losses(
     rows: Tensor, steps: int, ranks: int, runs: Sequence[Run] = (Run(),)
 ) -> list[list[float]]:
-    """Return the mean loss of each step of each run, in fp32. rows: `[n, s + 1]`."""
+    """Train by each run in turn; return for each the mean loss of every step, in fp32.
+
+    rows: int64 `[n, s + 1]`, taken in order and again from the first. ranks: tensor-parallel.
+    """
     return run_ranks(_train_each, ranks, rows, steps, ranks, runs, timeout=1200.0)[0]  # type: ignore[no-any-return]
 
 
 def _train_each(rows: Tensor, steps: int, ranks: int, runs: Sequence[Run]) -> list[list[float]]:
+    """Train by each run on this rank."""
     return [_train(rows, steps=steps, ranks=ranks, run=run) for run in runs]
 
 
 def _train(rows: Tensor, steps: int, ranks: int, run: Run) -> list[float]:
+    """Train by a run on this rank; return the mean loss of every step."""
     cfg = FullFinetuneConfig(device="cpu", dtype="fp32")
     cfg.parallel = ParallelConfig(tensor=ranks, tensor_regather_in_backward=run.regather)
     with start_world(cfg) as world, share_one_buffer() if run.one_buffer else nullcontext():
@@ -127,6 +133,7 @@ def _train(rows: Tensor, steps: int, ranks: int, run: Run) -> list[float]:
 
 
 def _compute_rate(step: int, steps: int) -> float:
+    """Return the learning rate of a step, counted from 0: a linear warm-up, then a cosine."""
     if step < WARM_UP:
         return RATE * (step + 1) / WARM_UP
     done = (step - WARM_UP) / max(1, steps - WARM_UP)
@@ -134,5 +141,5 @@ def _compute_rate(step: int, steps: int) -> float:
 
 
 def find_largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest relative difference of two curves."""
+    """Return the largest difference of two curves, relative to the expected one."""
     return max(abs(loss - right) / abs(right) for loss, right in zip(losses, expected, strict=True))

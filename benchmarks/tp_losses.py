@@ -3,10 +3,8 @@
     python -m benchmarks.tp_losses --output docs/measurements/tp_losses.md
 
 Each row is two runs of `tune run` with model.implementation=transformers on the CPU, from the same
-start, on the same sequences: with one process, and with parallel.tensor=4, by the plan that is
-inferred. The folder that REALDATA_DIR names has stories260K-hf, real weights (Llama, 260,032
-parameters); another model has SmolLM2 1.7B's shape at an eighth of its width, and random weights, a
-third is of GPT-2's class.
+weights on the same sequences: on one process, and with parallel.tensor=4, where the plan of how
+each parameter is sharded is inferred. REALDATA_DIR names a folder with stories260K-hf.
 """
 
 import argparse
@@ -26,8 +24,9 @@ from benchmarks.realdata import find_real_data
 
 ROOT = Path(__file__).parent.parent
 STEPS = 100
-RANKS = 4
-# SmolLM2-1.7B has width 2048, 32 heads of 64, an MLP of 8192, 24 layers, 49,152 tokens; tied.
+RANKS = 4  # tensor-parallel
+# SmolLM2-1.7B at an eighth of its width, with fewer layers and tokens. It has width 2048, 32 heads
+# of 64, an MLP of 8192, 24 layers, 49,152 tokens; tied.
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -44,7 +43,7 @@ SMOLLM2 = {
     "rope_theta": 130000.0,
     "tie_word_embeddings": True,
 }
-# A class that computes in the type of its weights throughout.
+# GPT-2's class computes in the dtype of its weights throughout; Llama's norms are always in fp32.
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"],
     "model_type": "gpt2",
@@ -60,8 +59,8 @@ GPT2 = {
     "eos_token_id": 1,
 }
 REAL = "stories260K, real weights"
-REAL_FOLDER = "stories260K-hf"  # of the folder that REALDATA_DIR names
-MODELS = {  # by name in the table: a config of transformers; None: the real weights
+REAL_FOLDER = "stories260K-hf"  # in the folder that REALDATA_DIR names; 260,032 parameters
+MODELS = {  # by name in the table: a config.json, with random weights; None: the real weights
     REAL: None,
     "SmolLM2's shape, random weights": SMOLLM2,
     "GPT-2's class, random weights": GPT2,
@@ -90,7 +89,11 @@ there decides on 6e-8. GPT-2's class does not.
 def run_training(
     folder: Path, model: str, dtype: str, tensor: int, steps: int
 ) -> list[tuple[float, float]]:
-    """Train with so many tensor-parallel ranks; return (loss, gradient norm) of every step."""
+    """Train with so many tensor-parallel ranks; return (loss, gradient norm) of every step.
+
+    folder: for everything that is written. model: a key of MODELS. Raises CalledProcessError if the
+    run fails.
+    """
     output = folder / f"{dtype}-{tensor}"
     if model == REAL:
         weights = find_real_data(REAL_FOLDER)
@@ -120,7 +123,7 @@ def run_training(
 
 
 def find_largest_difference(values: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest relative difference of two series."""
+    """Return the largest difference of two series, relative to the expected one."""
     return max(
         abs(value - right) / abs(right) for value, right in zip(values, expected, strict=True)
     )

@@ -2,9 +2,10 @@
 
     python benchmarks/tp_memory.py --output docs/measurements/tp_memory.md
 
-Layers of real widths run forward and backward as rank 0 of t on the simulated device: the code is
-the same, tensors have sizes and no bytes. Ours is also run without what it does beyond gathering
-twice, to show what each part gives.
+Layers of real widths run as rank 0 of t on the simulated device, whose tensors have sizes and no
+bytes. A variant is torch's DTensor styles, or our layer with some of its savings taken away.
+tests/parallel/test_tensor_memory.py measures other models here; `tp_ways.py` imports
+`build_stock_layer`.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(REPOSITORY))  # for imports of `benchmarks` and `tests`, run as a file
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -46,19 +47,19 @@ from recipe_lib.plan.simulated_world.simulated_ranks import (  # noqa: E402
 )
 from recipe_lib.units import MIB  # noqa: E402
 
-TOKENS = 8192
-LAYERS = 4
-# Bytes: the seed and the offset that the kernel of attention hands on, used or not.
+TOKENS = 8192  # of a sequence
+LAYERS = 4  # that are run, of each model
+# Bytes: seed and offset, which attention's kernel saves for backward even without dropout.
 RANDOM_STATE = 24
-MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B")
-SIZES = (2, 4, 8)
-# Variants of a layer, as the page names them.
+MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B")  # presets; the last norms its heads
+SIZES = (2, 4, 8)  # t, tensor-parallel ranks
+# Variants of a layer, as the page names them. Each keeps less than the one before.
 STOCK = "DTensor styles"
-CACHED = "gathered once"
-TWICE = "gathered again"
-FUSED = "+ product"
-OURS = "+ norm (ours)"
-AUTO = "auto"  # ours, as `parallel.tensor_regather_in_backward: auto` has it
+CACHED = "gathered once"  # our layer, the gathered tokens and the MLP's product kept
+TWICE = "gathered again"  # the norm's output is kept, and gathered again in backward
+FUSED = "+ product"  # the product of gate and up is made again, too
+OURS = "+ norm (ours)"  # the norm's output is made again, too
+AUTO = "auto"  # ours, with `parallel.tensor_regather_in_backward: auto`
 VARIANTS = (STOCK, CACHED, TWICE, FUSED, OURS)
 
 
@@ -66,12 +67,13 @@ VARIANTS = (STOCK, CACHED, TWICE, FUSED, OURS)
 class MeasuredMemory:
     """Memory and collectives of rank 0."""
 
-    kept: int  # bytes of one layer when backward begins
-    peak: int  # bytes over all layers
-    collectives: dict[tuple[str, str], int]  # of a layer, by (`forward` or `backward`, operator)
+    kept: int  # bytes that one layer keeps for backward
+    peak: int  # bytes alive at once, of all layers; parameters are not counted
+    # How often a layer runs each, by (`forward` or `backward`, operator).
+    collectives: dict[tuple[str, str], int]
 
     def count(self, part: str) -> int:
-        """Count the collectives of a layer in forward or backward."""
+        """Count the collectives of a layer. part: `forward` or `backward`."""
         return sum(
             count for (operator_part, _), count in self.collectives.items() if operator_part == part
         )
@@ -84,9 +86,10 @@ def build_spec_of_layers(name: str, layers: int = LAYERS) -> DecoderSpec:
 
 
 def build_stock_layer(layer: nn.Module, world: World) -> nn.Module:
-    """Put a layer under torch's styles: sequence-parallel norms, one gather for a group of linears.
+    """Shard a layer by torch's styles, and return it.
 
-    A group are query, key and value, or gate and up.
+    Norms run on a rank's own tokens. These are gathered once for query, key and value, and once for
+    gate and up.
     """
     split = PrepareModuleInput(
         input_layouts=(Shard(1), None, None, None),
@@ -110,10 +113,11 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.part = "forward"  # under which collectives are counted
-        self.peak = 0  # the most bytes alive
+        self.part = "forward"  # or `backward`: what collectives are counted for; set from outside
+        self.peak = 0  # the most bytes alive at once
         self.collectives: Counter[tuple[str, str]] = Counter()  # by (part, operator)
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage: itself and its bytes
+        # By the storage's address: a weak reference to it, and its bytes.
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
         self,
@@ -122,40 +126,44 @@ class Tracker(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Run an operator and note the storages that it has made."""
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor then calls the operator with the ranks' local tensors
+            return NotImplemented  # DTensor then calls the operator with this rank's local tensors
         inputs = {tensor.untyped_storage()._cdata for tensor in _list_tensors((args, kwargs))}
         result = operator(*args, **(kwargs or {}))
         if operator.namespace == "_c10d_functional" and operator._opname != "wait_tensor":
             self.collectives[self.part, operator._opname] += 1
         for output in _list_tensors(result):
             storage = output.untyped_storage()
-            if storage._cdata not in inputs:  # else a view of an input, or it in place
+            if storage._cdata not in inputs:  # else a view of an input, or changed in place
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, self.measure_alive())
         return result
 
     def measure_alive(self) -> int:
-        """Return the bytes of the storages that are there now."""
+        """Return the bytes of the storages that are alive."""
         self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
         return sum(size for _, size in self._alive.values())
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested arguments or results."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @contextmanager
 def measure_kept_storages(parameters: list[Tensor]) -> Iterator[dict[int, int]]:
-    """Yield the bytes of each storage that the graph made in the block keeps, by its address.
+    """Yield a dict that gets the bytes of each storage saved for backward, by its address.
 
-    parameters: tensors whose storages are not counted.
+    It is filled while operators run in the block. parameters: tensors whose storages are not
+    counted.
     """
     ignored = {_get_local(parameter).untyped_storage()._cdata for parameter in parameters}
     kept: dict[int, int] = {}
-    storages = []  # kept alive, so that no address is used twice
+    storages = []  # kept alive, since the address of a freed one may be used again
 
     def note_saved(saved: Tensor) -> Tensor:
+        """Note a tensor that autograd saves, and let it save that tensor."""
         storage = _get_local(saved).untyped_storage()
         if storage._cdata not in ignored:
             kept[storage._cdata] = storage.nbytes()
@@ -167,13 +175,16 @@ def measure_kept_storages(parameters: list[Tensor]) -> Iterator[dict[int, int]]:
 
 
 def _get_local(maybe_shared: Tensor) -> Tensor:
-    """Return the rank's part of a DTensor; another tensor as it is."""
+    """Return the rank's part of a DTensor; a plain tensor as it is."""
     return maybe_shared._local_tensor if isinstance(maybe_shared, DTensor) else maybe_shared
 
 
 @contextmanager
 def change_layer(variant: str) -> Iterator[None]:
-    """Take from our layers, while entered, what a variant of them does not have."""
+    """Take from our layers, while entered, the savings that a variant does not have.
+
+    They are functions that `tensor_forwards` imports by name, so they are replaced there.
+    """
 
     def gather_normed(*args: Any, normed: Any = None, **kwargs: Any) -> list[Tensor]:
         """Gather without the norm, whose output is then kept instead of being made again."""
@@ -211,8 +222,10 @@ def measure_memory(
 ) -> MeasuredMemory:
     """Run the layers of `spec` forward and backward in bf16, and measure what rank 0 needs.
 
-    size: tensor-parallel ranks. change: what is done to the meta model first. Compiled layers are
-    measured without peak and collectives: torch compiles nothing while a tracker looks on.
+    size: tensor-parallel ranks. rows, length: sequences and their tokens. checkpointing: the value
+    of memory.activation_checkpointing. compiled: with torch.compile; `peak` is then 0 and
+    `collectives` is empty, since torch compiles nothing while a `Tracker` is entered. change: is
+    called with the meta model before it is sharded. Raises ValueError if the layers are not alike.
     """
     gather_again = {CACHED: "false", AUTO: "auto"}.get(variant, "true")
     parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=gather_again)
@@ -232,7 +245,7 @@ def measure_memory(
             mode=checkpointing,
             compiled=compiled,
         )
-        # Our layers take tokens in one dimension, torch's styles rows and tokens.
+        # Our layers take [tokens, d], torch's styles [rows, tokens, d].
         shape: tuple[int, ...] = (rows * length // size, spec.width)
         if variant == STOCK:
             shape = (rows, length // size, spec.width)
@@ -246,7 +259,7 @@ def measure_memory(
         tracker = Tracker()
         with nullcontext() if compiled else tracker:
             with measure_kept_storages([*model.parameters(), *cos_sin]) as kept:
-                out = hidden * 1
+                out = hidden * 1  # made in here, so that `peak` counts the first layer's input
                 for layer in model.model.layers:
                     out = layer(out, cos_sin, attention, None)
             tracker.part = "backward"
@@ -262,7 +275,10 @@ def measure_memory(
 
 
 def _compute_layer_share(total: int, spec: DecoderSpec) -> int:
-    """Return a layer's share of what all layers, which are alike, have together."""
+    """Return a layer's share of what all layers have together.
+
+    Raises ValueError if it is no whole number: the layers then do not have the same.
+    """
     if total % spec.num_layers:
         raise ValueError(
             f"{total} is no multiple of the {spec.num_layers} layers, which should be alike"
@@ -279,7 +295,10 @@ def _prepare_model(
     mode: str,
     compiled: bool,
 ) -> None:
-    """Shard the layers, checkpoint and compile them, and give the model its memory."""
+    """Shard the layers, checkpoint and compile them, and give the model its memory.
+
+    mode: the value of memory.activation_checkpointing.
+    """
     if variant != STOCK:
         shard_tensors(
             model,
@@ -292,7 +311,7 @@ def _prepare_model(
             build_stock_layer(layer, world)
     apply_activation_checkpointing(model, mode)
     if compiled:
-        torch._dynamo.reset()
+        torch._dynamo.reset()  # drop what was compiled for another variant
     if compiled and variant != STOCK:
         compile_layers(model, "aot_eager")
     elif compiled:
@@ -304,15 +323,17 @@ def _prepare_model(
 def compute_kept_bytes(
     spec: DecoderSpec, size: int, variant: str, *, tokens: int = TOKENS, compiled: bool = False
 ) -> int:
-    """Return by formula the bytes that a layer keeps in bf16. size: t, the tensor-parallel ranks.
+    """Compute the bytes that a layer keeps for backward in bf16.
 
-    Compiled, what is not an operator of ours keeps no output of its activation: of gate, product
-    and silu, two.
+    size: t, the tensor-parallel ranks. tokens: of the whole micro-batch. Compiled, an MLP that
+    keeps its product keeps one tensor less, since torch makes the activation of gate again.
     """
+    # Widths: of the model, of the MLP, of all query heads, of all key heads.
     h, f = spec.width, spec.mlp_width
     q, k = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     product = f if compiled else 2 * f
-    gathered_tokens = 2 * h * size
+    gathered_tokens = 2 * h * size  # for attention and for the MLP; whole on every rank
+    # Elements a token beyond those of OURS, times t.
     additional = {
         STOCK: gathered_tokens + product,
         CACHED: gathered_tokens + product,
@@ -321,7 +342,7 @@ def compute_kept_bytes(
         OURS: 0,
     }
     elements = 2 * h + 2 * q + 2 * k + 2 * f + additional[variant]
-    # In fp32: the log of each head's sums, and the root mean square of both norms.
+    # Attention's log-sum-exp of each head, and the inverse root mean square of both norms.
     fp32_elements = spec.num_heads + 2
     if spec.head_norms:
         elements += q + k  # queries and keys before their norms
@@ -370,7 +391,10 @@ full checkpointing, which keep what they gather in backward's second forward, as
 
 
 def build_page() -> str:
-    """Measure all models; ValueError where a layer keeps other bytes than the formula's."""
+    """Measure all models and return the page.
+
+    Raises ValueError if a layer does not keep the bytes of `compute_kept_bytes`.
+    """
     kept_rows = []
     peak_rows = []
     specs = {name: build_spec_of_layers(name) for name in MODELS}
@@ -420,11 +444,13 @@ def build_page() -> str:
 
 
 def _check_kept(case: str, kept: int, expected: int) -> None:
+    """Raise ValueError if a layer keeps other bytes than expected."""
     if kept != expected:
         raise ValueError(f"{case}: {kept} bytes kept, {expected} by formula")
 
 
 def _format_table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a table as Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -432,7 +458,7 @@ def _format_table(head: list[str], rows: list[list[str]]) -> str:
 def main() -> None:
     """Write the page, or print it."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Measure what decoder layers keep for backward under tensor parallel."
     )
     parser.add_argument("--output", type=Path, help="the page")
     arguments = parser.parse_args()

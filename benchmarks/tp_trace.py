@@ -2,9 +2,9 @@
 
     python -m benchmarks.tp_trace --output docs/measurements/tp_trace.md
 
-The large model is planned: rank 0 of 32 runs on the simulated device, whose tensors have sizes and
-no bytes; the small one is trained on four gloo processes. No GPU, and no time is measured. The
-folder that REALDATA_DIR names has the stories that are trained on.
+The memory is planned: rank 0 of 32 runs on the simulated device, whose tensors have sizes and no
+bytes, once for each `Variant` (our recipe with another program's tensor-parallel layers). The
+losses are those of `tp_curve.py`, on four gloo processes. Neither needs a GPU.
 """
 
 import argparse
@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the length of sequences is given
+# No dataset is read: the length of sequences is given. Set before the imports that look at it.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
@@ -42,13 +43,12 @@ from recipe_lib.units import GIB, MIB
 
 RECIPE = "full_finetune_distributed"
 CONFIG = "llama3/70B_full"
-PRESET = "llama3/70B"
-CARD = "h100"
-# ranks
-TENSOR = 8
-PIPELINE = 4
-TOKENS = 8192
-MICRO_BATCHES = 4
+PRESET = "llama3/70B"  # the model of CONFIG
+CARD = "h100"  # as `tune plan --device` takes it
+TENSOR = 8  # tensor-parallel ranks
+PIPELINE = 4  # stages
+TOKENS = 8192  # of a sequence
+MICRO_BATCHES = 4  # a step
 OVERRIDES = (
     f"max_seq_len={TOKENS}",
     f"parallel.tensor={TENSOR}",
@@ -60,10 +60,12 @@ OVERRIDES = (
     "optimizer.state_bits=32",
     "fused_kernels=false",
 )
-_LAYER = "model.layers.1"  # any but the first, to which a buffer that stays would be counted
-_BUCKETS = 60  # groups of a picture's points, for each action
-_BF16 = 2
-Point = tuple[float, float]
+# Any layer but the first: `one_buffer` variants allocate their gather buffer in that one, which
+# would be counted as kept by it.
+_LAYER = "model.layers.1"
+_BUCKETS = 60  # of an action's live bytes; the lowest and the highest of each are drawn
+_BF16 = 2  # bytes
+Point = tuple[float, float]  # (x, GiB); an action is 1 wide along x
 
 
 @dataclass
@@ -72,11 +74,11 @@ class TracedRun:
 
     variant: Variant
     plan: Plan
-    step: PhasePeak  # rank 0's peaks of a steady step
-    in_fp32: PhasePeak  # the same with sums of gradients in fp32 that stay
-    kept: int  # bytes of a layer and micro-batch
-    points: list[Point]  # (place, GiB) over the step
-    names: list[tuple[float, str]]  # (place, name) of its actions
+    step: PhasePeak  # rank 0's peaks of a steady step, which is any but the first
+    in_fp32: PhasePeak  # the same with fp32 sums of gradients that stay from step to step
+    kept: int  # bytes that one layer keeps for the backward of one micro-batch
+    points: list[Point]  # live bytes over the steady step
+    names: list[tuple[float, str]]  # (x of its middle, name) of each action, such as `F0`
 
     @property
     def sums(self) -> int:
@@ -85,11 +87,15 @@ class TracedRun:
 
 
 def trace_run(variant: Variant) -> TracedRun:
-    """Plan the run of a variant, with sums of gradients in bf16 and in fp32."""
+    """Plan the run of a variant, with sums of gradients in bf16 and in fp32.
+
+    Raises ValueError if a layer does not keep the bytes of `compute_layer_bytes`: the variant is
+    then not what its formula on the page says.
+    """
     plan, trace = plan_run(variant)
     with keep_sums_standing():
         plan_in_fp32, _ = plan_run(variant, "parallel.accumulate_grad_in_fp32=true", ranks=(0,))
-    # Of as many micro-batches as 1F1B's first rank has in flight.
+    # Of all four micro-batches: 1F1B's first of four ranks has four in flight at its peak.
     kept = next(row.kept for row in plan.layers if row.module == _LAYER)
     expected = compute_layer_bytes(variant)
     if kept != expected * MICRO_BATCHES:
@@ -110,13 +116,16 @@ def trace_run(variant: Variant) -> TracedRun:
 
 
 def _find_step_peak(plan: Plan) -> PhasePeak:
+    """Return the peaks of a steady step on the heaviest rank."""
     return next(peak for peak in plan.heaviest.peaks if peak.phase == "step")
 
 
 def plan_run(variant: Variant, *overrides: str, ranks: tuple[int, ...] = ()) -> tuple[Plan, Trace]:
-    """Plan ranks of the run, by default one of each place in the pipeline.
+    """Plan the run; return its plan and the trace of its heaviest rank.
 
-    Raises ValueError where rank 0 is not the one that needs most.
+    overrides: `key=value`, after those of all runs. ranks: that are simulated; (): one of each
+    place in the pipeline. Raises ValueError if the heaviest is not rank 0, whose trace the page
+    draws.
     """
     regather = f"parallel.tensor_regather_in_backward={variant.regather}"
     cfg, _ = make_plannable(
@@ -137,9 +146,10 @@ def plan_run(variant: Variant, *overrides: str, ranks: tuple[int, ...] = ()) -> 
 
 
 def compute_layer_bytes(variant: Variant) -> int:
-    """Return by formula the bytes that a layer keeps.
+    """Compute the bytes that a layer keeps for the backward of one micro-batch.
 
-    The variant's elements in bf16, and 4 bytes a token over t for each head and both norms.
+    They are the variant's elements in bf16, and divided by the tensor-parallel ranks an fp32 number
+    a token for each head (attention's log-sum-exp) and for each of the two norms.
     """
     spec = build_spec(read_preset_config(PRESET), PRESET)
     elements = variant.count_kept_elements(
@@ -153,12 +163,13 @@ def compute_layer_bytes(variant: Variant) -> int:
 
 
 def draw_timeline(trace: Trace) -> tuple[list[Point], list[tuple[float, str]]]:
-    """Return the live GiB over the steady step as points, and the place and name of each action.
+    """Return the live GiB over the steady step as points, and (x, name) of each action.
 
-    Each forward and backward is as wide as the others.
+    Every action is 1 wide, however long it takes.
     """
-    actions: list[tuple[str, list[int]]] = []  # name, and the live bytes after each event
-    alive = 0
+    # (name, live bytes after each allocation and free) of each action.
+    actions: list[tuple[str, list[int]]] = []
+    alive = 0  # bytes; counted from setup on, since storages stay from phase to phase
     is_in_step = False
     for kind, number in trace.events:
         if kind in (ALLOC, FREE) and trace.storages[number].device:
@@ -168,12 +179,12 @@ def draw_timeline(trace: Trace) -> tuple[list[Point], list[tuple[float, str]]]:
         elif kind == PHASE:
             is_in_step = trace.phases[number] == "step"
             if is_in_step:
-                actions.append(("", [alive]))  # what comes before the first forward is not drawn
+                actions.append(("", [alive]))  # before the first forward; dropped below
         elif kind == ACTION and is_in_step:
             action = trace.actions[number]
             if action.kind in ("F", "B"):
                 actions.append((f"{action.kind}{action.micro_batch}", [alive]))
-            elif not action.kind:
+            elif not action.kind:  # the mark behind the pipeline's last action
                 actions.append(("optimizer", [alive]))
     points = []
     names = []
@@ -184,10 +195,11 @@ def draw_timeline(trace: Trace) -> tuple[list[Point], list[tuple[float, str]]]:
 
 
 def _thin_sizes(sizes: list[int]) -> Iterator[Point]:
-    """Yield the lowest and highest of each of `_BUCKETS` groups, in order, over a width of 1."""
+    """Yield the lowest and highest of each of `_BUCKETS` groups, in order, with x from 0 to 1."""
     group_length = max(1, -(-len(sizes) // _BUCKETS))
     for first in range(0, len(sizes), group_length):
         group = sizes[first : first + group_length]
+        # In the order in which they came, so that the line does not go back.
         for at in sorted({group.index(min(group)), group.index(max(group))}):
             yield (first + at) / len(sizes), group[at]
 
@@ -265,6 +277,7 @@ the wrong buffer does not pass.
 {options}
 """
 
+# (option of nanotron's config, what stands for it here): rows of the page's last table.
 OPTIONS = [
     [
         "`tp_mode: REDUCE_SCATTER`",
@@ -321,19 +334,22 @@ PEAK_HEAD = [
 ]
 TIME_HEAD = ["way", "step, s", "tokens a second", "to DTensor styles", "to ours, gather kept"]
 CURVE_HEAD = ["run", "first loss", "last loss", "largest difference to one process", "check"]
-LIMIT = 1e-4  # of the loss, for a curve in fp32
+LIMIT = 1e-4  # relative difference of two losses that are still called equal, in fp32
 
 
 def build_page(folder: Path, name: str) -> str:
-    """Return the page; its pictures are written into the folder, as `name` and `name`_loss."""
+    """Return the page, and write its pictures, `name`.svg and `name`_loss.svg, into the folder.
+
+    Raises ValueError if a check of `trace_run` or of the losses fails.
+    """
     curve_rows = _train_curves(folder / f"{name}_loss.svg")
     runs = [trace_run(variant) for variant in VARIANTS]
     by_variant = {run.variant: run for run in runs}
     ours = by_variant[OURS].plan
-    usable = runs[0].plan.device.usable
+    usable = runs[0].plan.device.usable  # bytes that CUDA and NCCL leave to the allocator
     _draw_memory(runs, folder / f"{name}.svg")
-    seconds = {}
-    rates = {}  # tokens a second
+    seconds = {}  # of a step, by variant
+    rates = {}  # tokens a second, by variant
     for run in runs:
         if run.plan.time is not None:
             seconds[run.variant] = run.plan.time.step
@@ -374,6 +390,7 @@ def build_page(folder: Path, name: str) -> str:
 
 
 def _build_peak_row(run: TracedRun, usable: int) -> list[str]:
+    """Return the cells under PEAK_HEAD. usable: bytes of the card for the allocator."""
     cells = [run.variant.name, f"`{run.variant.elements}`", f"{run.kept / MIB:.1f}"]
     for peak in (run.step, run.in_fp32):
         cells.append(f"{peak.active / GIB:.2f}")
@@ -383,6 +400,7 @@ def _build_peak_row(run: TracedRun, usable: int) -> list[str]:
 
 
 def _draw_memory(runs: list[TracedRun], path: Path) -> None:
+    """Write the picture of the live bytes, a line for each variant."""
     lines = []
     for run in runs:
         peak = max(run.points, key=lambda point: point[1])
@@ -407,9 +425,10 @@ def _draw_memory(runs: list[TracedRun], path: Path) -> None:
 
 
 def _train_curves(path: Path) -> list[list[str]]:
-    """Train the small model, draw its losses, and return the rows of their table.
+    """Train the small model, draw its losses, and return the cells under CURVE_HEAD.
 
-    ValueError where a curve that should be right is off, or the one with the planted fault is not.
+    Raises ValueError if a right curve is off by more than LIMIT, or if the one with the planted
+    fault (kept gathers in one buffer) is not: the check would then see nothing.
     """
     rows = tp_curve.read_stories()
     steps = tp_curve.STEPS
@@ -440,7 +459,7 @@ def _train_curves(path: Path) -> list[list[str]]:
         table.append(cells)
     lines = []
     for name, curve in curves.items():
-        if not name.endswith("buffer, gathered again"):
+        if not name.endswith("buffer, gathered again"):  # would lie on the right curves
             lines.append(Line(name, list(enumerate(curve, 1)), f"last {curve[-1]:.4f}"))
     lines = [lines[3], *lines[:3]]  # the wrong one first, in the first color
     picture = Picture(label="loss over the steps", x="step", y="loss", lines=lines, height=320)
@@ -456,7 +475,7 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def main() -> None:
     """Write the page and its two pictures."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Draw memory and losses of tensor parallel, ours and others'."
     )
     parser.add_argument("--output", type=Path, required=True, help="the page")
     output = parser.parse_args().output

@@ -1,8 +1,8 @@
-"""Make our full fine-tuning recipe keep the tensors of a layer as other programs do.
+"""Make our full fine-tuning recipe keep the tensors of a tensor-parallel layer as others' do.
 
-Used by tp_trace.py. Each `Variant` is our recipe with the parts exchanged that keep other tensors,
-written from what the others' code does; embedding, head, loss, pipeline and optimizer are ours in
-all of them.
+`tp_trace.py` plans our recipe under `use_variant` for each of `VARIANTS`; `tp_curve.py` trains
+under `share_one_buffer`. Written from what the other programs' code does. Only the layers differ:
+embedding, head, loss, pipeline and optimizer are ours in all variants.
 """
 
 import sys
@@ -27,10 +27,10 @@ from recipe_lib.ops.mlp import ACTIVATIONS, gated_activation
 from recipe_lib.parallel import World, parallelize, tensor, tensor_forwards
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 
-# How the MLP makes its product of gate and up.
-REMADE = "made again"
-FUSED = "fused"
-WRITTEN_OUT = "written out"
+# What the MLP keeps for the backward of its product act(gate) * up: values of `Variant.product`.
+REMADE = "made again"  # gate and up; the product is made again
+FUSED = "fused"  # gate, up and product; the activation is made again
+WRITTEN_OUT = "written out"  # gate, up, activation and product
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,22 @@ class Variant:
     """A program's choice of the tensors that a layer keeps."""
 
     name: str  # of the line in the picture
-    elements: str  # kept of a token, times the ranks of a group, as a formula for the page
+    # What `count_kept_elements` returns, as a formula for the page; F stands for its f.
+    elements: str
     regather: str = "true"  # the value of `parallel.tensor_regather_in_backward`
-    # The product of the MLP. REMADE: made again in backward from gate and up, as ours; FUSED: the
-    # activation is made again, the product kept; WRITTEN_OUT: gate, up, activation, product kept.
     product: str = REMADE
-    normed_again: bool = True  # is the norm's output made again before it is gathered again?
-    one_buffer: bool = False  # do all gathered tokens lie in one buffer, which stays?
-    styles: bool = False  # torch's DTensor styles, not our nodes?
+    normed_again: bool = True  # the norm's output is made again before it is gathered again
+    one_buffer: bool = False  # all gathers write to one buffer, which stays
+    styles: bool = False  # torch's DTensor styles in place of our layers
 
     def count_kept_elements(self, *, h: int, q: int, k: int, f: int, t: int) -> int:
-        """Return the elements that a layer keeps of a token, times t.
+        """Compute the elements that a layer keeps of a token on one rank, times t.
 
-        h, f: widths of the model and of the MLP. q, k: of all query and key heads. t: the ranks of
-        a tensor-parallel group.
+        h, f: widths of the model and of the MLP. q, k: of all query and key heads. t: ranks of a
+        tensor-parallel group.
         """
         if self.styles or self.regather == "false":
-            gathered_tokens = 2 * h * t
+            gathered_tokens = 2 * h * t  # of attention and MLP, whole on every rank
         else:
             gathered_tokens = 0 if self.normed_again else 2 * h
         mlp = {REMADE: 2, FUSED: 3, WRITTEN_OUT: 4}[self.product] * f
@@ -79,8 +78,10 @@ def use_variant(variant: Variant) -> Iterator[None]:
     with ExitStack() as stack:
 
         def exchange(owner: Any, name: str, by: Any) -> None:
+            """Replace an attribute until the context ends."""
             stack.enter_context(mock.patch.object(owner, name, by))
 
+        # In the modules that call them, which import these functions by name.
         if variant.styles:
             exchange(sys.modules[parallelize.__module__], "shard_tensors", _shard_with_styles)
             exchange(training, "clip_grad_norm", _make_summing_clip(training.clip_grad_norm))
@@ -97,9 +98,9 @@ def use_variant(variant: Variant) -> Iterator[None]:
 
 @contextmanager
 def keep_sums_standing() -> Iterator[None]:
-    """Keep the memory of gradients' fp32 sums from step to step, as nanotron and Megatron do.
+    """Keep the fp32 sums of gradients allocated from step to step, as nanotron and Megatron do.
 
-    While entered; needs `parallel.accumulate_grad_in_fp32=true`.
+    While entered, and for configs with `parallel.accumulate_grad_in_fp32=true`.
     """
     with mock.patch.object(
         sys.modules[parallelize.__module__], "GradientAccumulation", _StandingSums
@@ -112,10 +113,12 @@ class _StandingSums(GradientAccumulation):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._standing: dict[nn.Parameter, Tensor] = {}  # from the first step's first backward on
+        # By parameter, its local fp32 sum; made in the first step's first backward.
+        self._standing: dict[nn.Parameter, Tensor] = {}
 
     @torch.no_grad()
     def _move(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add the gradients to their sums, and free them."""
         for parameter in parameters:
             if parameter.grad is None:
                 continue
@@ -128,6 +131,7 @@ class _StandingSums(GradientAccumulation):
 
     @torch.no_grad()
     def finish(self) -> None:
+        """Round the sums into the parameters' gradients, and set the sums to zero."""
         self._is_finished = True
         for parameter, total in self._standing.items():
             parameter.grad = wrap_local(parameter, total.to(parameter.dtype))
@@ -136,12 +140,14 @@ class _StandingSums(GradientAccumulation):
 
 @contextmanager
 def share_one_buffer() -> Iterator[None]:
-    """Make all gathers of linears write to the same memory, one after another, while entered.
+    """Make all gathers in front of linears write to the same memory, while entered.
 
-    Right where nobody reads them after the next gather has begun; with
-    `tensor_regather_in_backward: false` autograd does, and is not told, as in the first version of
-    nanotron's change.
+    Right only if nobody reads a gather's result after the next has begun. With
+    `tensor_regather_in_backward: false` autograd does, in backward, and finds wrong values without
+    an error: the fault of the first version of nanotron's change.
     """
+    # The gather of gradients behind a reduce-scatter keeps memory of its own: bound before the
+    # patch.
     gather_apart = _make_gradient_gather(gathered.start_gather)
     with (
         mock.patch.object(gathered, "start_gather", _Buffer().start_gather),
@@ -151,25 +157,31 @@ def share_one_buffer() -> Iterator[None]:
 
 
 def _gather_without_norm(*args: Any, normed: Any = None, **kwargs: Any) -> list[Tensor]:
+    """Gather without telling how the norm's output is made again: it is kept."""
     return gathered.gather_linears(*args, **kwargs)
 
 
 def _multiply_fused(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """Run the MLP's second half, keeping gate, up and product."""
     return F.linear(gated_activation(gate, up, activation), weight)
 
 
 def _multiply_written_out(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """Run the MLP's second half by single operators, keeping gate, up, activation and product."""
     return F.linear(ACTIVATIONS[activation][0](gate) * up, weight)
 
 
 class _Buffer:
-    """The memory that all gathers write to; made when first asked for, and never given back."""
+    """The memory that all gathers write to; allocated at the first, never freed."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
     def start_gather(self, shard: Tensor, group: gathered.Group) -> Tensor:
-        """Start a gather as `gathered.start_gather` does, into the buffer."""
+        """Start a gather as `gathered.start_gather` does, into the buffer.
+
+        shard: this rank's tokens, `[n / ranks, ...]`.
+        """
         count = shard.numel() * group.size
         if (
             self._memory is None
@@ -177,16 +189,18 @@ class _Buffer:
             or self._memory.dtype != shard.dtype
         ):
             self._memory = shard.new_empty(count)
-        # `.data`: autograd is not told that the memory is written again.
+        # `.data`: without it autograd's version counter would notice that saved tensors are
+        # overwritten, and raise.
         out = self._memory[:count].view(group.size * shard.shape[0], *shard.shape[1:]).data
         operator = torch.ops._c10d_functional.all_gather_into_tensor_out
         return operator(shard.contiguous(), group.size, group.name, out=out)  # type: ignore[no-any-return]
 
 
 def _make_gradient_gather(start_gather: Any) -> Any:
-    """Return backward of a reduce-scatter, which gathers into memory of its own."""
+    """Return the backward of a reduce-scatter, which gathers with `start_gather`."""
 
     def gather(gradient: Tensor, group: gathered.Group) -> Tensor:
+        """Gather the gradient of this rank's tokens from all ranks."""
         return gathered.wait(start_gather(gradient, group))
 
     return gather
@@ -195,7 +209,8 @@ def _make_gradient_gather(start_gather: Any) -> Any:
 def _shard_with_styles(model: Decoder, parallel: Any, memory: Any, world: World) -> dict[str, str]:
     """Shard a decoder as `shard_tensors` does, with its layers under torch's styles.
 
-    A micro-batch is one sequence. Returned by name: how each parameter's gradient is divided.
+    A micro-batch has to be one sequence. Returns, by parameter, how its gradient is divided over
+    tensor ranks, such as `sharded`.
     """
     gradients: dict[str, str] = {}
     assert world.tensor is not None
@@ -213,8 +228,9 @@ def _shard_with_styles(model: Decoder, parallel: Any, memory: Any, world: World)
     for path, module in modules.items():
         if module is None:
             continue  # of another stage of the pipeline
-        named = nn.ModuleDict({path.rpartition(".")[2]: module})
-        divisions = tensor._place_parameters(named, world.mesh["tensor"], ())
+        # `_place_parameters` goes by the names of modules in a parent, which this one stands for.
+        parent = nn.ModuleDict({path.rpartition(".")[2]: module})
+        divisions = tensor._place_parameters(parent, world.mesh["tensor"], ())
         for name, division in divisions.items():
             gradients[f"{path}.{name.rpartition('.')[2]}"] = division
     for module, forward in (
@@ -230,13 +246,14 @@ def _shard_with_styles(model: Decoder, parallel: Any, memory: Any, world: World)
 
 
 def _make_summing_clip(clip: Any) -> Any:
-    """Return clipping that first sums what DTensor left as parts of a sum.
+    """Return a clip that first sums the gradients that DTensor leaves as partial sums.
 
-    These are the gradients of replicated norms.
+    These are the norms': their weights are replicated, and each rank runs them on its own tokens.
     """
 
     def clip_after_sum(parameters: Iterable[nn.Parameter], **kwargs: Any) -> Tensor:
-        parameters = list(parameters)
+        """Sum the partial gradients, in place, and clip."""
+        parameters = list(parameters)  # it may be an iterator, and is read twice
         for parameter in parameters:
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and gradient.placements[0].is_partial():

@@ -1,10 +1,9 @@
-"""One rank of Megatron core's GPT with Transformer Engine's modules of early 2026, for the planner.
+"""Imitate the memory of one rank of Megatron core with Transformer Engine's modules of early 2026.
 
-Written from what their public code allocates, keeps for backward and gives up; the sizes of
-products are made, not the products. Training itself (one fp32 gradient buffer, states divided over
-data ranks, 1F1B) is in `megatron_stack`. Tokens are shared between tensor ranks outside of
-attention and MLP (`--sequence-parallel`): what is gathered for a linear is gathered once more in
-backward, not kept. Activations are `[sequence, batch, width]`.
+`planner_simumax.py` plans `Llama`s; `megatron_stack.py` calls `build_stage` and runs the training
+around it (1F1B, fp32 gradient buffer, optimizer states divided over data ranks). Each function
+allocates, keeps for backward and frees what their public code does; what it computes is of no
+interest. With sequence parallel: `[s / tensor ranks, b, width]` outside of attention and MLP.
 """
 
 from dataclasses import dataclass
@@ -18,11 +17,13 @@ from torch import Tensor, nn
 from benchmarks.megatron_stack import Layout
 from recipe_lib.plan.allocation.untraced_memory import compute_attention_backward_scratch
 
-# Bytes for Transformer Engine's products, once; cpp_extensions/gemm.py, from Hopper on.
+# Bytes that Transformer Engine allocates once for its matmuls, from Hopper on
+# (cpp_extensions/gemm.py).
 WORKSPACE = 32 * 2**20 + 1024
-KEPT = "kept"
-OUTPUT_ANEW = "the output projection's made anew"
-ANEW = "made anew"
+# Values of `Llama.dummy_gradients`.
+KEPT = "kept"  # one tensor for each shape, for good
+OUTPUT_ANEW = "the output projection's made anew"  # kept, but for that one
+ANEW = "made anew"  # a new tensor for each weight and backward
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class Llama:
     feed_forward: int
     vocabulary: int = 128256  # rows before they are padded to a multiple of 128 on each tensor rank
     sequence: int = 4096  # tokens
-    # What autograd is given for a weight whose gradient its product has added to the fp32 buffer:
-    # an empty tensor in bf16, `kept` one for each shape (`get_dummy_wgrad`), or made anew.
+    # Autograd wants a gradient of a weight although the matmul has added it to the fp32 buffer: it
+    # gets an empty bf16 tensor. Theirs are kept by shape (`get_dummy_wgrad`).
     dummy_gradients: str = KEPT
-    # Whose size torch's own workspaces of products have; torch gave Blackwell those of Ampere
-    # until 2.11 (pytorch pull request 175344).
+    # The GPU whose size torch's own workspaces of matmuls have; torch gave Blackwell those of
+    # Ampere until 2.11 (pytorch pull request 175344).
     architecture: str = "sm80"
 
     @property
@@ -51,27 +52,27 @@ class Llama:
     def build_stage(
         self, layout: Layout, place: int, group: Any, device: Any
     ) -> "TokenSharingStage":
-        """Build the layers of one place in the pipeline. group: of tensor ranks."""
+        """Build the layers of one place in the pipeline. group: process group of tensor ranks."""
         return TokenSharingStage(self, layout=layout, place=place, group=group, device=device)
 
 
 class _Rank:
-    """What products share on a rank: the tensor ranks, and memory that stays."""
+    """The tensor ranks and the memory that stays, shared by all modules of a rank."""
 
     def __init__(self, llama: Llama, group: Any, device: Any):
         self.llama = llama
-        self.group = group
+        self.group = group  # process group of tensor ranks
         self.device = device
         self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-        self.dummies: dict[tuple[int, ...], Tensor] = {}
-        self.gathered_for_output: Tensor | None = None
+        self.dummies: dict[tuple[int, ...], Tensor] = {}  # kept dummy gradients, by shape
+        self.gathered_for_output: Tensor | None = None  # see `get_output_buffer`; made when used
 
     def make_empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Return an empty tensor on the device."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def gather(self, local_tokens: Tensor) -> Tensor:
-        """Return all tokens of this rank's part of them."""
+        """Return the tokens of all tensor ranks. local_tokens: this rank's, `[s / ranks, ...]`."""
         if self.group.size() == 1:
             return local_tokens
         shape = (len(local_tokens) * self.group.size(), *local_tokens.shape[1:])
@@ -80,7 +81,7 @@ class _Rank:
         return all_tokens
 
     def scatter(self, all_tokens: Tensor) -> Tensor:
-        """Return this rank's part of the tokens, summed over ranks."""
+        """Return this rank's part of the tokens, summed over ranks. all_tokens: `[s, ...]`."""
         if self.group.size() == 1:
             return all_tokens
         shape = (len(all_tokens) // self.group.size(), *all_tokens.shape[1:])
@@ -89,13 +90,19 @@ class _Rank:
         return local_tokens
 
     def get_output_buffer(self, shape: tuple[int, ...]) -> Tensor:
-        """Return Megatron's global buffer, into which it gathers the output projection's input."""
+        """Return Megatron's global buffer, into which it gathers the output projection's input.
+
+        It has the shape of the first call, which all others have, too.
+        """
         if self.gathered_for_output is None:
             self.gathered_for_output = self.make_empty(*shape)
         return self.gathered_for_output
 
     def make_dummy_gradient(self, weight: Tensor, of_output: bool = False) -> Tensor:
-        """Return what autograd is given for a weight's gradient, made anew or kept."""
+        """Allocate a weight's dummy gradient, see `Llama.dummy_gradients`; return it.
+
+        of_output: the weight is the output projection's.
+        """
         kind = self.llama.dummy_gradients
         if kind == ANEW or (kind == OUTPUT_ANEW and of_output):
             return torch.empty_like(weight)
@@ -104,10 +111,16 @@ class _Rank:
         return self.dummies[tuple(weight.shape)]
 
 
+# The functions below take and return activations `[s / tensor ranks or s, b, width]`; `gather` and
+# `scatter` go between the two. Backward returns None for a weight: its gradient goes to the fp32
+# buffer without autograd, and weights are passed detached.
+
+
 class _NormLinear(torch.autograd.Function):
     """RMS norm, then a column-parallel linear.
 
-    It keeps input, normed input and a statistic of each token.
+    It keeps input and normed input of the rank's own tokens, and an fp32 statistic of each; the
+    gathered tokens are gathered again in backward.
     """
 
     @staticmethod
@@ -125,7 +138,7 @@ class _NormLinear(torch.autograd.Function):
         gathered = ctx.rank.gather(normed)
         gathered_gradient = ctx.rank.make_empty(*gathered.shape)
         normed_gradient = ctx.rank.scatter(gathered_gradient)
-        del gathered
+        del gathered  # the weight's gradient is made by here
         hidden_gradient = torch.empty_like(normed_gradient)
         scale_gradient = torch.empty_like(scale)
         ctx.rank.make_dummy_gradient(weight)
@@ -133,7 +146,7 @@ class _NormLinear(torch.autograd.Function):
 
 
 class _DividedLinear(torch.autograd.Function):
-    """A row-parallel linear, whose outputs are summed: keeps its input."""
+    """A row-parallel linear, whose outputs are reduce-scattered: keeps its input."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, rank: _Rank) -> Tensor:
@@ -152,7 +165,7 @@ class _DividedLinear(torch.autograd.Function):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMS norm: keeps its input and a statistic of each token."""
+    """RMS norm: keeps its input and an fp32 statistic of each token."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, scale: Tensor, rank: _Rank) -> Tensor:
@@ -168,7 +181,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _FusedRotation(torch.autograd.Function):
-    """Rotary positions, of which only the tables of cosine and sine are kept."""
+    """Rotary embedding of q or k: keeps no activation, only the tables of cosine and sine."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -187,7 +200,7 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rank: _Rank) -> Tensor:
-        tokens, rows, heads, _ = q.shape
+        tokens, rows, heads, _ = q.shape  # rows: b
         output = torch.empty_like(q)
         row_sums = rank.make_empty(rows, heads, tokens, 1, dtype=torch.float32)
         ctx.save_for_backward(q, k, v, output, row_sums)
@@ -197,7 +210,7 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         q, k, v, _, _ = ctx.saved_tensors
-        # The flash kernel's; that of cuDNN's is not known.
+        # Scratch of the flash kernel; that of cuDNN's is not known.
         sizes = compute_attention_backward_scratch(
             rows=q.shape[1],
             heads=q.shape[2],
@@ -213,7 +226,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 class _SwiGlu(torch.autograd.Function):
-    """SwiGLU by one kernel each way: keeps its input, gate and up next to each other."""
+    """SwiGLU by one kernel each way: keeps its input `[..., 2 f]`, gate and then up."""
 
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
@@ -227,7 +240,7 @@ class _SwiGlu(torch.autograd.Function):
 
 
 class _SharedTokens(torch.autograd.Function):
-    """Embedded tokens, summed and divided over tensor ranks."""
+    """The embedding's reduce-scatter: each tensor rank has looked up its part of the vocabulary."""
 
     @staticmethod
     def forward(ctx: Any, words: Tensor, rank: _Rank) -> Tensor:
@@ -240,7 +253,7 @@ class _SharedTokens(torch.autograd.Function):
 
 
 class _OutputProjection(torch.autograd.Function):
-    """Megatron's own linear with torch's products: keeps its part of the tokens."""
+    """Megatron's own column-parallel linear with torch's matmuls: keeps the rank's own tokens."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, rank: _Rank) -> Tensor:
@@ -250,7 +263,7 @@ class _OutputProjection(torch.autograd.Function):
 
     @staticmethod
     def gather(hidden: Tensor, rank: _Rank) -> Tensor:
-        """Return all tokens, in the buffer for them."""
+        """Return all tokens, in Megatron's global buffer."""
         if rank.group.size() == 1:
             return hidden
         buffer = rank.get_output_buffer((len(hidden) * rank.group.size(), *hidden.shape[1:]))
@@ -260,7 +273,7 @@ class _OutputProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         hidden, weight = ctx.saved_tensors
-        _OutputProjection.gather(hidden, ctx.rank)
+        _OutputProjection.gather(hidden, ctx.rank)  # again, for the weight's gradient
         gathered_gradient = gradient @ weight
         hidden_gradient = ctx.rank.scatter(gathered_gradient)
         ctx.rank.make_dummy_gradient(weight, of_output=True)
@@ -268,12 +281,13 @@ class _OutputProjection(torch.autograd.Function):
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
-    """The Triton kernel: losses in fp32, and the gradient in the logits' own memory."""
+    """Transformer Engine's Triton kernel: losses in fp32, the gradient over the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, rank: _Rank) -> Tensor:
         tokens = labels.numel()
         losses = torch.zeros(tokens, dtype=torch.float32, device=rank.device)
+        # Three numbers a token, which ranks exchange to sum over their parts of the vocabulary.
         sums = torch.zeros(3 * tokens, dtype=torch.float32, device=rank.device)
         rank.gather(sums)
         ctx.save_for_backward(logits.detach())
@@ -293,9 +307,7 @@ class _Parameter(nn.Module):
 
 
 class _FusedLayer(nn.Module):
-    """Attention and MLP, each with the norm before it."""
-
-    # Weights are detached: their gradients go to the fp32 buffer without autograd.
+    """A decoder layer: attention and MLP, each with the norm before it."""
 
     def __init__(self, llama: Llama, rank: _Rank):
         super().__init__()
@@ -303,7 +315,7 @@ class _FusedLayer(nn.Module):
         self.rank = rank
         ranks = rank.group.size()
         width = llama.hidden
-        self.groups = llama.kv_heads // ranks
+        self.groups = llama.kv_heads // ranks  # key heads of this rank, each with its queries
         qkv_width = (llama.heads + 2 * llama.kv_heads) * llama.head_width
         self.input_norm = _Parameter(width, device=rank.device)
         self.qkv = _Parameter(qkv_width // ranks, width, device=rank.device)
@@ -328,11 +340,12 @@ class _FusedLayer(nn.Module):
         mixed = _NormLinear.apply(
             hidden, self.input_norm.weight, self.qkv.weight.detach(), self.rank
         )
+        # Each group's queries, then its key and its value.
         mixed = mixed.view(*mixed.shape[:2], self.groups, (queries_per_group + 2) * width)
         q, k, v = mixed.split([queries_per_group * width, width, width], dim=-1)  # views
         del mixed
-        # Queries of several groups are copied to lie next to each other; rotation makes q and k
-        # anew.
+        # `reshape` copies where there are several groups, whose queries do not lie together.
+        # Rotation makes q and k anew.
         q = _FusedRotation.apply(q.reshape(*q.shape[:2], self.groups * queries_per_group, width))
         k = _FusedRotation.apply(k)
         # Attention copies v, whose strides differ from k's.
@@ -341,7 +354,10 @@ class _FusedLayer(nn.Module):
 
 
 class TokenSharingStage(nn.Module):
-    """The layers of one place in the pipeline, with embedding and output where they belong."""
+    """The layers of one place in the pipeline.
+
+    The first has the embedding, too, the last the final norm and the output projection.
+    """
 
     def __init__(self, llama: Llama, layout: Layout, place: int, group: Any, device: Any):
         super().__init__()
@@ -370,13 +386,13 @@ class TokenSharingStage(nn.Module):
         weights: Tensor,
         mask: Tensor | None,
     ) -> Tensor:
-        """Return `[sequence / tensor ranks, batch, hidden]`; of the last stage, the loss.
+        """Return `[sequence / tensor ranks, b, hidden]`; in the last stage the mean loss, `[]`.
 
-        received: what the stage before made; the others as `make_batch` gives them.
+        received: output of the stage before; None in the first. The others are of `make_batch`.
         """
         hidden: Any = received
         if self.first:
-            words = F.embedding(tokens, self.embedding.weight)
+            words = F.embedding(tokens, self.embedding.weight)  # [b, s, hidden]
             hidden = _SharedTokens.apply(words.transpose(0, 1).contiguous(), self.rank)
             del words
         for layer in self.layers:
@@ -389,9 +405,9 @@ class TokenSharingStage(nn.Module):
         return (losses.t() * weights).sum() / weights.sum()
 
     def make_batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Make a micro-batch, of which nobody reads the mask.
+        """Make a micro-batch: tokens, labels and loss weights `[b, s]`, mask `[1, 1, s, s]`.
 
-        Tokens and labels `[b, s]`, weights of losses `[b, s]`, mask `[1, 1, s, s]`.
+        Nobody reads the mask; it takes its memory.
         """
         length = self.llama.sequence
         tokens = torch.zeros(self.rows, length, dtype=torch.int64, device=self.device)
@@ -401,7 +417,7 @@ class TokenSharingStage(nn.Module):
         return tokens, labels, weights, mask
 
     def make_message(self) -> Tensor:
-        """Make room for what stages send to each other, `[sequence / tensor ranks, b, hidden]`."""
+        """Allocate what a stage receives from another, `[sequence / tensor ranks, b, hidden]`."""
         return self.rank.make_empty(
             self.llama.sequence // self.rank.group.size(), self.rows, self.llama.hidden
         )

@@ -1,8 +1,8 @@
-"""Generate what inductor makes of a function for an NVIDIA GPU, without one.
+"""Generate the Triton code that inductor makes of a function for an H100, without a GPU.
 
-`count_kernels` and `count_bytes` read from the code its Triton kernels and the memory that it
-takes. The code is generated as for a device of compute capability 9.0, and not compiled. Needs the
-package triton.
+`generate_triton_code` returns the module as text; nothing is compiled. `count_kernels` and
+`count_bytes` read its kernels and the memory that it takes. Needs the package triton; private parts
+of torch are patched so that it sees a device.
 """
 
 import re
@@ -44,11 +44,15 @@ H100 = SimpleNamespace(
 
 
 class _GeneratedError(Exception):
-    """Carries the code past what would compile it."""
+    """Carries the generated code out of inductor, past what would compile it."""
 
 
 def generate_triton_code(function: Callable[..., Any], *arguments: Any) -> str:
-    """Return the Python module that inductor writes, as if the tensors were a GPU's."""
+    """Return the Python module that inductor writes, as if the tensors were a GPU's.
+
+    arguments: the function's; of tensors only shape, strides and dtype matter. Raises RuntimeError
+    if inductor ends without code, and what inductor raises before it has any.
+    """
     tensor_arguments = [argument for argument in arguments if isinstance(argument, Tensor)]
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -64,7 +68,8 @@ def generate_triton_code(function: Callable[..., Any], *arguments: Any) -> str:
 
     fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with _pretend_h100(), torch.no_grad(), inductor_config.patch(get_inductor_options(function)):
-        # Traced on the CPU; then the graph's nodes are moved to the GPU, and so are their fakes.
+        # Traced on the CPU. Then the graph's nodes are moved to the GPU, and fake tensors of the
+        # GPU are propagated through them.
         with fake:
             cpu_inputs = [_make_like(tensor, "cpu") for tensor in tensor_arguments]
             cuda_inputs = [_make_like(tensor, "cuda") for tensor in tensor_arguments]
@@ -92,7 +97,8 @@ def count_kernels(code: str) -> int:
 
 
 def count_bytes(code: str) -> int:
-    """Count the bytes of all tensors that the code makes, results among them."""
+    """Count the bytes of all tensors that the code allocates, results included."""
+    # (shape, dtype) of each, as text: `empty_strided_cuda((2, 3), (3, 1), torch.bfloat16)`.
     allocations = re.findall(r"= empty_strided_cuda\(\(([\d, ]+)\), .*?, (torch\.\w+)\)", code)
     total = 0
     for shape_text, dtype_text in allocations:
@@ -103,11 +109,12 @@ def count_bytes(code: str) -> int:
 
 
 def _make_like(tensor: Tensor, device: str) -> Tensor:
+    """Return a tensor of the same shape, strides and dtype on a device."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _find_code(error: BaseException | None) -> str | None:
-    """Find the code that an error carries, or one that it was raised from."""
+    """Return the code that an error carries, or one that it was raised from; None: neither does."""
     while error is not None and not isinstance(error, _GeneratedError):
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
     return None if error is None else str(error.args[0])
@@ -115,7 +122,7 @@ def _find_code(error: BaseException | None) -> str | None:
 
 def _raise_code(self: Any) -> Any:
     """Stand in for `GraphLowering.compile_to_module`: generate the code and compile nothing."""
-    code = self.codegen()[0]
+    code = self.codegen()[0]  # text, or an object whose `value` it is, by the version of torch
     raise _GeneratedError(getattr(code, "value", code))
 
 
@@ -125,7 +132,7 @@ def _pretend_h100() -> Iterator[None]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    rng_state = torch.zeros(16, dtype=torch.uint8)
+    rng_state = torch.zeros(16, dtype=torch.uint8)  # seed and offset, as CUDA's generator has
     target = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_device=lambda: 0,

@@ -13,12 +13,12 @@ times the temperature's square.
 
 The frozen teacher runs a micro-batch before the model does, without a graph, and hands on its last
 hidden states. Logits of either model exist for one chunk of the tokens at a time. The teacher is
-sharded as the model is; its levers:
+sharded as the model is. Levers, keys that trade memory for time, of the teacher
 
     distill.quantize_teacher=nf4           its layers in 4 bits, quantized as they are read
-    distill.stream_teacher=true            its layers in host memory, each here while it runs
+    distill.stream_teacher=true            its layers in host memory, each on the device to run
 
-and for both models
+and of both models
 
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
     memory.cpu_offload=true                weights in host memory, gathered layer by layer
@@ -60,24 +60,25 @@ from recipe_lib.parallel import (
     parallelize,
 )
 
+# The keys that a config of this recipe may have.
 Config = DistillFinetuneConfig
 
 
 class DistillFinetune:
-    """Training of a model, all of it or adapters, on labels and on a teacher. `world`: this
-    process's rank, device and mesh.
-    """
+    """Trains a model, all of it or adapters, on labels and on a teacher's probabilities."""
 
-    treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
+    # The planner simulates a few layers and micro-batches, as all are alike; False if yours differ.
+    treats_all_alike = True
 
     def __init__(self, cfg: Config, world: World):
         self.cfg = cfg
         self.world = world
         self.device = world.device
         self.output = Path(cfg.output_dir)
-        self.step = 0  # optimizer steps that an earlier process has done
-        training.check_output(cfg)
-        self.lora = cfg.trained_adapters  # None: every parameter is trained
+        self.step = 0  # number of optimizer steps that an earlier process has done
+        training.check_output(cfg)  # raises if this run may not write there
+        self.lora = cfg.trained_adapters  # settings of adapters; None: every parameter is trained
+        # The checkpoint, or a preset with random weights.
         self.source = training.resolve_model(cfg.model)
         self.spec = self.source.spec
         training.validate_parallelism(cfg, self.spec)
@@ -91,21 +92,25 @@ class DistillFinetune:
         )
 
     def setup_data(self, prepared: PreparedData | None) -> None:
-        """Open the tokenized samples, whose tokens mean the same to the teacher."""
+        """Open the tokenized samples, and check that the teacher has the same token ids.
+
+        prepared: the datasets, tokenized before the ranks were a process group; None: tokenize them
+        now.
+        """
         self.data = training.TrainingData(
             self.cfg, source=self.source, world=self.world, prepared=prepared
         )
         check_same_ids(self.teacher_source, self.data.tokenizer, self.data)
 
     def setup_model(self) -> None:
-        """Build the teacher and the model; neither has values yet."""
+        """Build the teacher and the model; their parameters have no values yet."""
         cfg = self.cfg
         dtype = DTYPES[cfg.dtype]
         self.teacher, self.teacher_parallel = build_teacher(self.teacher_source, cfg, self.world)
         self.model = build_meta(self.spec, dtype)  # shapes, no bytes
         if self.lora is not None:
             add_adapters(self.model, self.lora, dtype)
-        # Pipeline stages, tensor parallel, memory levers, FSDP or DDP; parameters keep their names.
+        # Pipeline stages, tensor parallel, `memory` settings, FSDP or DDP; parameter names stay.
         self.parallel = parallelize(self.model, cfg, self.world)
         training.check_host_memory(
             self.model, parallel=self.parallel, cfg=cfg, world=self.world, other=self.teacher
@@ -113,8 +118,9 @@ class DistillFinetune:
         materialize(self.model, cfg.memory, self.device)
 
     def load_weights(self) -> None:
-        """Read this rank's part of both models, each from its checkpoint, or draw it; adapters
-        change nothing yet.
+        """Read this rank's part of both models from their checkpoints, or draw it.
+
+        Adapters are read from lora.adapter_path, or start so that they change nothing.
         """
         seed = training.derive_seed(self.cfg.seed, "model")
         if self.source.folder:
@@ -126,7 +132,8 @@ class DistillFinetune:
             if self.lora.adapter_path:
                 load_adapter(self.model, self.spec, Path(self.lora.adapter_path))
         load_teacher(self.teacher, self.teacher_source, self.cfg)
-        # Documents that see each other would be trained on silently: looked at once, with weights.
+        # Packed documents that attend to each other would be trained on silently. Checked here, as
+        # it takes weights.
         if self.cfg.data.packing:
             check_packing_isolation(
                 self.model,
@@ -137,7 +144,8 @@ class DistillFinetune:
             )
 
     def setup_optimizer(self) -> None:
-        """Build the optimizer over what is trained of the model."""
+        """Build the optimizer over the trained parameters of the model."""
+        # For the norm of the gradients.
         self.trained = [
             parameter for parameter in self.model.parameters() if parameter.requires_grad
         ]
@@ -148,7 +156,7 @@ class DistillFinetune:
             world=self.world,
             seed=self.cfg.seed,
         )
-        # Steps in backward and states in host memory, if the config asks for them.
+        # Optimizer steps in backward, and states in host memory, if the config asks for them.
         self.levers = training.apply_optimizer_levers(
             self.optimizer,
             model=self.model,
@@ -158,8 +166,9 @@ class DistillFinetune:
         )
 
     def resume(self) -> None:
-        """Go on from the step of a saved state, if the config asks for one; it holds nothing of the
-        teacher.
+        """Go on from the step of a saved state, if the config asks for one.
+
+        A state holds nothing of the teacher.
         """
         self.step = training.resume_run(
             self.cfg,
@@ -171,9 +180,7 @@ class DistillFinetune:
         )
 
     def describe(self) -> list[str]:
-        """Return lines for the log: data, global batch, steps, bytes per rank, teacher, FSDP
-        units.
-        """
+        """Return lines for the log: data, batch, steps, bytes per rank, teacher, FSDP units."""
         lines = self.data.report()
         lines += training.list_derived_numbers(
             self.cfg,
@@ -189,8 +196,10 @@ class DistillFinetune:
         return lines
 
     def compute_loss(self, batch: Batch, sums: torch.Tensor) -> torch.Tensor:
-        """Return the loss summed over the label tokens of a micro-batch; add divergence and
-        cross-entropy to `sums`.
+        """Return the loss summed over the label tokens of a micro-batch, `[]`.
+
+        sums: fp64 `[2]`, the sums of divergence and cross-entropy over the step, to which those of
+        this micro-batch are added.
         """
         teacher_states = compute_teacher_states(self.teacher, batch)
         head_loss = Distillation(
@@ -209,10 +218,10 @@ class DistillFinetune:
         for micro_batch in self.parallel.micro_batches(batches):
             # Gradients are sums over ranks, so the mean is over the label tokens of all of them.
             micro_loss = self.compute_loss(micro_batch, sums) / max(1, batches.num_label_tokens)
-            # In a pipeline through the head alone; the stages' turn comes with the schedule.
+            # In a pipeline through the head only; the schedule runs the stages' backward later.
             self.parallel.backward(micro_loss)
-            del micro_loss  # with its graph: what is alive is what is planned
-        # FSDP has summed gradients over its ranks in backward; this is for what it does not shard.
+            del micro_loss  # frees its graph before the next forward, as is planned
+        # FSDP has summed gradients over its ranks in backward; this sums those it does not shard.
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(
             self.trained,
@@ -232,7 +241,7 @@ class DistillFinetune:
         return training.Step(loss=metrics.pop("loss"), grad_norm=grad_norm, metrics=metrics)
 
     def validate(self) -> dict[str, float]:
-        """Return the same means over all validation sequences."""
+        """Return the means of loss, divergence and cross-entropy over all validation sequences."""
         return validate_distillation(
             self.model,
             parallel=self.parallel,
@@ -243,7 +252,7 @@ class DistillFinetune:
         )
 
     def train(self) -> None:
-        """Train all steps; end with what was trained on disk, or with a state if stopped."""
+        """Train all steps; end with the model or adapter on disk, or with a state if stopped."""
         if self.cfg.checkpoint.save_model and self.lora is None:
             check_room(self.model, self.output / "model", self.world)
         schedule = training.build_lr_schedule(self.cfg, self.data.total_steps)

@@ -10,16 +10,17 @@ The first trains adapters on one GPU, the second every parameter on four, the th
 reference, the last takes single answers with labels.
 
 data.format=preference: samples of a prompt, a chosen and a rejected answer. A pair counts as one of
-batch_size and takes the memory of two sequences; both answers go through the model in one batch,
+batch_size and takes the memory of two sequences. Both answers go through the model in one batch,
 with data.packing=true several pairs in a sequence. dpo.loss=kto: data.format=kto, samples of a
 prompt, an answer and a label; pairs are taken apart. It also runs each prompt with another sample's
-answer, without gradients (docs/preference.md).
+answer, without gradients, to estimate the KL divergence (docs/preference.md).
 
 The losses sigmoid, ipo and kto hold the model to a reference: with dpo.trainable=adapters the model
 without its adapters, which costs a forward pass and no memory; with dpo.trainable=all a frozen
 copy, sharded like the model, which costs its parameters once more. dpo.loss=simpo and
 dpo.reference_free=true need none. A run that starts from lora.adapter_path has the base without it
-as reference: merge it first (tune export --merge) to have both as reference.
+as reference: merge it first (tune export --merge) to have both as reference. Levers, keys that
+trade memory for time:
 
     memory.activation_checkpointing=full   keep the layers' inputs, recompute the rest in backward
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
@@ -65,24 +66,28 @@ from recipe_lib.parallel import (
     parallelize,
 )
 
+# The keys that a config of this recipe may have.
 Config = DpoFinetuneConfig
-# Of each micro-batch when it is asked for; None on ranks of a pipeline that do not know them.
+# An iterator that computes the log-probabilities of the next micro-batch's answers, fp64
+# `[answers]`. None: there is no reference, or another rank of the pipeline has the last stage.
 Logps = Iterator[torch.Tensor | None]
 
 
 class DpoFinetune:
-    """Training of adapters or every parameter to prefer the chosen answers."""
+    """Trains adapters, or every parameter, to prefer the chosen answers."""
 
-    treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
+    # The planner simulates a few layers and micro-batches, as all are alike; False if yours differ.
+    treats_all_alike = True
 
     def __init__(self, cfg: Config, world: World):
         self.cfg = cfg
         self.world = world
         self.device = world.device
         self.output = Path(cfg.output_dir)
-        self.step = 0  # optimizer steps that an earlier process has done
-        training.check_output(cfg)
-        self.lora = cfg.trained_adapters  # None: every parameter is trained
+        self.step = 0  # number of optimizer steps that an earlier process has done
+        training.check_output(cfg)  # raises if this run may not write there
+        self.lora = cfg.trained_adapters  # settings of adapters; None: every parameter is trained
+        # The checkpoint, or a preset with random weights.
         self.source = training.resolve_model(cfg.model)
         self.spec = self.source.spec
         training.validate_parallelism(cfg, self.spec)
@@ -95,6 +100,8 @@ class DpoFinetune:
         """Open the tokenized samples: pairs, or answers with labels.
 
         Of pair i sequence 2 i is the chosen answer, with its prompt, and 2 i + 1 the rejected one.
+        prepared: the datasets, tokenized before the ranks were a process group; None: tokenize them
+        now.
         """
         self.data = training.TrainingData(
             self.cfg, source=self.source, world=self.world, prepared=prepared
@@ -102,9 +109,7 @@ class DpoFinetune:
         check_answers(self.data, self.cfg.dpo)
 
     def setup_model(self) -> None:
-        """Build the policy and, when all of it is trained, a frozen reference; neither has values
-        yet.
-        """
+        """Build the policy, and a frozen reference if the loss needs a copy; without values."""
         self.reference: Decoder | None = None
         if self.cfg.copies_model:
             self.reference, self.reference_parallel = self.build_model(trainable=False)
@@ -112,8 +117,10 @@ class DpoFinetune:
         check_reference(self.cfg.dpo, self.model, self.reference)
 
     def build_model(self, *, trainable: bool) -> tuple[Decoder, Parallel]:
-        """Return a model in this rank's memory, with or without adapters, or frozen as a whole; and
-        how it is divided.
+        """Return a model in this rank's memory, and how it is divided.
+
+        trainable: True for the policy, with adapters if these are trained; False for a frozen
+        reference.
         """
         cfg = self.cfg
         dtype = DTYPES[cfg.dtype]
@@ -122,9 +129,9 @@ class DpoFinetune:
             model.requires_grad_(False)
         elif self.lora is not None:
             add_adapters(model, self.lora, dtype)
-        # Pipeline stages, tensor parallel, memory levers, FSDP or DDP; parameters keep their names.
+        # Pipeline stages, tensor parallel, `memory` settings, FSDP or DDP; parameter names stay.
         parallel = parallelize(model, cfg, self.world, for_training=trainable)
-        # The reference, if there is one, is there already.
+        # The reference, if there is one, has its memory already.
         training.check_host_memory(
             model, parallel=parallel, cfg=cfg, world=self.world, other=self.reference
         )
@@ -132,7 +139,7 @@ class DpoFinetune:
         return model, parallel
 
     def load_weights(self) -> None:
-        """Read, or draw, this rank's part of both models, which start as the same one."""
+        """Read, or draw, this rank's part of both models, which start with the same weights."""
         seed = training.derive_seed(self.cfg.seed, "model")
         for model in (self.model, self.reference):
             if model is None:
@@ -145,7 +152,8 @@ class DpoFinetune:
             init_adapters(self.model, training.derive_seed(self.cfg.seed, "adapters"))
             if self.lora.adapter_path:
                 load_adapter(self.model, self.spec, Path(self.lora.adapter_path))
-        # Documents that see each other would be trained on silently: looked at once, with weights.
+        # Packed documents that attend to each other would be trained on silently. Checked here, as
+        # it takes weights.
         if self.cfg.data.packing:
             check_packing_isolation(
                 self.model,
@@ -156,7 +164,8 @@ class DpoFinetune:
             )
 
     def setup_optimizer(self) -> None:
-        """Build the optimizer over what is trained."""
+        """Build the optimizer over the trained parameters."""
+        # For the norm of the gradients.
         self.trained = [
             parameter for parameter in self.model.parameters() if parameter.requires_grad
         ]
@@ -167,7 +176,7 @@ class DpoFinetune:
             world=self.world,
             seed=self.cfg.seed,
         )
-        # Steps in backward and states in host memory, if the config asks for them.
+        # Optimizer steps in backward, and states in host memory, if the config asks for them.
         self.levers = training.apply_optimizer_levers(
             self.optimizer,
             model=self.model,
@@ -177,7 +186,10 @@ class DpoFinetune:
         )
 
     def resume(self) -> None:
-        """Go on from a saved state, if the config asks for one; the reference is what was read."""
+        """Go on from a saved state, if the config asks for one.
+
+        A state holds nothing of the reference, which is as `load_weights` has read it.
+        """
         self.step = training.resume_run(
             self.cfg,
             model=self.model,
@@ -206,7 +218,8 @@ class DpoFinetune:
     def compute_logps(self, model: Decoder, batch: Batch) -> torch.Tensor:
         """Return the log-probability of each answer of a micro-batch, fp64 `[answers]`.
 
-        Logits exist for one chunk of its tokens at a time.
+        Summed over its tokens, or their mean if the loss takes it. Logits exist for one chunk of
+        the tokens at a time.
         """
         inputs = (batch.tokens, batch.positions, batch.attention)
         head_loss = TokenLogProbs(self.cfg.memory.loss_chunks)
@@ -214,18 +227,19 @@ class DpoFinetune:
         return training.compute_answer_logps(token_logps, batch, mean=self.cfg.dpo.takes_mean_logps)
 
     def compute_policy_logps(self, micro_batches: Sequence[Batch]) -> Logps:
-        """Return the policy's log-probabilities of each micro-batch, without gradients."""
+        """Return an iterator over the policy's log-probabilities, without gradients."""
         compute = partial(self.compute_logps, self.model)
         return training.evaluate_micro_batches(self.parallel, compute, micro_batches)
 
     def compute_reference_logps(self, micro_batches: Sequence[Batch]) -> Logps:
-        """Return the reference's of the same answers; None of each for a loss without one."""
+        """Return an iterator over the reference's log-probabilities, of None without reference."""
         if not self.cfg.runs_reference:
             return repeat(None, len(micro_batches))
         if self.reference is not None:
             return training.evaluate_micro_batches(
                 self.reference_parallel, partial(self.compute_logps, self.reference), micro_batches
             )
+        # The reference is the policy without its adapters.
         return training.evaluate_micro_batches(
             self.parallel,
             partial(self.compute_logps, self.model),
@@ -235,6 +249,7 @@ class DpoFinetune:
 
     def estimate_kl(self, batches: StepBatches) -> torch.Tensor | None:
         """Return KTO's estimate of KL(policy || reference); None for a loss that asks for none."""
+        # Of answers of other samples to the same prompts.
         if not batches.mismatched:
             return None
         return estimate_kl(
@@ -247,9 +262,10 @@ class DpoFinetune:
     def compute_loss(
         self, batch: Batch, reference_logps: Logps, kl: torch.Tensor | None, sums: torch.Tensor
     ) -> torch.Tensor:
-        """Return the loss summed over the items of a micro-batch; add what is logged to `sums`.
+        """Return the loss summed over the pairs, or answers, of a micro-batch, `[]`.
 
-        reference_logps: of this micro-batch and the following ones.
+        reference_logps: of this micro-batch and the following ones. kl: KTO's estimate. sums: the
+        sums of the metrics over the step, to which those of this micro-batch are added.
         """
         policy_logps = self.compute_logps(self.model, batch)
         loss, micro_sums = compute_preference_loss(
@@ -273,10 +289,10 @@ class DpoFinetune:
             micro_loss = (
                 self.compute_loss(micro_batch, reference_logps, kl, sums) / batches.num_items
             )
-            # In a pipeline through the head alone; the stages' turn comes with the schedule.
+            # In a pipeline through the head only; the schedule runs the stages' backward later.
             self.parallel.backward(micro_loss)
-            del micro_loss  # with its graph: what is alive is what is planned
-        # FSDP has summed gradients over its ranks in backward; this is for what it does not shard.
+            del micro_loss  # frees its graph before the next forward, as is planned
+        # FSDP has summed gradients over its ranks in backward; this sums those it does not shard.
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(
             self.trained,
@@ -293,7 +309,7 @@ class DpoFinetune:
         return training.Step(loss=metrics.pop("loss"), grad_norm=grad_norm, metrics=metrics)
 
     def validate(self) -> dict[str, float]:
-        """Return the same metrics over all validation samples."""
+        """Return the metrics of training over all validation samples."""
         return validate_preference(
             self.model,
             parallel=self.parallel,
@@ -305,7 +321,7 @@ class DpoFinetune:
         )
 
     def train(self) -> None:
-        """Train all steps; end with what was trained on disk, or with a state if stopped."""
+        """Train all steps; end with the model or adapter on disk, or with a state if stopped."""
         if self.cfg.checkpoint.save_model and self.lora is None:
             check_room(self.model, self.output / "model", self.world)
         schedule = training.build_lr_schedule(self.cfg, self.data.total_steps)

@@ -7,8 +7,8 @@
 The first is one process, the second four GPUs, the third the same without the CLI.
 
 A rank holds (parameters + gradients + optimizer states) / ranks, the FSDP units that are gathered
-at the moment, and what the layers keep for backward. The levers, in the order in which they are
-usually pulled:
+at the moment, and the activations that layers keep for backward. Levers are keys that trade memory
+for time; in the order in which they are usually tried:
 
     batch_size=1                           fewer sequences at a time; the global batch stays with
                                            gradient_accumulation_steps
@@ -22,7 +22,7 @@ usually pulled:
     memory.optimizer_offload=true          states in host memory; one parameter's on the device
     memory.optimizer_in_backward=true      step each parameter as soon as it has a gradient; needs
                                            clip_grad_norm=null
-    memory.activation_offload=true         what the layers keep is in host memory until backward
+    memory.activation_offload=true         activations are in host memory until backward
     memory.stream_layers=true              with the two before it: layers in host memory, too
     memory.cpu_offload=true                parameters, gradients and states in host memory
 
@@ -50,22 +50,25 @@ from recipe_lib.parallel import (
     parallelize,
 )
 
+# The keys that a config of this recipe may have.
 Config = FullFinetuneConfig
 
 
 class FullFinetune:
-    """Full fine-tuning of one model. `world`: this process's rank, device and mesh."""
+    """Trains every parameter of one model. `run_recipe` calls the methods in their order here."""
 
-    treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
+    # The planner simulates a few layers and micro-batches, as all are alike; False if yours differ.
+    treats_all_alike = True
 
     def __init__(self, cfg: Config, world: World):
         self.cfg = cfg
         self.world = world
         self.device = world.device
         self.output = Path(cfg.output_dir)
-        self.step = 0  # optimizer steps that an earlier process has done
-        training.check_output(cfg)
-        # A broken checkpoint is noticed here, from its headers, before memory is taken.
+        self.step = 0  # number of optimizer steps that an earlier process has done
+        training.check_output(cfg)  # raises if this run may not write there
+        # The checkpoint, or a preset with random weights. A broken checkpoint is noticed here, from
+        # its headers, before memory is taken.
         self.source = training.resolve_model(cfg.model)
         self.spec = self.source.spec
         training.validate_parallelism(cfg, self.spec)
@@ -74,17 +77,18 @@ class FullFinetune:
     def setup_data(self, prepared: PreparedData | None) -> None:
         """Open the tokenized samples.
 
-        Which sequences a step takes is a function of (seed, epoch, step) alone.
+        The sequences of a step are a function of (seed, epoch, step) only. prepared: the datasets,
+        tokenized before the ranks were a process group; None: tokenize them now.
         """
         self.data = training.TrainingData(
             self.cfg, source=self.source, world=self.world, prepared=prepared
         )
 
     def setup_model(self) -> None:
-        """Build the model, in the order in which memory is taken; it has no values yet."""
+        """Build the model; its parameters have no values yet."""
         cfg = self.cfg
         self.model = build_meta(self.spec, DTYPES[cfg.dtype])  # shapes, no bytes
-        # Pipeline stages, tensor parallel, memory levers, FSDP or DDP; parameters keep their names.
+        # Pipeline stages, tensor parallel, `memory` settings, FSDP or DDP; parameter names stay.
         self.parallel = parallelize(self.model, cfg, self.world)
         training.check_host_memory(self.model, parallel=self.parallel, cfg=cfg, world=self.world)
         materialize(self.model, cfg.memory, self.device)
@@ -96,7 +100,8 @@ class FullFinetune:
             load_weights(self.model, spec=self.spec, folder=self.source.folder, seed=seed)
         else:
             init_weights(self.model, seed, self.spec)
-        # Documents that see each other would be trained on silently: looked at once, with weights.
+        # Packed documents that attend to each other would be trained on silently. Checked here, as
+        # it takes weights.
         if self.cfg.data.packing:
             check_packing_isolation(
                 self.model,
@@ -107,7 +112,7 @@ class FullFinetune:
             )
 
     def setup_optimizer(self) -> None:
-        """Build the optimizer over this rank's shards; its states appear in the first step."""
+        """Build the optimizer over this rank's shards; its states are made in the first step."""
         self.optimizer = training.build_optimizer(
             self.cfg.optimizer,
             parameters=self.model.named_parameters(),
@@ -115,7 +120,7 @@ class FullFinetune:
             world=self.world,
             seed=self.cfg.seed,
         )
-        # Steps in backward and states in host memory, if the config asks for them.
+        # Optimizer steps in backward, and states in host memory, if the config asks for them.
         self.levers = training.apply_optimizer_levers(
             self.optimizer,
             model=self.model,
@@ -149,7 +154,7 @@ class FullFinetune:
         return lines
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
-        """Return the sum of the token losses of a micro-batch.
+        """Return the loss summed over the label tokens of a micro-batch, `[]`.
 
         Logits exist for one chunk of its tokens at a time.
         """
@@ -159,18 +164,18 @@ class FullFinetune:
     def train_step(self, batches: StepBatches) -> training.Step:
         """Run one optimizer step on this rank's micro-batches.
 
-        In a pipeline the body of the loop runs on the rank with the last stage alone, whenever a
+        In a pipeline the body of the loop runs only on the rank with the last stage, whenever a
         micro-batch arrives there.
         """
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro_batch in self.parallel.micro_batches(batches):
             # Gradients are sums over ranks, so the mean is over the label tokens of all of them.
             micro_loss = self.compute_loss(micro_batch) / max(1, batches.num_label_tokens)
-            # In a pipeline through the head alone; the stages' turn comes with the schedule.
+            # In a pipeline through the head only; the schedule runs the stages' backward later.
             self.parallel.backward(micro_loss)
             loss += micro_loss.detach()
-            del micro_loss  # with its graph: what is alive is what is planned
-        # FSDP has summed gradients over its ranks in backward; this is for what it does not shard.
+            del micro_loss  # frees its graph before the next forward, as is planned
+        # FSDP has summed gradients over its ranks in backward; this sums those it does not shard.
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(
             self.model.parameters(),
@@ -185,9 +190,7 @@ class FullFinetune:
         return training.Step(loss=mean_loss, grad_norm=grad_norm)
 
     def validate(self) -> dict[str, float]:
-        """Return the mean loss of the label tokens of all validation sequences, each counted
-        once.
-        """
+        """Return the mean loss over the label tokens of all validation sequences."""
         return training.compute_validation_loss(
             self.model,
             parallel=self.parallel,

@@ -6,15 +6,15 @@
 
 A rank holds its shard of the frozen weights, with lora.quantize_base=nf4 a quarter of their bf16
 bytes; of the adapters it holds weights, gradients and optimizer states. Frozen weights have no
-gradients. What layers keep for backward is as large as in full fine-tuning, and the same levers
-reduce it:
+gradients. The activations that layers keep for backward are as large as in full fine-tuning. Levers
+are keys that trade memory for time:
 
     lora.quantize_base=nf4                 frozen weights in 4 bits, quantized as they are read
     memory.activation_checkpointing=full   keep the layers' inputs, recompute the rest in backward
     data.packing=true                      short sequences packed into one: none for padding
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
     parallel.context=4                     a quarter of each long sequence on each rank
-    memory.stream_layers=true              frozen layers in host memory, each here while it runs
+    memory.stream_layers=true              frozen layers in host memory, each on the device to run
     memory.cpu_offload=true                weights and states in host memory
 
 It ends with output_dir/adapter, which PEFT and vLLM load; lora.merge_on_save=true also writes
@@ -43,21 +43,24 @@ from recipe_lib.parallel import (
     parallelize,
 )
 
+# The keys that a config of this recipe may have.
 Config = LoraFinetuneConfig
 
 
 class LoraFinetune:
-    """Training of adapters; the base weights are frozen, and quantized if the config says so."""
+    """Trains adapters; the base weights are frozen, and quantized if the config says so."""
 
-    treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
+    # The planner simulates a few layers and micro-batches, as all are alike; False if yours differ.
+    treats_all_alike = True
 
     def __init__(self, cfg: Config, world: World):
         self.cfg = cfg
         self.world = world
         self.device = world.device
         self.output = Path(cfg.output_dir)
-        self.step = 0  # optimizer steps that an earlier process has done
-        training.check_output(cfg)
+        self.step = 0  # number of optimizer steps that an earlier process has done
+        training.check_output(cfg)  # raises if this run may not write there
+        # The checkpoint, or a preset with random weights.
         self.source = training.resolve_model(cfg.model)
         self.spec = self.source.spec
         training.validate_parallelism(cfg, self.spec)
@@ -68,25 +71,30 @@ class LoraFinetune:
         self.head_loss = training.build_head_loss(cfg)
 
     def setup_data(self, prepared: PreparedData | None) -> None:
-        """Open the tokenized samples."""
+        """Open the tokenized samples.
+
+        prepared: the datasets, tokenized before the ranks were a process group; None: tokenize them
+        now.
+        """
         self.data = training.TrainingData(
             self.cfg, source=self.source, world=self.world, prepared=prepared
         )
 
     def setup_model(self) -> None:
-        """Build the frozen model with adapters; neither has values yet."""
+        """Build the frozen model with adapters; their parameters have no values yet."""
         cfg = self.cfg
         dtype = DTYPES[cfg.dtype]
         self.model = build_meta(self.spec, dtype)  # shapes, no bytes
         add_adapters(self.model, cfg.lora, dtype)
-        # Pipeline stages, tensor parallel, memory levers, FSDP or DDP; parameters keep their names.
+        # Pipeline stages, tensor parallel, `memory` settings, FSDP or DDP; parameter names stay.
         self.parallel = parallelize(self.model, cfg, self.world)
         training.check_host_memory(self.model, parallel=self.parallel, cfg=cfg, world=self.world)
         materialize(self.model, cfg.memory, self.device)
 
     def load_weights(self) -> None:
-        """Read, and quantize, this rank's part of the frozen weights; make new adapters, or read
-        those of a folder.
+        """Read, and quantize, this rank's part of the frozen weights; start the adapters.
+
+        Adapters are read from lora.adapter_path, or start so that they change nothing.
         """
         seed = training.derive_seed(self.cfg.seed, "model")
         if self.source.folder:
@@ -96,7 +104,8 @@ class LoraFinetune:
         init_adapters(self.model, training.derive_seed(self.cfg.seed, "adapters"))
         if self.cfg.lora.adapter_path:
             load_adapter(self.model, self.spec, Path(self.cfg.lora.adapter_path))
-        # Documents that see each other would be trained on silently: looked at once, with weights.
+        # Packed documents that attend to each other would be trained on silently. Checked here, as
+        # it takes weights.
         if self.cfg.data.packing:
             check_packing_isolation(
                 self.model,
@@ -108,6 +117,7 @@ class LoraFinetune:
 
     def setup_optimizer(self) -> None:
         """Build the optimizer over the adapters: nothing else has gradients or states."""
+        # For the norm of the gradients.
         self.trained = [
             parameter for parameter in self.model.parameters() if parameter.requires_grad
         ]
@@ -118,7 +128,7 @@ class LoraFinetune:
             world=self.world,
             seed=self.cfg.seed,
         )
-        # Steps in backward and states in host memory, if the config asks for them.
+        # Optimizer steps in backward, and states in host memory, if the config asks for them.
         self.levers = training.apply_optimizer_levers(
             self.optimizer,
             model=self.model,
@@ -128,8 +138,9 @@ class LoraFinetune:
         )
 
     def resume(self) -> None:
-        """Go on from the step of a saved state, if the config asks for one; it holds adapters, no
-        frozen weights.
+        """Go on from the step of a saved state, if the config asks for one.
+
+        A state holds the adapters, and no frozen weights.
         """
         self.step = training.resume_run(
             self.cfg,
@@ -141,9 +152,7 @@ class LoraFinetune:
         )
 
     def describe(self) -> list[str]:
-        """Return lines for the log: data, global batch, steps, bytes per rank, adapters, FSDP
-        units.
-        """
+        """Return lines for the log: data, batch, steps, bytes per rank, adapters, FSDP units."""
         lines = self.data.report()
         lines += training.list_derived_numbers(
             self.cfg,
@@ -157,21 +166,21 @@ class LoraFinetune:
         return lines
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
-        """Return the sum of the token losses of a micro-batch."""
+        """Return the loss summed over the label tokens of a micro-batch, `[]`."""
         inputs = (batch.tokens, batch.positions, batch.attention)
         return self.model(*inputs, labels=batch.labels, head_loss=self.head_loss)
 
     def train_step(self, batches: StepBatches) -> training.Step:
-        """Run one optimizer step on this rank's micro-batches; only the adapters are trained."""
+        """Run one optimizer step of the adapters on this rank's micro-batches."""
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro_batch in self.parallel.micro_batches(batches):
             # Gradients are sums over ranks, so the mean is over the label tokens of all of them.
             micro_loss = self.compute_loss(micro_batch) / max(1, batches.num_label_tokens)
-            # In a pipeline through the head alone; the stages' turn comes with the schedule.
+            # In a pipeline through the head only; the schedule runs the stages' backward later.
             self.parallel.backward(micro_loss)
             loss += micro_loss.detach()
-            del micro_loss  # with its graph: what is alive is what is planned
-        # FSDP has summed gradients over its ranks in backward; this is for what it does not shard.
+            del micro_loss  # frees its graph before the next forward, as is planned
+        # FSDP has summed gradients over its ranks in backward; this sums those it does not shard.
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(
             self.trained,
@@ -186,9 +195,7 @@ class LoraFinetune:
         return training.Step(loss=mean_loss, grad_norm=grad_norm)
 
     def validate(self) -> dict[str, float]:
-        """Return the mean loss of the label tokens of all validation sequences, each counted
-        once.
-        """
+        """Return the mean loss over the label tokens of all validation sequences."""
         return training.compute_validation_loss(
             self.model,
             parallel=self.parallel,

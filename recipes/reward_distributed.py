@@ -12,15 +12,16 @@ The output projection gives way to a head of one row, or of a row for each class
 read at the last token of each sequence. reward.loss=pairwise: data.format=preference, where a pair
 may have a margin; it counts as one of batch_size and takes the memory of two sequences.
 reward.loss=classification: data.format=classification, samples of text, prompt or messages, and a
-label. There is no reference model, and no logits of a vocabulary. Levers as everywhere:
+label. There is no reference model, and no logits of a vocabulary. Levers, keys that trade memory
+for time:
 
     data.packing=true                      several sequences in one, each with its own scores
     memory.activation_checkpointing=full   keep the layers' inputs, recompute the rest in backward
     lora.quantize_base=nf4                 frozen weights in 4 bits
 
 It ends with output_dir/model, which transformers' AutoModelForSequenceClassification opens, or with
-output_dir/adapter, which PEFT opens on top of it (SEQ_CLS, the head among modules_to_save); a
-checkpoint with a score head is gone on with.
+output_dir/adapter, which PEFT opens on top of it (SEQ_CLS, the head among modules_to_save). The
+score head of a checkpoint that has one is trained further.
 """
 
 from pathlib import Path
@@ -55,22 +56,25 @@ from recipe_lib.parallel import (
     parallelize,
 )
 
+# The keys that a config of this recipe may have.
 Config = RewardFinetuneConfig
 
 
 class RewardFinetune:
-    """Training of a score head, with adapters on the layers below it or with every parameter."""
+    """Trains a score head, with adapters on the layers below it or with every parameter."""
 
-    treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
+    # The planner simulates a few layers and micro-batches, as all are alike; False if yours differ.
+    treats_all_alike = True
 
     def __init__(self, cfg: Config, world: World):
         self.cfg = cfg
         self.world = world
         self.device = world.device
         self.output = Path(cfg.output_dir)
-        self.step = 0  # optimizer steps that an earlier process has done
-        training.check_output(cfg)
-        self.lora = cfg.trained_adapters  # None: every parameter is trained
+        self.step = 0  # number of optimizer steps that an earlier process has done
+        training.check_output(cfg)  # raises if this run may not write there
+        self.lora = cfg.trained_adapters  # settings of adapters; None: every parameter is trained
+        # The checkpoint, or a preset with random weights.
         self.source = training.resolve_model(cfg.model, scored=True, num_labels=cfg.num_labels)
         self.spec = self.source.spec
         training.validate_parallelism(cfg, self.spec)
@@ -80,33 +84,36 @@ class RewardFinetune:
             )
 
     def setup_data(self, prepared: PreparedData | None) -> None:
-        """Open the tokenized samples: sequences whose last token has the one label, the two of a
-        pair by turns, or each with its class.
+        """Open the tokenized samples: sequences with one label, at the last token.
+
+        Of pair i sequence 2 i is the chosen answer, and 2 i + 1 the rejected one. In classification
+        each sequence has its class. prepared: the datasets, tokenized before the ranks were a
+        process group; None: tokenize them now.
         """
         self.data = training.TrainingData(
             self.cfg, source=self.source, world=self.world, prepared=prepared
         )
-        # What is exported names the classes in its config.json.
+        # The source with the names of the classes, for the config.json of the export.
         self.exported = prepare_items(self.data, self.source, self.cfg.reward)
 
     def setup_model(self) -> None:
-        """Build the decoder with its head, and adapters if these are trained; without values
-        yet.
-        """
+        """Build the decoder with its head, and adapters if these are trained; without values."""
         cfg = self.cfg
         dtype = DTYPES[cfg.dtype]
         self.model = build_meta(self.spec, dtype)  # shapes, no bytes
         if self.lora is not None:
             add_adapters(self.model, self.lora, dtype)
             train_score_head(self.model, self.lora, dtype)
-        # Pipeline stages, tensor parallel, memory levers, FSDP or DDP; parameters keep their names.
+        # Pipeline stages, tensor parallel, `memory` settings, FSDP or DDP; parameter names stay.
         self.parallel = parallelize(self.model, cfg, self.world)
         training.check_host_memory(self.model, parallel=self.parallel, cfg=cfg, world=self.world)
         materialize(self.model, cfg.memory, self.device)
 
     def load_weights(self) -> None:
-        """Read this rank's part of the checkpoint, with its score head if it has one; else that is
-        drawn from the seed.
+        """Read this rank's part of the checkpoint; draw a score head that it lacks from the seed.
+
+        Without a checkpoint all is drawn. Adapters are read from lora.adapter_path, or start so
+        that they change nothing.
         """
         seed = training.derive_seed(self.cfg.seed, "model")
         if self.source.folder:
@@ -117,7 +124,8 @@ class RewardFinetune:
             init_adapters(self.model, training.derive_seed(self.cfg.seed, "adapters"))
             if self.lora.adapter_path:
                 load_adapter(self.model, self.spec, Path(self.lora.adapter_path))
-        # Documents that see each other would be trained on silently: looked at once, with weights.
+        # Packed documents that attend to each other would be trained on silently. Checked here, as
+        # it takes weights.
         if self.cfg.data.packing:
             check_packing_isolation(
                 self.model,
@@ -128,7 +136,8 @@ class RewardFinetune:
             )
 
     def setup_optimizer(self) -> None:
-        """Build the optimizer over the head, and what else is trained."""
+        """Build the optimizer over the head, and adapters or all other parameters."""
+        # For the norm of the gradients.
         self.trained = [
             parameter for parameter in self.model.parameters() if parameter.requires_grad
         ]
@@ -139,7 +148,7 @@ class RewardFinetune:
             world=self.world,
             seed=self.cfg.seed,
         )
-        # Steps in backward and states in host memory, if the config asks for them.
+        # Optimizer steps in backward, and states in host memory, if the config asks for them.
         self.levers = training.apply_optimizer_levers(
             self.optimizer,
             model=self.model,
@@ -160,9 +169,7 @@ class RewardFinetune:
         )
 
     def describe(self) -> list[str]:
-        """Return lines for the log: items, global batch, steps, bytes per rank, the head, FSDP
-        units.
-        """
+        """Return lines for the log: items, batch, steps, bytes per rank, the head, FSDP units."""
         lines = self.data.report()
         lines += training.list_derived_numbers(
             self.cfg,
@@ -178,7 +185,10 @@ class RewardFinetune:
         return lines
 
     def compute_loss(self, batch: Batch, sums: torch.Tensor) -> torch.Tensor:
-        """Return the loss summed over the items of a micro-batch; add what is logged to `sums`."""
+        """Return the loss summed over the items (sequences or pairs) of a micro-batch, `[]`.
+
+        sums: the sums of the metrics over the step, to which those of this micro-batch are added.
+        """
         scores = compute_scores(self.model, batch)
         loss, micro_sums = compute_score_loss(scores, training.get_values(batch), self.cfg.reward)
         sums += micro_sums
@@ -191,10 +201,10 @@ class RewardFinetune:
         for micro_batch in self.parallel.micro_batches(batches):
             # Gradients are sums over ranks, so the mean is over the items of all of them.
             micro_loss = self.compute_loss(micro_batch, sums) / batches.num_items
-            # In a pipeline through the head alone; the stages' turn comes with the schedule.
+            # In a pipeline through the head only; the schedule runs the stages' backward later.
             self.parallel.backward(micro_loss)
-            del micro_loss  # with its graph: what is alive is what is planned
-        # FSDP has summed gradients over its ranks in backward; this is for what it does not shard.
+            del micro_loss  # frees its graph before the next forward, as is planned
+        # FSDP has summed gradients over its ranks in backward; this sums those it does not shard.
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(
             self.trained,
@@ -211,7 +221,7 @@ class RewardFinetune:
         return training.Step(loss=metrics.pop("loss"), grad_norm=grad_norm, metrics=metrics)
 
     def validate(self) -> dict[str, float]:
-        """Return the same metrics over all validation items."""
+        """Return the metrics of training over all validation items."""
         return validate_scores(
             self.model,
             parallel=self.parallel,
@@ -222,7 +232,7 @@ class RewardFinetune:
         )
 
     def train(self) -> None:
-        """Train all steps; end with what was trained on disk, or with a state if stopped."""
+        """Train all steps; end with the model or adapter on disk, or with a state if stopped."""
         writes_model = self.lora is None or self.lora.merge_on_save
         if self.cfg.checkpoint.save_model and writes_model:
             check_room(self.model, self.output / "model", self.world)

@@ -1,12 +1,10 @@
-"""Planted faults: what this tool and others make of some thirty mistakes, each in a run of seconds.
+"""Plant some thirty mistakes (faults) under our tool and others, and write what each says of them.
 
-    python -m benchmarks.peers.planted_faults --model FOLDER --environments FOLDER --install trl
     python -m benchmarks.peers.planted_faults --model FOLDER --environments FOLDER --tools ours,trl
 
---model is a small Llama as a Hugging Face folder, in fp32 (`stories260K` was used). Results are
-kept in --results, a tool at a time, and the page is written from all that is there. Runs of peers
-are their documented commands; nothing is fetched but by --install. The small disk needs the right
-to mount one.
+A tool is a training program in its own environment, which --install makes. Every run takes seconds:
+--model is a small Llama in fp32 (stories260K was used). Results are kept by tool in --results, and
+the page is written from all of them. The fault of a small disk needs the right to mount one.
 """
 
 import argparse
@@ -42,7 +40,7 @@ RESULTS = Path("docs/measurements/planted_faults.json")
 def main(argv: list[str]) -> None:
     """Plant every fault under every tool that was asked for.
 
-    Results are written after each fault, the page at the end.
+    Results are written after each fault, the page at the end. argv: without the program's name.
     """
     arguments = _parse_arguments(argv)
     tools = [kind(arguments.environments) for kind in TOOLS if kind.name in arguments.tools]
@@ -73,8 +71,9 @@ def main(argv: list[str]) -> None:
 
 
 def _parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Plant some thirty mistakes under our tool and others; show what each says."
     )
     parser.add_argument(
         "--model", type=Path, required=True, help="a small Llama in fp32, as a Hugging Face folder"
@@ -105,22 +104,27 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def _load_kept(path: Path) -> dict[str, Any]:
+    """Return the results of earlier runs, by tool; {} without the file."""
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
 def _parse_names(text: str) -> list[str]:
+    """Return the names in a text with commas between them."""
     return [name for name in text.split(",") if name]
 
 
 def examine(
     tool: Tool, work: Path, model: Path, only: str, before: dict[str, Any] | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield a tool's results so far after each fault.
+    """Plant the faults under a tool, and yield its results so far after each.
 
-    before: an earlier result, of which the rest is kept.
+    They are as in the results' file: by fault, `cells` has the fields of its `Outcome`. `unfit` is
+    why the runs without a fault fail; then nothing is planted. work: folder for the runs. only:
+    regular expression of faults' names; empty: all. before: an earlier result, whose other cells
+    are kept.
     """
     started = time.monotonic()
-    load = os.getloadavg()[0]
+    load = os.getloadavg()[0]  # of the machine, before the runs
     cells: dict[str, Any] = dict(before["cells"]) if before else {}
     tool_result: dict[str, Any] = {
         "title": tool.title,

@@ -1,8 +1,9 @@
-"""The report of gpu_check.py peers: equal work, speed, memory, and whether goals are met.
+"""Judge the runs of `gpu_check.py peers`, and write their report as JSON and as a page.
 
-A case's entry has `results` by side: `runs`, a list of records (`losses`, `grad_norms`, `marks`,
-bytes) or of {"failed": why}, or `absent`, why a side did not take part; and what `judge` makes of
-them.
+`gpu_peers.py` runs every case (a training in no tool's words) with every side (ours, and each peer
+program), and calls `build_case_entry`, `judge` and `write_peers_report`. A case's entry has
+`results` by side: `runs`, each with `losses`, `grad_norms`, `marks` (the second at which each step
+ended) and bytes, or {"failed": why}; in place of `runs`, `absent`: why a side did not take part.
 """
 
 import dataclasses
@@ -21,9 +22,9 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import build_meta, build_spec, read_config
 from recipe_lib.units import GIB
 
-# The goals.
-SHARE_OF_MATMUL = 0.5
-LORA_TOKENS = 12_200  # a second
+# The goals that the page says are met or missed.
+SHARE_OF_MATMUL = 0.5  # of the measured bf16 matmul rate, in full fine-tuning
+LORA_TOKENS = 12_200  # a second, in the case lora-4096
 OVER_PEERS = 1.1  # times the speed of the fastest peer
 MIB = 2**20
 
@@ -31,7 +32,7 @@ MIB = 2**20
 def compute_relative_difference(ours: Sequence[float], other: Sequence[float]) -> float:
     """Return the largest relative difference at any step.
 
-    It is infinite where a step is missing or not a number.
+    It is infinite if a step is missing or not a number, or if there are none.
     """
     if len(ours) != len(other) or not ours:
         return math.inf
@@ -47,16 +48,16 @@ def _compute_difference(other: float, ours: float) -> float:
 
 
 def list_good_runs(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs that came to their end."""
+    """Return the runs of a side that came to their end; [] if it did not take part."""
     return [run for run in result.get("runs", []) if "losses" in run]
 
 
 def compare(results: Mapping[str, Any], case: PeerCase, dtype: str) -> dict[str, dict[str, Any]]:
     """Compare each side that ran with our first run.
 
-    Returns its largest relative differences over all of its runs, `loss` and `grad_norm`, None
-    where there is no number; and `equal`: both are within the tolerances, None without a run of
-    ours.
+    Returns by side the largest relative differences over all of its runs, `loss` and `grad_norm`
+    (None: infinite, or no run of ours), and `equal`: both are within the tolerances of the case and
+    dtype (None: no run of ours). A side without a good run is left out.
     """
     our_run = next(iter(list_good_runs(results.get(OURS, {}))), None)
     loss_limit, norm_limit = choose_tolerances(case, dtype)
@@ -86,9 +87,9 @@ def _drop_infinite(value: float) -> float | None:
 
 
 def compute_seconds_per_step(result: Mapping[str, Any], case: PeerCase) -> float | None:
-    """Return the median over the runs of a step's median time behind the warm-up.
+    """Return the median over the runs of each run's median seconds of a step.
 
-    A step's time is from mark to mark. None: no run has two marks.
+    A step's time is from mark to mark. None: no run has two marks behind the warm-up.
     """
     medians = []
     for run in list_good_runs(result):
@@ -101,11 +102,13 @@ def compute_seconds_per_step(result: Mapping[str, Any], case: PeerCase) -> float
 def compute_figures(
     case: PeerCase, result: Mapping[str, Any], model: str, matmul: float | None
 ) -> dict[str, float]:
-    """Return the figures of a side on a GPU.
+    """Return the figures of a side on a GPU; {} if no step was timed.
 
-    These are `seconds` and `tokens_per_second` of a step, `flop_per_second` and `share` of the
-    measured matmul rate, `allocated` and `reserved` bytes. FLOP are the model's own, as
-    gpu_check.py counts them.
+    These are `seconds` and `tokens_per_second` of a step, `flop_per_second` of the model, without
+    recomputation, `share` of the matmul rate, and the peaks `allocated` and `reserved`, in bytes.
+
+    model: folder with its config.json. matmul: measured rate of bf16 matmuls, FLOP a second; None:
+    not measured, and no `share`.
     """
     seconds = compute_seconds_per_step(result, case)
     if seconds is None:
@@ -135,14 +138,15 @@ def format_goals(
 ) -> list[str]:
     """Return a line for each goal and case.
 
-    measured: figures by side. equal: `compare` of each case, in the same order.
+    measured: each case, with `compute_figures` by side. equal: what `compare` returned for each, in
+    the same order. Only peers of equal work count.
     """
     lines = []
     for (case, sides), comparison in zip(measured, equal, strict=True):
         ours = {}
         peers = {}  # of equal work
         for name, figures in sides.items():
-            if figures and name.startswith(OURS):
+            if figures and name.startswith(OURS):  # `ours`, and ours with other settings
                 ours[name] = figures
             elif figures and comparison.get(name, {}).get("equal"):
                 peers[name] = figures
@@ -169,9 +173,9 @@ def format_goals(
 def _format_goal_over_peers(
     ours: Mapping[str, Mapping[str, float]], peers: Mapping[str, Mapping[str, float]]
 ) -> str:
-    """Return the line of the goal that holds for every case.
+    """Return the line of the goal over the peers, which holds for every case.
 
-    One side of ours has to be both, faster and no larger.
+    One side of ours has to meet both parts, speed and memory. ours, peers: figures by side.
     """
     goal = f"at least {OVER_PEERS} times the fastest peer of equal work, in no more memory"
     if not peers:
@@ -183,17 +187,19 @@ def _format_goal_over_peers(
         ratio = figures["tokens_per_second"] / peer["tokens_per_second"]
         is_no_larger = figures["reserved"] <= peer["reserved"]
         candidates.append((ratio >= OVER_PEERS and is_no_larger, ratio, is_no_larger, name))
+    # A side that meets the goal goes before a faster one that does not.
     is_met, ratio, is_no_larger, name = max(candidates, key=lambda candidate: candidate[:2])
     memory = "no more" if is_no_larger else "more"
     return f"{goal}: {ratio:.2f} times {fastest} in {memory} memory ({name}), {_format_met(is_met)}"
 
 
 def _format_met(is_met: bool) -> str:
+    """Return the page's word for a goal that is met or missed."""
     return "met" if is_met else "MISSED"
 
 
 def format_file_name(device: Mapping[str, Any], suffix: str) -> str:
-    """Return the name of the report's file."""
+    """Return the name of the report's file. device: the report's. suffix: such as `.json`."""
     name = "dry-run-cpu"
     if device.get("type") == "cuda":
         name = "-".join(str(device["name"]).lower().split())
@@ -203,14 +209,14 @@ def format_file_name(device: Mapping[str, Any], suffix: str) -> str:
 def read_earlier_cases(path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the entries of an earlier report, without those of these names.
 
-    None are there if there is no report.
+    [] if there is no report.
     """
     entries = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
     return [entry for entry in entries if PeerCase(**entry["case"]).name not in names]
 
 
 def write_peers_report(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Write both files, named after the device, and return their paths.
+    """Write the report as .json and .md, named after the device, and return their paths.
 
     Without a GPU no step's time is kept.
     """
@@ -220,6 +226,7 @@ def write_peers_report(report: dict[str, Any], folder: Path) -> list[Path]:
     paths = [folder / format_file_name(report["device"], suffix) for suffix in (".json", ".md")]
     texts = (json.dumps(content, indent=1, allow_nan=False) + "\n", format_page(report))
     for path, text in zip(paths, texts, strict=True):
+        # Renamed when complete: it is written after each case, and a run may be killed.
         part = path.with_name(path.name + ".part")
         part.write_text(text, encoding="utf-8")
         part.replace(path)
@@ -260,6 +267,7 @@ def format_page(report: dict[str, Any]) -> str:
 
 
 def _format_head(report: dict[str, Any], gpu: bool) -> list[str]:
+    """Return the page's title and what holds for all cases. gpu: the runs were on one."""
     device = report["device"]
     commit = f", commit {report['commit']}" if "commit" in report else ""
     lines = [
@@ -308,7 +316,10 @@ def _summarize(report: Mapping[str, Any]) -> str:
 
 
 def find_fastest(report: Mapping[str, Any]) -> str:
-    """Return each case's tokens a second and reserved bytes, ours and the fastest equal peer's."""
+    """Return each case's tokens a second and reserved GiB, ours and the fastest equal peer's.
+
+    Called by `gpu_pages.py`. report: as it lies in the JSON file.
+    """
     sentences = []
     for entry in report["cases"]:
         case = PeerCase(**entry["case"])
@@ -330,6 +341,7 @@ def find_fastest(report: Mapping[str, Any]) -> str:
 
 
 def _format_sides(report: dict[str, Any]) -> list[str]:
+    """Return a line for each side: what it is, and its packages with their versions."""
     descriptions = {side.name: side.told for side in SIDES}
     lines = []
     for name, versions in report["versions"].items():
@@ -339,6 +351,7 @@ def _format_sides(report: dict[str, Any]) -> list[str]:
 
 
 def _describe_case(case: PeerCase, dtype: str) -> str:
+    """Return the settings of a case, and what equal work means for it."""
     loss, norm = choose_tolerances(case, dtype)
     adapters = (
         "" if case.method == "full" else f"adapters of rank {RANK} on all linears of the layers, "
@@ -353,6 +366,7 @@ def _describe_case(case: PeerCase, dtype: str) -> str:
 
 
 def _format_table(entry: Mapping[str, Any], gpu: bool) -> list[str]:
+    """Return the table of a case, a line for each side."""
     columns = [
         "side",
         "first loss",
@@ -393,7 +407,7 @@ def _format_table(entry: Mapping[str, Any], gpu: bool) -> list[str]:
 
 
 def _format_differences(compared: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a side's differences. compared: of the side, as from `compare`."""
+    """Return the cells of a side's differences. compared: what `compare` returned for the side."""
     if compared["equal"] is None:
         return ["", "", "not compared"]
     return [
@@ -404,10 +418,12 @@ def _format_differences(compared: Mapping[str, Any]) -> list[str]:
 
 
 def _format_cell(value: float | None, unit: float, form: str) -> str:
+    """Return a value in a unit; empty for None. form: a format specification."""
     return "" if value is None else format(value / unit, form)
 
 
 def _draw_curves(results: Mapping[str, Any]) -> list[str]:
+    """Return a line for each side with losses and gradient norms of its first good run."""
     lines = [""]
     for name, result in results.items():
         for run in list_good_runs(result)[:1]:
@@ -418,7 +434,10 @@ def _draw_curves(results: Mapping[str, Any]) -> list[str]:
 
 
 def build_case_entry(case: PeerCase, ground: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a case's entry in the report, before it has results."""
+    """Return a case's entry in the report, before it has results.
+
+    ground: what all sides start from; `told` describes its model.
+    """
     return {
         "case": dataclasses.asdict(case),
         "model": ground["told"],
@@ -429,9 +448,9 @@ def build_case_entry(case: PeerCase, ground: Mapping[str, Any]) -> dict[str, Any
 
 
 def judge(entry: dict[str, Any], model: str, report: Mapping[str, Any]) -> None:
-    """Put `comparison` and, with a GPU, `figures` into an entry.
+    """Put `comparison` and, with a GPU, `figures` into an entry, from its `results`.
 
-    model: the folder that was trained.
+    model: folder of the model that was trained. report: `dtype`, `device` and `matmul` are read.
     """
     case, results = PeerCase(**entry["case"]), entry["results"]
     entry["comparison"] = compare(results, case, report["dtype"])

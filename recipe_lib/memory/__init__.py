@@ -1,4 +1,4 @@
-"""Levers that trade time for memory, and measured peaks."""
+"""Apply levers, which trade time or precision for memory, and measure peaks of memory."""
 
 from recipe_lib.memory.activation_offload import offload_activations
 from recipe_lib.memory.apply_levers import apply_memory_levers, compile_layers

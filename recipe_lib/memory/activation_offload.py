@@ -1,13 +1,9 @@
-"""Activation offload: what layers save for backward waits in pinned host memory.
+"""Offload activations: what layers save for backward waits in pinned host memory.
 
 `apply_memory_levers` calls `offload_activations(model, cfg.memory, device)`, which wraps each
-layer's forward. When it has ended, what autograd saved of it is copied to the host on another
-stream while the next layer computes; backward copies it back before it is needed. So the device
-holds the saved tensors of `memory.activation_offload_prefetch_layers` + 1 layers, not of all (the
-virtual memory of vDNN, arXiv 1602.08124, by layers).
-
-Whole storages are copied, bit for bit: losses and gradients are those without the lever.
-`recipe_lib/ops/host_copies.py` orders copies and waits.
+layer's forward. After it, what autograd saved is copied to the host while the next layer computes;
+backward copies it back before it is needed (arXiv 1602.08124, by layers). The device holds the
+saved tensors of `memory.activation_offload_prefetch_layers` + 1 layers.
 """
 
 import sys
@@ -39,10 +35,10 @@ def offload_activations(
 ) -> "OffloadedActivations | None":
     """Offload what each layer saves for backward to the host, in place.
 
-    Call it when layers are checkpointed and compiled, before they are sharded. With checkpointing
-    a layer saves its input alone. Parameters and buffers, gathered ones too, and what all layers
-    are given alike (rotations, masks) stay on the device. Nothing is offloaded where no gradients
-    are computed.
+    Call it when layers are checkpointed and compiled, before they are sharded. Parameters and
+    buffers, gathered ones too, and what all layers are given alike (rotations, masks) stay on the
+    device. Nothing is offloaded where no gradients are computed. Whole storages are copied, bit for
+    bit: losses and gradients are those without offloading.
 
     device: where layers compute. is_stage: True if the model is a rank's part of a pipeline.
     Returns the object that moves the tensors; None, with the model left as it is, if
@@ -54,8 +50,8 @@ def offload_activations(
     modules = dict(model.named_modules())
     names = list_layer_names(model)
     ahead = memory.activation_offload_prefetch_layers
-    # Backward begins with the last layers, which would come back at once. In a pipeline other
-    # micro-batches run between a layer's forward and its backward, so there all of them are sent.
+    # Backward begins with the last layers, which would come back at once: they stay. In a pipeline
+    # other micro-batches run between a layer's forward and its backward, so that all are sent.
     num_resident = 0 if is_stage else ahead
     if num_resident >= len(names):
         raise ConfigError(
@@ -86,15 +82,15 @@ def _wrap_forward(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # All arguments but the hidden states are the same tensors for every layer.
-        shared: set[int] = set()  # addresses of storages
+        # Addresses of storages. All arguments but the hidden states are the same for every layer.
+        shared: set[int] = set()
         for tensor in _iterate_tensors((args[1:], kwargs)):
             shared.update(_list_storages(tensor))
 
         def is_resident(storage: int) -> bool:
-            # Parameters are looked up again each time: FSDP gathers them, and compiled layers
-            # exchange them for their local parts, after forward begins and before anything is
-            # saved.
+            """Return True for a storage, by its address, that is not offloaded."""
+            # Parameters are looked up at each call: FSDP gathers them, and compiled layers exchange
+            # them for their local parts, after forward begins and before anything is saved.
             current = (tensors.get(name) for tensors, name in entries)
             return storage in shared or any(
                 storage in _list_storages(tensor) for tensor in current if tensor is not None
@@ -111,7 +107,7 @@ class SavedStorage:
     """One storage that a layer saves, as a flat tensor on the device, on the host, or on its way.
 
     Only autograd holds these objects, in its `PackedTensor`s. When it drops one, the memory is free
-    once the copy that still reads or writes it is done.
+    as soon as the copy that still reads or writes it is done.
     """
 
     __slots__ = ("__weakref__", "copy", "on_device", "on_host", "stream")
@@ -120,15 +116,15 @@ class SavedStorage:
         # The whole storage, `[n]`. None: freed, the values are on the host alone.
         self.on_device: Tensor | None = flat
         self.on_host: Tensor | None = None  # None: not sent, or fetched again
-        # The copy to the host while `on_host` is there, the copy back afterwards.
+        # While `on_host` is set, the copy to the host; after that the copy back. None: neither.
         self.copy: Copy | None = None
-        self.stream = stream  # the computing one, to which the allocator gave the device's memory
+        self.stream = stream  # the computing one, which the device's memory was allocated on
 
     def free_device_memory(self) -> None:
         """Free the device's memory if the values are on the host, or on their way there."""
         if self.on_host is not None and self.on_device is not None and self.copy is not None:
-            # The computing stream waits first: what takes this memory next must not overwrite
-            # what the copy still reads.
+            # The computing stream waits first: what it writes to this memory next must not
+            # overwrite what the copy still reads.
             self.copy.wait(self.stream)
             self.on_device = None
 
@@ -139,7 +135,7 @@ class SavedStorage:
             self.copy = None
 
     def __del__(self) -> None:
-        # As in `free_device_memory`; when Python shuts down, torch's streams may be gone already.
+        # Waits as `free_device_memory` does. When Python ends, torch's streams may be gone already.
         if self.on_device is not None and self.copy is not None and not sys.is_finalizing():
             self.copy.wait(self.stream)
 
@@ -153,8 +149,8 @@ class LayerCall:
         self, index: int, is_resident: Callable[[int], bool], previous: "LayerCall | None"
     ) -> None:
         self.index = index  # of the layer in the model
-        self.is_resident = is_resident  # True for the address of a storage that is not offloaded
-        # The call of the layer before, if it came directly before: backward needs it next.
+        self.is_resident = is_resident  # `fn(address of a storage)`: True: it is not offloaded
+        # The last call before this one, if it is that of the layer before: backward needs it next.
         self.previous = previous if previous is not None and previous.index == index - 1 else None
         # Weak references: a strong one would keep memory that autograd has dropped.
         self.saved: list[weakref.ref[SavedStorage]] = []
@@ -169,7 +165,7 @@ class PackedTensor:
     """A view of a saved storage, which autograd holds in place of a saved tensor."""
 
     call: LayerCall  # the forward that saved the tensor
-    saved: SavedStorage  # of which the tensor is a view
+    saved: SavedStorage  # the storage that the tensor is a view of
     dtype: torch.dtype  # of the view; the storage may have been recorded in another
     shape: torch.Size
     stride: tuple[int, ...]  # in elements of dtype
@@ -186,11 +182,12 @@ class OffloadedActivations:
         self.ahead = ahead
         self.sent = sent  # number of layers, from the first on, that are offloaded
         self.host_bytes: dict[int, int] = {}  # layer index -> bytes sent by its last forward
-        # Called once, with the bytes of pinned host memory that the first layer takes and its
-        # number of tokens, before anything is sent. It may refuse by raising.
+        # `fn(bytes, tokens)`, called once before anything is sent: the pinned host memory that the
+        # first layer takes, and its number of tokens. It raises if that is too much.
         self.judge: Callable[[int, int], None] | None = None
         self._copies = HostCopies(device)
-        self._leaving: deque[LayerCall] = deque()  # calls whose tensors may still be on the device
+        # Calls whose tensors may still be on the device, the oldest first.
+        self._leaving: deque[LayerCall] = deque()
         self._last_call: LayerCall | None = None  # the one whose forward ended last
         self._backward_call: LayerCall | None = None  # the one whose backward runs
         # Address of a storage on the device -> what was recorded for it. Several layers may save
@@ -224,7 +221,7 @@ class OffloadedActivations:
             or tensor.layout != torch.strided
             or is_traceable_wrapper_subclass(tensor)
         ):
-            # Detached: a result that is saved by its own node would keep its graph alive.
+            # Detached: a node that saves its own result would keep its graph alive by it.
             return tensor.detach()
         storage = tensor.untyped_storage()
         address = storage._cdata
@@ -236,7 +233,7 @@ class OffloadedActivations:
         ):
             return tensor.detach()
         saved = self._saved.get(address)
-        # An address may have been given to another storage since it was recorded.
+        # The address may have been given to another storage since one was recorded under it.
         if (
             saved is None
             or saved.on_device is None
@@ -256,6 +253,7 @@ class OffloadedActivations:
         )
 
     def _unpack(self, packed: Any) -> Tensor:
+        """Return a saved tensor on the device, for the computing stream's work from here on."""
         if not isinstance(packed, PackedTensor):
             return packed
         if packed.call is not self._backward_call:
@@ -290,7 +288,7 @@ class OffloadedActivations:
 
         The copies run when all of the layer's work so far is done. tokens: as of `around_layer`.
         """
-        # A storage that the layer before saved, too, is there or on its way already.
+        # A storage that the layer before has saved, too, is on the host or on its way already.
         leaving = [
             saved for saved in call.list_alive() if saved.on_host is None and saved.copy is None
         ]
@@ -300,7 +298,7 @@ class OffloadedActivations:
             return
         if self.judge is not None:
             judge = self.judge
-            self.judge = None  # it is asked once
+            self.judge = None
             judge(sum(map(round_up_to_pinned, sizes)), tokens)
 
         # A generator: host memory must be allocated while the copying stream is the current one.
@@ -335,16 +333,15 @@ class OffloadedActivations:
             saved.copy = copy
 
     def _free_device_memory(self, call: LayerCall) -> None:
+        """Free what a call saved on the device, as far as it is on the host or on its way."""
         for saved in call.list_alive():
             saved.free_device_memory()
 
 
 def _list_storages(tensor: Tensor) -> list[int]:
-    """Return the addresses of a tensor's storages.
-
-    A wrapper, such as a sharded parameter, has those of its inner tensors.
-    """
-    # Addresses of the storage objects, which stay the same where FSDP frees and fills the memory.
+    """Return the addresses of the storages of a tensor, or of those in a wrapper (DTensor)."""
+    # `_cdata` is the address of the storage object: it stays the same while FSDP frees the memory
+    # and allocates it again.
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor.untyped_storage()._cdata]
     addresses: list[int] = []

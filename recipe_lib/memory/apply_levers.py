@@ -1,8 +1,8 @@
 """Apply the memory levers that change a model's layers, in the order in which they wrap each other.
 
 A memory lever is a config key that trades time or precision for memory. `parallelize` calls
-`apply_memory_levers(model, cfg, device)` on a meta model; each lever's own module says what it
-does. `compile_layers` is here because its place in that order matters.
+`apply_memory_levers(model, cfg, device)` on a model on the meta device. `compile_layers` is here
+because its place in that order matters.
 """
 
 from collections.abc import Callable
@@ -24,18 +24,18 @@ from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
 from recipe_lib.models.language_model import LanguageModel, list_layer_names
 from recipe_lib.ops.fused_kernels import use_fused_kernels
 
-# Compilations of a layer's forward: there is one for each kind of layer, of row length, and with
-# and without gradients. torch counts those of all kinds of layers together, and beyond its own
-# limit a layer silently runs uncompiled.
+# Compilations of layers' forwards that torch may make: one for each kind of layer, for the first
+# sequence length and for later ones, with and without gradients. torch counts those of all kinds
+# together. Beyond its own limit, which is lower, a layer silently runs uncompiled.
 _MAX_COMPILATIONS = 64
 
 
 @dataclass(frozen=True)
 class MemoryLevers:
-    """The results of applying a model's levers; None where a lever is off."""
+    """The results of applying levers to a model; None where a lever is off."""
 
     kernels: str = ""  # a line about fused kernels, for the log; empty on a CPU
-    checkpointing: str | None = None  # a line about what a budget lets layers keep, for the log
+    checkpointing: str | None = None  # a line on what layers keep within a budget, for the log
     offload: OffloadedActivations | None = None  # moves saved activations to the host and back
     layers: LayerStream | None = None  # copies layers from the host to the device, one at a time
     quantization: FakeQuantization | None = None  # rounds weights in training (QAT)
@@ -57,9 +57,9 @@ def apply_memory_levers(
     `memory.stream_layers`. Call it when adapters and tensor-parallel matrices are in place, and
     before FSDP wraps the layers.
 
-    device: the one that computes. pipeline: the stages of this rank; None: the model is not one of
-    a pipeline. for_training: False for a model that never goes backward, such as a reference
-    model. data_ranks: the size of data parallelism. Raises ConfigError for a lever that device or
+    device: the one that computes. pipeline: the stages of this rank; None: there is no pipeline.
+    for_training: False for a model that never goes backward, such as a reference model. data_ranks:
+    number of ranks that have batches of their own. Raises ConfigError for a lever that device or
     model do not have.
     """
     checkpointing = None
@@ -83,7 +83,7 @@ def apply_memory_levers(
     # Outside of compilation, so that what compiled layers save is offloaded too.
     if for_training:
         offload = offload_activations(model, cfg.memory, device, is_stage=is_stage)
-    # Outermost: all of the above must see weights that are on the device already.
+    # Outermost: all of the above must see weights on the device.
     layers = stream_layers(
         model, memory=cfg.memory, device=device, ranks=data_ranks, is_stage=is_stage
     )
@@ -99,9 +99,9 @@ def apply_memory_levers(
 def compile_layers(model: nn.Module, backend: Any = "inductor") -> None:
     """Compile each layer's forward with torch.compile, in place.
 
-    Layers of the same kind share one compilation, and FSDP's hooks stay outside of it. The first
-    sequence length is compiled for itself, the second for every length from then on; a batch of one
-    sequence, and evaluation, have compilations of their own. backend: of torch.compile.
+    Layers of the same kind share a compilation; FSDP's hooks stay outside of it. The first sequence
+    length has a compilation of its own, and all later lengths share one. A batch of one sequence,
+    and evaluation, have others. backend: of torch.compile.
     """
     torch._dynamo.config.recompile_limit = max(
         torch._dynamo.config.recompile_limit, _MAX_COMPILATIONS
@@ -119,11 +119,14 @@ def compile_layers(model: nn.Module, backend: Any = "inductor") -> None:
 
 
 def _use_local_parameters(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` run with the local tensors of the layer's DTensor parameters."""
-    # With DTensors compiled code keeps their mesh for backward, and torch 2.13 puts it where it
-    # expects a tensor if attention is recomputed on a CPU. A layer that hits the limit of
-    # compilations would see DTensors again when it is recomputed, and selective checkpointing
-    # would miss an operator: one more reason for `_MAX_COMPILATIONS`.
+    """Return a function that runs `forward` with the local tensors of DTensor parameters.
+
+    layer: the one whose parameters they are. forward: its compiled forward.
+    """
+    # With DTensors, compiled code keeps their mesh for backward. torch 2.13 then takes it for a
+    # tensor if attention is recomputed on a CPU. A layer beyond the limit of compilations would see
+    # DTensors again when it is recomputed, and selective checkpointing would miss an operator: one
+    # more reason for `_MAX_COMPILATIONS`.
 
     def run(*args: Any, **kwargs: Any) -> Any:
         dtensors = find_parameters(layer.modules(), lambda tensor: isinstance(tensor, DTensor))

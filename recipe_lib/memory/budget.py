@@ -1,10 +1,9 @@
 """Choose what each layer keeps for backward, so that a given number of bytes saves most time.
 
 With `memory.activation_checkpointing: budget`, `apply_activation_checkpointing` calls
-`measure_layer_costs`, which runs each kind of layer on the meta device and records its operators,
-then `choose_kept_operators`, which picks among them. Next to its input a layer can keep the results
-of matmuls, attention and sums over ranks. Results that save most seconds of recomputation a byte
-are kept first; with bytes left over, whole layers are not checkpointed.
+`measure_layer_costs`, which records the operators of each kind of layer, then
+`choose_kept_operators`. Next to its input a layer can keep the results of matmuls, attention and
+sums over ranks: first those that save most seconds of recomputation a byte.
 """
 
 from collections import Counter
@@ -27,18 +26,19 @@ from recipe_lib.memory.mlp_tiles import exchange_parameters, find_parameters, is
 from recipe_lib.ops.fused_kernels import fuse_on_meta
 from recipe_lib.units import GIB, format_bytes
 
-# The rates of no card in particular, so that every rank and every plan chooses alike: only the
-# order of the operators' seconds a byte matters. Cards commonly have some 130 operations a byte.
-# That a matmul is worth more than attention over a short row, and less than over a long one,
-# follows from their operations, whatever the rates.
+# Rates of no GPU in particular, so that every rank and every plan chooses alike. Only the order of
+# the operators matters, by seconds that a kept byte saves. GPUs commonly compute some 130
+# operations while they move a byte. That a matmul comes before attention over a short sequence, and
+# after attention over a long one, follows from their operations at any rates.
 FLOPS = 2e14  # operations a second
 BANDWIDTH = 1.5e12  # bytes a second, read and written in the device's memory
 LINK = 2e10  # bytes a second between ranks
 
 # The operators that a layer keeps: (kind, index among the operators of this kind in the layer).
 KeptOperators = frozenset[tuple[str, int]]
-# The moments at which a rank may keep most. For each: stage -> number of micro-batches whose
-# forward through the stage is done and whose backward is not. Without a pipeline: [{0: 1}].
+# The moments of a step at which a rank may keep most. Each is: pipeline stage of the rank -> number
+# of micro-batches whose forward through it is done and whose backward is not. Without a pipeline:
+# [{0: 1}].
 MicroBatchesInFlight = Sequence[dict[int, int]]
 
 
@@ -77,7 +77,7 @@ class BudgetChoice:
     kept: dict[str, KeptOperators | None] = field(default_factory=dict)
     bytes: int = 0  # the most that all layers keep at once
     seconds: float = 0.0  # of recomputation in a micro-batch, by the rates above
-    full_seconds: float = 0.0  # the same if layers kept their inputs alone
+    full_seconds: float = 0.0  # the same if layers kept nothing but their inputs
 
     def describe(self) -> str:
         """Return `layers keep 3.97 GiB: ...` in one line."""
@@ -106,8 +106,8 @@ def choose_kept_operators(
 ) -> BudgetChoice:
     """Choose what each layer keeps, at most `budget` GiB at every moment.
 
-    layers: of this rank, from `measure_layer_costs`. in_flight: how many micro-batches each stage
-    keeps at a time. Raises ConfigError if the layers' inputs alone take more than the budget.
+    layers: of this rank, from `measure_layer_costs`. in_flight: the moments at which it keeps most.
+    Raises ConfigError if the layers' inputs alone take more than the budget.
     """
     byte_budget = _ByteBudget(int(budget * GIB), in_flight)
     input_bytes: Counter[int] = Counter()
@@ -129,14 +129,15 @@ def choose_kept_operators(
     )
     choice.seconds = choice.full_seconds
     kept_by_layer: dict[str, set[tuple[str, int]]] = {layer.name: set() for layer in layers}
-    # Most seconds saved a byte first; sorting is stable, so of equals the first layer's.
+    # Most seconds saved a byte first. Sorting is stable: of equal ones an earlier layer's is first.
     operators.sort(key=lambda pair: -pair[1].seconds / pair[1].bytes)
     for layer, operator in operators:
         if byte_budget.try_reserve({layer.stage: operator.bytes}):
             kept_by_layer[layer.name].add(operator.key)
             choice.seconds -= operator.seconds
     choice.kept = {name: frozenset(keys) for name, keys in kept_by_layer.items()}
-    # What is left is for whole layers, from the first on: one that fits is not checkpointed.
+    # Bytes that are left go to whole layers, from the first on: one that fits keeps everything, and
+    # is not checkpointed.
     for layer in layers:
         kept_keys = kept_by_layer[layer.name]
         kept_bytes = sum(
@@ -154,16 +155,16 @@ def choose_kept_operators(
 
 @dataclass
 class _ByteBudget:
-    """Bytes that the layers of each stage keep, against a budget at every moment."""
+    """Bytes that the layers of each stage keep, within a limit at every moment."""
 
     limit: int  # bytes
     in_flight: MicroBatchesInFlight
     kept: Counter[int] = field(default_factory=Counter)  # stage -> bytes of one micro-batch
 
     def compute_peak(self, additional_bytes: dict[int, int]) -> int:
-        """Return the most bytes at once if stages kept these more.
+        """Return the most bytes that are kept at once, with additional ones.
 
-        additional_bytes: by stage, of one micro-batch.
+        additional_bytes: stage -> bytes that it would keep of one micro-batch, besides `kept`.
         """
         stage_bytes = self.kept + Counter(additional_bytes)
         return max(
@@ -178,21 +179,24 @@ class _ByteBudget:
         )
 
     def try_reserve(self, additional_bytes: dict[int, int]) -> bool:
-        """Reserve bytes, by stage, if they fit; return False, and change nothing, if not."""
+        """Add bytes to `kept` if they fit; return False, and change nothing, if they do not.
+
+        additional_bytes: see `compute_peak`.
+        """
         if self.compute_peak(additional_bytes) > self.limit:
             return False
         self.kept.update(additional_bytes)
         return True
 
 
-# The kinds of operators whose results can be kept. `selective` checkpointing, which keeps every
-# second MATMUL, does not count integer matmuls.
+# The kinds of operators whose results can be kept. An integer matmul is a kind of its own because
+# `selective` checkpointing counts the MATMULs, of which it keeps every second.
 MATMUL = "matmul"
 INTEGER_MATMUL = "integer matmul"
 ATTENTION = "attention"
-SUM = "sum"
+SUM = "sum"  # over tensor-parallel ranks
 
-# Operator name -> kind. By name, as it depends on torch's release which of the operators exist.
+# Operator's name -> kind. Names, because not every release of torch has all of these operators.
 _KINDS = {
     "aten::mm": MATMUL,
     "aten::addmm": MATMUL,
@@ -207,15 +211,15 @@ _KINDS = {
     "aten::_efficient_attention_forward": ATTENTION,
     "torch_attn::_varlen_attn": ATTENTION,
     "flex_attention": ATTENTION,
-    # Sums over the tensor-parallel ranks. No mode keeps gathered tensors: hidden states that are
-    # gathered over these ranks are as large as all ranks' together, and parameters that FSDP
-    # gathers (`c10d::`) would undo the sharding.
+    # Gathered tensors are none of these, and are never kept. Hidden states that are gathered over
+    # tensor-parallel ranks are as large as those of all ranks, and parameters that FSDP gathers
+    # (`c10d::`) would undo the sharding.
     "_c10d_functional::reduce_scatter_tensor": SUM,
     "_c10d_functional::all_reduce": SUM,
 }
 
-# Grouped matmuls, of each expert's rows with its weight (`recipe_lib.ops.mlp`): torch's, and ours
-# for other dtypes than bf16.
+# Operators that multiply each expert's rows with its weight: torch's, and those of
+# `recipe_lib.ops.mlp` for other dtypes than bf16.
 GROUPED = frozenset(
     {
         "aten::_grouped_mm",
@@ -226,10 +230,10 @@ GROUPED = frozenset(
 
 
 def count_grouped_flops(args: Sequence[Any], result: Tensor) -> int:
-    """Return the operations of a grouped matmul, an operator of GROUPED.
+    """Return the number of operations of a grouped matmul, an operator of GROUPED.
 
-    args: its arguments; the first two are rows `[n, i]` and the experts' weights `[experts, i, o]`,
-    or for the weight gradient two matrices over rows. Each row counts once, whatever its expert is.
+    args: its arguments. The first two are rows `[n, i]` and the experts' weights `[E, i, o]`; for
+    the weight gradient they are two matrices with a dimension of rows. Each row counts once.
     """
     left, right = args[:2]
     if right.dim() == 2:  # the weight gradient, which sums over rows
@@ -247,7 +251,7 @@ def get_operator_kind(operator: Any) -> str | None:
     )
 
 
-# The most bytes that a GPU's attention kernel keeps as the state of its random numbers.
+# Bytes, at the most, that a GPU's attention kernel keeps as the state of its random numbers.
 _RANDOM_STATE = 128
 
 
@@ -255,9 +259,10 @@ _RANDOM_STATE = 128
 class _ForwardRecord:
     """The operators that one forward of a layer ran, and the storages that it kept."""
 
-    # In the order of forward: kind (None: cannot be kept), bytes of the results, seconds.
+    # In the order of forward: (kind or None: cannot be kept, bytes of its results, seconds).
     operators: list[tuple[str | None, int, float]] = field(default_factory=list)
-    # How many operators had begun when autograd saved its last tensor. A recomputation ends there.
+    # Number of operators that had begun when autograd saved its last tensor, where a recomputation
+    # ends.
     needed: int = 0
     kept: dict[int, int] = field(default_factory=dict)  # address of a saved storage -> its bytes
     # The saved storages, held so that no later storage gets the address of a freed one.
@@ -290,10 +295,11 @@ def measure_layer_costs(
 
     model: with adapters, sharding and MLP tiles as its layers will run, on any device. Its
     parameters are exchanged for meta tensors meanwhile. num_sequences, length: b and s.
-    tensor_ranks, context_ranks: how many ranks share the tokens of a micro-batch by tensor and by
-    context parallelism. kernels: `cuda` or `cpu`, whose norms and attention keep different tensors.
-    pipeline: the stages whose layers are measured; None: all layers are one stage. fused: True
-    where a chain of operators is one kernel, which keeps less (`recipe_lib.ops.fused_kernels`).
+    tensor_ranks, context_ranks: number of ranks that share the tokens of a micro-batch by tensor
+    and by context parallelism. kernels: `cuda` or `cpu`; norms and attention of the two keep
+    different tensors. pipeline: the stages whose layers are measured; None: all layers are one
+    stage. fused: True if chains of operators run as one kernel, which keeps less
+    (`recipe_lib.ops.fused_kernels`).
     """
     trunk = cast(Any, model.model)
     width = cast(Any, model.spec).width
@@ -318,14 +324,14 @@ def measure_layer_costs(
         for stage, layer_indices in stages.items():
             for index in layer_indices:
                 layer = trunk.layers.get_submodule(str(index))
-                # The first layer's input needs no gradient where the embedding is frozen.
-                trained = stage > 0 or index > 0 or trains_embedding
+                # The first layer's input needs no gradient if the embedding is frozen.
+                needs_grad = stage > 0 or index > 0 or trains_embedding
                 hidden = torch.empty(
-                    *shape, width, dtype=dtype, device="meta", requires_grad=trained
+                    *shape, width, dtype=dtype, device="meta", requires_grad=needs_grad
                 )
-                key = (trained, *_describe_layer(layer))
+                key = (needs_grad, *_describe_layer(layer))
                 if key not in records:
-                    # By the trunk, which makes the rotations and masks that a layer is given.
+                    # Run by the trunk, which makes the rotations and masks that a layer is given.
                     with _record_forward(layer, kernels) as records[key]:
                         tokens = torch.Size((num_sequences, length))
                         trunk.run_layers(
@@ -343,7 +349,7 @@ def measure_layer_costs(
 
 
 def _describe_layer(layer: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for layers that keep and compute the same."""
+    """Return a key that is equal for layers that compute and keep the same."""
     parameters = tuple(
         (name, parameter.shape, parameter.dtype, parameter.requires_grad)
         for name, parameter in layer.named_parameters()
@@ -354,6 +360,7 @@ def _describe_layer(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _build_layer_cost(name: str, stage: int, input_bytes: int, record: _ForwardRecord) -> LayerCost:
+    """Build the cost of a layer from the record of its forward, or of a layer that is alike."""
     counts: Counter[str] = Counter()
     operators = []
     other_seconds = 0.0
@@ -374,14 +381,15 @@ def _build_layer_cost(name: str, stage: int, input_bytes: int, record: _ForwardR
 
 
 def _make_plain(parameter: Tensor) -> Tensor:
-    """Return the parameter on the meta device, of no subclass of Tensor but DTensor.
+    """Return a parameter like this one on the meta device, as a plain tensor or a DTensor.
 
-    In a plan's simulation parameters are of another subclass.
+    In a plan's simulation parameters are of another subclass of Tensor.
     """
     return nn.Parameter(_make_plain_meta(parameter.detach()), parameter.requires_grad)
 
 
 def _make_plain_meta(tensor: Tensor) -> Tensor:
+    """Return a tensor like this one on the meta device, plain or a DTensor of a plain one."""
     if isinstance(tensor, DTensor):
         local = _make_plain_meta(tensor.to_local())
         return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
@@ -407,6 +415,7 @@ def _record_forward(layer: nn.Module, kernels: str) -> Iterator[_ForwardRecord]:
         recorder = _OperatorRecorder(record)
 
         def pack(tensor: Tensor) -> Tensor:
+            """Record a tensor that autograd saves, and let it be saved as it is."""
             record.needed = len(record.operators)
             storage = _get_storage(tensor)
             if storage._cdata not in shared:
@@ -427,6 +436,7 @@ def _record_forward(layer: nn.Module, kernels: str) -> Iterator[_ForwardRecord]:
 
 
 def _get_storage(tensor: Tensor) -> torch.UntypedStorage:
+    """Return the storage of a tensor, or of this rank's part of a DTensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
@@ -459,6 +469,7 @@ class _OperatorRecorder(TorchDispatchMode):
 
 
 def _count_flops(operator: Any, args: Any, kwargs: Any, output: Any) -> int:
+    """Return the operations of an operator by torch's formulas; 0 for one without a formula."""
     if operator._schema.name in GROUPED:
         return count_grouped_flops(args, output)
     count = flop_registry.get(operator.overloadpacket)
@@ -497,7 +508,11 @@ class _DeviceKernels(TorchFunctionMode):
         kind: str | None = None,
         flops: float = 0.0,
     ) -> Tensor:
-        # Runs an autograd function on the tensors, and records it as one operator of this kind.
+        """Run an autograd function on tensors, and record it as one operator.
+
+        function: its forward returns (result, what else a kernel keeps). kind: of the operator;
+        None: its result cannot be kept. flops: its operations.
+        """
         record = self.recorder.record
         self.recorder.muted += 1
         try:
@@ -517,7 +532,10 @@ class _DeviceKernels(TorchFunctionMode):
 
 
 def _make_statistics(tensor: Tensor, *shape: int) -> Tensor:
-    # Kernels keep log-sum-exps and norms' factors in fp32, for fp64 in fp64.
+    """Return a tensor for log-sum-exps or a norm's factors, which kernels keep in fp32.
+
+    For a tensor in fp64 they are in fp64.
+    """
     return tensor.new_empty(shape, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 

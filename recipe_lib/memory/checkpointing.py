@@ -1,14 +1,8 @@
-"""Activation checkpointing: keep less for backward, and compute it again (arXiv 1604.06174).
+"""Checkpoint activations: keep less for backward, and compute it again (arXiv 1604.06174).
 
 `apply_memory_levers` calls `apply_activation_checkpointing(model, mode, ...)`, which wraps the
-forward of each layer. A layer of a Llama-like decoder then keeps so many elements a token, next to
-the log-sum-exp of attention (d model width, h heads and k key heads of width e, f MLP width):
-
-    none       every intermediate result that some gradient needs
-    selective  2 d + h e + k e + f: its input, and the results of attention and of the key, output
-               and up projections
-    budget     between full and none, what saves most time under `memory.activation_budget_gib`
-    full       d: its input
+forward of each layer. `suspend_selective_checkpointing` is for code that runs inside a layer and is
+no part of its computation.
 """
 
 from collections import Counter
@@ -47,6 +41,15 @@ from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.device import get_kernel_type
 from recipe_lib.ops.fused_kernels import should_fuse
 
+# Elements that a layer of a Llama-like decoder keeps for a token, by mode, next to the log-sum-exp
+# of attention (d model width, h heads and k key heads of width e, f MLP width):
+#
+#     none       every intermediate result that some gradient needs
+#     selective  2 d + h e + k e + f: its input, and the results of attention and of the key, output
+#                and up projections
+#     budget     between full and none, what saves most time within `memory.activation_budget_gib`
+#     full       d: its input
+
 
 def apply_activation_checkpointing(
     model: nn.Module,
@@ -62,10 +65,10 @@ def apply_activation_checkpointing(
     half is computed again. `budget`: it keeps what `memory.activation_budget_gib` of `cfg` has room
     for, for micro-batches of its longest sequences. `none`: nothing changes.
 
-    Layers are the elements of the model's module lists. cfg, device, pipeline: for `budget` alone.
-    device: where layers will run; None: the CPU. pipeline: the stages of this rank; None: it has
-    all layers. Returns a line for the log, of what a budget chose; None in the other modes. Raises
-    ConfigError if the layers' inputs alone take more than the budget.
+    Layers are the elements of the model's module lists. cfg, device, pipeline are read for `budget`
+    alone. device: where layers will run; None: the CPU. pipeline: the stages of this rank; None: it
+    has all layers. Returns a line for the log on what was chosen within a budget; None in the other
+    modes. Raises ConfigError if the layers' inputs alone take more than the budget.
     """
     if mode == "none":
         return None
@@ -105,11 +108,11 @@ def apply_activation_checkpointing(
 def suspend_selective_checkpointing() -> Iterator[None]:
     """Hide the operators that run inside the block from selective checkpointing.
 
-    Use it for what is not part of the layer's computation, such as copies that are begun ahead.
-    Torch matches the operators of forward and recomputation by their order: where one of the two
-    runs more of them, later ones would get each other's results.
+    Use it for what is no part of the layer's computation, such as copies that are begun ahead.
+    torch matches the operators of forward and recomputation by their order: if one of the two runs
+    an operator more, later ones get each other's results.
     """
-    # Torch's own modes, by private names: it has no public way to step out of them.
+    # torch's own modes, by private names: it has no public way to step out of them.
     suspended = []
     while isinstance(
         _get_current_dispatch_mode(), (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
@@ -122,8 +125,9 @@ def suspend_selective_checkpointing() -> Iterator[None]:
             _push_mode(mode)
 
 
-# options: further keywords of torch's `checkpoint`
 def _wrap_in_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Return a function that runs `forward` checkpointed. options: keywords of `checkpoint`."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(
             forward,
@@ -152,7 +156,7 @@ def _choose_within_budget(
         context_ranks=cfg.parallel.context,
         kernels=get_kernel_type(device),
         pipeline=pipeline,
-        # Inside a compiled layer the compiler sees the chain itself, no fused operator.
+        # In a compiled layer there is no fused operator: the compiler fuses the chain itself.
         fused=should_fuse(device) and not cfg.compile,
     )
     in_flight = [{0: 1}] if pipeline is None else pipeline.list_in_flight(num_micro_batches)
@@ -160,12 +164,16 @@ def _choose_within_budget(
 
 
 def _is_kept(kept: KeptOperators, kind: str, index: int) -> bool:
+    """Return True for an operator that a budget lets a layer keep."""
     return (kind, index) in kept
 
 
 def _is_selected(kind: str, index: int) -> bool:
-    # Matmuls are query, key, value, output, gate, up and down. Of these key, output and up are
-    # kept. Down is the seventh, so that it is not: no gradient needs its result.
+    """Return True for an operator that `selective` keeps: attention, sums, every second matmul.
+
+    A layer's matmuls are query, key, value, output, gate, up and down: key, output and up are kept.
+    Down is not, which is right: no gradient needs its result.
+    """
     return kind in (ATTENTION, SUM) or (kind == MATMUL and index % 2 == 1)
 
 
@@ -174,10 +182,10 @@ def _make_contexts(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a layer's forward and of its recomputation.
 
-    is_kept: True for an operator to keep, given its kind and its index among those of its kind in
-    the layer.
+    is_kept: `fn(kind, index)` returns True for an operator to keep. index: among the operators of
+    its kind in the layer.
     """
-    # By `is_recompute`: forward and recomputation each count operators from the start.
+    # `is_recompute` -> kind -> operators so far: forward and recomputation both count from 0.
     counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
     def choose_policy(

@@ -1,15 +1,9 @@
-"""Layer streaming: layers in pinned host memory, on the device only while they run.
+"""Stream layers: keep them in pinned host memory, and on the device only while they run.
 
 `apply_memory_levers` calls `stream_layers(model, cfg.memory, device)`, which marks the parameters
-and wraps the forwards. A unit is what is copied at once: a decoder layer; the embedding or output
-head, if these are two matrices or frozen; or the experts of a layer alone, which are most of a
-mixture's weights. The device holds at most two units: the one that computes, and the next (in
-backward the one before), whose copy is under way.
-
-Between its uses a unit's parameters are those in host memory, which checkpoints, exports and
-optimizers see. Frozen ones are never copied back. A trained one is stepped on the device when
-backward has made its gradient, and only its new values go back: gradients are never in host memory.
-`recipe_lib/ops/host_copies.py` orders copies and waits.
+and wraps the forwards. A unit is what is copied at once: a decoder layer, its experts alone, or an
+embedding or output head. The device holds at most two units: the one that computes, and the next
+(in backward the one before), whose copy is under way.
 """
 
 from collections import Counter
@@ -35,11 +29,11 @@ from recipe_lib.ops.head_losses import makes_gradients_in_forward
 from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
 from recipe_lib.units import format_bytes, pluralize
 
-EXPERTS = "experts"  # value of `memory.stream_layers` that streams these alone
+EXPERTS = "experts"  # value of `memory.stream_layers` that streams experts alone
 
-# `step(host, stand_in)`: runs the optimizer for one parameter. It changes the stand-in, which is on
-# the device, in place, by the stand-in's gradient, with the optimizer's states of the host's
-# parameter. The new values are then copied to the host by `LayerStream`.
+# `step(host, stand_in)` runs the optimizer for one parameter. The stand-in is the parameter on the
+# device. It is changed in place, by its own gradient and the optimizer's states of the parameter in
+# host memory. `LayerStream` then copies the new values to the host.
 StepParameter = Callable[[nn.Parameter, nn.Parameter], None]
 
 
@@ -48,7 +42,8 @@ class StreamedUnit:
 
     Each parameter in host memory has one stand-in, a parameter on the device. As in FSDP2, its
     memory is freed and allocated again while the tensor object stays. So a tensor that autograd
-    saved of it in forward has its values again in backward.
+    saved of it in forward has its values again in backward. Between uses the module has the
+    parameters in host memory, which checkpoints, exports and optimizers see.
     """
 
     def __init__(
@@ -66,7 +61,8 @@ class StreamedUnit:
         # Four lists with an item for each parameter, in the same order:
         self.names = list(entries)  # names in the model
         self._entries = list(entries.values())
-        self._hosts: list[nn.Parameter] = []  # those in host memory, while in use; else empty
+        # The parameters in host memory, while the stand-ins are the module's; else empty.
+        self._hosts: list[nn.Parameter] = []
         # The stand-ins; None: not made yet.
         self._on_device: list[nn.Parameter | None] = [None] * len(entries)
 
@@ -77,9 +73,9 @@ class StreamedUnit:
         return [parameters[name] for parameters, name in self._entries]
 
     def get_device_parameter(self, index: int, device: torch.device) -> nn.Parameter:
-        """Return a parameter's stand-in, by its index in `names`; the first call makes it.
+        """Return a parameter's stand-in; the first call makes it, with memory and without values.
 
-        It is made with memory, which has no values yet.
+        index: of the parameter in `names`.
         """
         parameter = self._on_device[index]
         if parameter is None:
@@ -92,12 +88,12 @@ class StreamedUnit:
         return parameter
 
     def get_device_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the stand-ins made so far, by the parameters' names."""
+        """Return name -> stand-in, of those that were made so far."""
         pairs = zip(self.names, self._on_device, strict=True)
         return {name: parameter for name, parameter in pairs if parameter is not None}
 
     def trains(self) -> bool:
-        """Return True if a parameter is trained: backward then needs the unit for its step."""
+        """Return True if a parameter is trained; it is then stepped on the device in backward."""
         return any(host.requires_grad for host in self.list_host_parameters())
 
     def begin_use(self) -> None:
@@ -118,18 +114,23 @@ class StreamedUnit:
 
 
 class LayerStream:
-    """Copies units to the device, each before it is needed."""
+    """Copies units to the device, each before it is needed.
+
+    Frozen parameters are never copied back. A trained one is stepped on the device as soon as
+    backward has made its gradient, and only its new values go back: gradients are never in host
+    memory. `HostCopies` and `Prefetch` order copies and waits.
+    """
 
     def __init__(self, units: Sequence[StreamedUnit], device: torch.device, part: str = "") -> None:
         """Stream units to a device.
 
-        units: in the order in which forward runs them. part: the part of a layer that is streamed,
-        EXPERTS; "": all of it.
+        units: in the order in which forward runs them. part: EXPERTS if these alone are streamed of
+        a layer; empty: whole layers are.
         """
         self.units = list(units)
         self._part = part
         # Indices of the units that are prefetched in backward. A frozen embedding or output head is
-        # not: the embedding's backward reads tokens alone, the head's comes first of all.
+        # none of them: the embedding's backward reads tokens alone, and the head's comes first.
         self._backward_units = [
             index for index, unit in enumerate(self.units) if unit.is_layer or unit.trains()
         ]
@@ -151,7 +152,7 @@ class LayerStream:
         return sum(get_detached_local(parameter).nbytes for parameter in self.parameters())
 
     def get_device_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the stand-ins on the device made so far, by the parameters' names."""
+        """Return name -> stand-in, of those of all units that were made so far."""
         stand_ins: dict[str, nn.Parameter] = {}
         for unit in self.units:
             stand_ins |= unit.get_device_parameters()
@@ -162,7 +163,7 @@ class LayerStream:
         return any(unit.trains() for unit in self.units)
 
     def describe(self) -> str:
-        """Return what is streamed, for the log's line on FSDP, which it is appended to."""
+        """Return a text on what is streamed, to be appended to the log's line on FSDP."""
         names = [unit.name for unit in self.units if not unit.is_layer]
         layers = pluralize(len(self.units) - len(names), "layer")
         names.insert(0, f"{self._part} of {layers}" if self._part else layers)
@@ -176,7 +177,7 @@ class LayerStream:
     def set_step(self, step: StepParameter) -> None:
         """Let `step` update each trained parameter in backward, as soon as its gradient is made.
 
-        Call it once, when the parameters have memory.
+        step: see `StepParameter`. Call this once, when the parameters have memory.
         """
         for unit in self.units:
             for index, host in enumerate(unit.list_host_parameters()):
@@ -190,7 +191,7 @@ class LayerStream:
                     )
 
     def get_stepped_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that gets the gradient: the stand-in, or itself if not streamed."""
+        """Return the stand-in that gets a parameter's gradient; the parameter if not streamed."""
         return self._stepped.get(parameter, parameter)
 
     def run(
@@ -203,15 +204,15 @@ class LayerStream:
     ) -> Any:
         """Run a unit's forward with the unit on the device, in place of the module's own.
 
-        index: of the unit. forward: the module's own. is_needed_in_backward: given the arguments of
-        the call, True if backward needs the unit's parameters.
+        index: of the unit. forward: the module's own. is_needed_in_backward: a function of the
+        call's arguments that returns True if backward needs the unit's parameters.
         """
         # Private, as in torch's own activation checkpointing: torch has no public name for it.
         if torch._C._current_graph_task_id() != -1:  # in backward: recomputed by checkpointing
             self._use(index, backward=True)
             return forward(*args, **kwargs)
         self._use(index)
-        stays = False
+        stays = False  # True: the unit stays on the device until its backward
         try:
             output = forward(*args, **kwargs)
             differentiable = [
@@ -230,7 +231,7 @@ class LayerStream:
                 self._prefetch.drop(index)
 
     def _begin_backward(self, index: int, _: Tensor) -> None:
-        # Called when the gradient of the unit's output is made: backward reaches the unit.
+        """Put a unit on the device, as the hook of its output: backward reaches the unit."""
         task = torch._C._current_graph_task_id()
         if task != self._backward:
             self._backward = task
@@ -239,32 +240,33 @@ class LayerStream:
         self._use(index, backward=True)
 
     def _end_backward(self) -> None:
+        """Free all units but the one that stays, when a backward has ended."""
         self._backward = -1
         self._prefetch.drop_all(keep=self._first)
         if self._first is not None:
             self.units[self._first].end_use()
 
     def _use(self, index: int, *, backward: bool = False) -> None:
-        """Put a unit on the device for all that is issued from here on; begin to copy the next."""
+        """Put a unit on the device for the work issued from here on; begin to copy the next one."""
         self._prefetch.use(index, self._find_next(index, backward))
         self.units[index].begin_use()
 
     def _find_next(self, index: int, backward: bool) -> int | None:
-        """Return the index of the unit that is needed after this one, None if there is none.
+        """Return the index of the unit that is needed after this one; None: there is none.
 
-        Units are taken to run in their order, in backward in the opposite one.
+        Units are expected to run in their order, in backward in the opposite one.
         """
         earlier = [unit for unit in self._backward_units if unit < index]
         if backward:
             return earlier[-1] if earlier else None
         if index + 1 < len(self.units):
             return index + 1
-        # Forward has ended. Backward begins with the last layer, if that stayed on the device.
+        # The last unit of forward. Backward begins with the last layer: it stays, if it is there.
         return earlier[-1] if earlier and earlier[-1] in self._prefetch.on_device else None
 
     @torch.no_grad()
     def _allocate(self, index: int) -> list[Pair]:
-        """Give a unit memory on the device; return the pairs (to there, from the host) to copy."""
+        """Give a unit memory on the device; return (stand-in, host) pairs of tensors to copy."""
         pairs = []
         for position, host in enumerate(self.units[index].list_host_parameters()):
             stand_in = self.units[index].get_device_parameter(position, self._copies.device)
@@ -274,6 +276,7 @@ class LayerStream:
         return pairs
 
     def _free(self, index: int) -> None:
+        """Free a unit's memory on the device, and give its module the host parameters again."""
         unit = self.units[index]
         unit.end_use()
         for parameter in unit.get_device_parameters().values():
@@ -288,8 +291,8 @@ class LayerStream:
         stepped = get_detached_local(parameter)
         free = partial(stepped.untyped_storage().resize_, 0)
         self._copies.copy_to_host([(get_detached_local(host), stepped)], free)
-        # Frees the parameter that was sent before: by now it has most likely arrived. Waiting for
-        # this one would hold up the computing stream.
+        # Frees the parameter that was sent before this one, and has most likely arrived by now. To
+        # wait for this one would hold up the computing stream.
         self._copies.free_sent(keep=1)
 
 
@@ -306,8 +309,9 @@ def stream_layers(
     It marks their parameters as those of the host, where `materialize` puts them, and wraps the
     layers' forwards. All frozen parameters of a unit are streamed, or those of its experts alone.
     With `memory.optimizer_in_backward` and `memory.optimizer_offload` so are the trained ones, but
-    for an adapter's and those that are used twice. Call it when layers are checkpointed and
-    compiled, before FSDP wraps the rest. Returns None if nothing is streamed, as on a CPU.
+    an adapter's, and a matrix that is used twice (a tied embedding). Call it when layers are
+    checkpointed and compiled, before FSDP wraps the rest. Returns None if nothing is streamed, as
+    on a CPU.
 
     ranks: number of ranks that have tokens of their own (data-parallel ranks). is_stage: the model
     is a rank's part of a pipeline, which may have no layer with experts. Raises ConfigError for a
@@ -340,21 +344,23 @@ def stream_layers(
         module.forward = partial(stream.run, index, module.forward, is_needed)
         for owner in module.modules():
             if isinstance(owner, QuantizedLinear):
-                # It quantizes on this device, though its parameters are in host memory then.
+                # So that it quantizes its weight there, though its parameters are in host memory.
                 owner.computes_on = device
     return stream
 
 
 def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit]:
-    """Return the units to stream, in the order in which forward runs them; empty: none."""
+    """Return the units to stream, in the order in which forward runs them."""
+    # id of a parameter -> number of modules that have it.
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     streams_trained = memory.optimizer_in_backward and memory.optimizer_offload
 
     def is_streamed(name: str, parameter: nn.Parameter) -> bool:
+        """Return True if a parameter of a unit is streamed."""
         if not parameter.requires_grad:
             return True
-        # A matrix that is used twice has its gradient after the second use, not in one unit's
-        # backward.
+        # The gradient of a matrix that is used twice is complete after the backward of both units,
+        # when the first of them is no longer on the device.
         return (
             streams_trained
             and not is_adapter(name)
@@ -381,11 +387,15 @@ def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit
 
 
 def _is_expert(module: nn.Module) -> bool:
+    """Return True for a module that has the matrices of all experts of a layer."""
     return isinstance(module, (ExpertLinear, QuantizedExperts))
 
 
 def list_streamed_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the streamed parameters, in host memory; call it outside of forward and backward."""
+    """Return the streamed parameters, in host memory.
+
+    Call it between steps: in forward and backward a module may have stand-ins in their place.
+    """
     names = model.on_host if isinstance(model, LanguageModel) else ()
     if not names:
         return []
@@ -395,7 +405,10 @@ def list_streamed_parameters(model: nn.Module) -> list[nn.Parameter]:
 def _find_unit_names(
     model: LanguageModel, layers: list[str], is_streamed: Callable[[str, nn.Parameter], bool]
 ) -> list[str]:
-    """Return the names of the layers, and of modules outside whose matrices are all streamed."""
+    """Return the names of the layers, and of other modules all of whose matrices are streamed.
+
+    Such modules are the embedding and the output head.
+    """
     units: list[str] = []
     for name, module in model.named_modules():
         is_inside = name.startswith(tuple(f"{unit}." for unit in units))
@@ -414,9 +427,9 @@ def _find_unit_names(
 
 
 def _build_backward_predicate(module: nn.Module, *, always: bool) -> Callable[..., bool]:
-    """Return a function of a forward's arguments: True if backward needs the unit's parameters.
+    """Return `fn(*args, **kwargs)` of a forward: True if backward needs the unit's parameters.
 
-    module: the unit's. always: it needs them whatever the arguments are.
+    module: the unit's. always: True: it needs them whatever the arguments are.
     """
     if always:
         return lambda *args, **kwargs: True

@@ -1,22 +1,8 @@
-"""Linears that multiply in FP8 or INT8, with weights and results in the model's own dtype.
+"""Multiply in FP8 or INT8 in linears, with weights and results in the model's own dtype.
 
 `apply_memory_levers` calls `use_low_precision(model, cfg.matmul_dtype)`, which replaces the forward
 of the linears of attention and MLP, the frozen part of an adapted one too. Embedding, output head,
-norms, adapters and attention itself stay in `dtype`. Only time is saved: weights, gradients and
-optimizer states take the memory that they took.
-
-Each of the three products of a linear is scaled row by row, with X `[N, i]`, W `[o, i]` and the
-gradient G `[N, o]`:
-
-    X W.T   rows of X, rows of W         along i
-    G W     rows of G, columns of W      along o
-    G.T X   columns of G, columns of X   along N, without tokens that have no gradient (padding)
-
-A row is divided in fp32 by its scale, its largest magnitude over the largest code, and rounded to
-the nearest code; the product of codes is multiplied by both scales. So an outlier costs the
-precision of its own row alone. `int8` has codes -127 to 127 and exact sums in int32, on any device,
-fast on GPUs from Ampere on. `fp8` has e4m3 codes up to 448 for all three, sums in fp32 and results
-in bf16, on GPUs of compute capability 8.9. Measured: docs/measurements/on_a_gpu.md.
+norms, adapters and attention itself stay in `dtype`. Time is saved, and no memory.
 """
 
 from collections.abc import Callable
@@ -34,6 +20,20 @@ from recipe_lib.memory.qat import find_plain_linears
 from recipe_lib.ops import deferred
 from recipe_lib.ops.fused_kernels import call_compiled, can_compile, cut_rows, make_operator
 
+# Each of the three products of a linear is scaled row by row, with X `[N, i]`, W `[o, i]` and the
+# gradient G `[N, o]`:
+#
+#     X W.T   rows of X, rows of W         along i
+#     G W     rows of G, columns of W      along o
+#     G.T X   columns of G, columns of X   along N, without tokens that have no gradient (padding)
+#
+# A row's scale is its largest magnitude over the largest code. The row is divided by it in fp32 and
+# rounded to the nearest codes; the product of codes is multiplied by both scales. So an outlier
+# costs the precision of its own row alone. `int8` has codes -127 to 127 and exact sums in int32, on
+# any device, fast on GPUs from Ampere on. `fp8` has e4m3 codes up to 448 for all three, sums in
+# fp32 and results in bf16, on GPUs of compute capability 8.9. Measured:
+# docs/measurements/on_a_gpu.md.
+#
 # The scales are those of torchao's converters (quantized_training, and float8 with the recipe
 # `rowwise`), with which tests compare: INT8's codes of fp32 are the same to the bit, FP8's but for
 # ties. The converters themselves were tried (docs/measurements/torchao.md, by `python -m
@@ -47,18 +47,18 @@ from recipe_lib.ops.fused_kernels import call_compiled, can_compile, cut_rows, m
 # - of 14 weight gradients a zero-bubble schedule can defer none, of ours all;
 # - linears with an adapter either lose it or stay in bf16, and a frozen weight's input is kept for
 #   backward all the same;
-# - lengths that 16 does not divide make a third of FP8's products ones that a GPU refuses.
+# - with a number of tokens that 16 does not divide, a GPU refuses one of FP8's three products.
 
-KINDS = ("int8", "fp8")
+KINDS = ("int8", "fp8")  # values of `matmul_dtype`
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}  # the magnitude that a row's largest one becomes
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs that multiply FP8
-_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # dtypes of the codes
 _TINY = 1e-12  # the least divisor: that of a row of zeros, whose scale is 0
-# The matmuls of GPUs ask that 16 divides both dimensions, and for more than 16 rows.
+# The matmuls of GPUs ask for dimensions that are multiples of 16, and for more than 16 rows.
 _MULTIPLE = 16
 _MIN_ROWS = 32
-_PIECE_ELEMENTS = 2**22  # converted to fp32 at a time: 16 MiB
-# Products of two codes whose sum fits into int32 for sure: 127 * 127 * 2**17 < 2**31
+_PIECE_ELEMENTS = 2**22  # elements that are converted to fp32 at a time: 16 MiB
+# Number of products of two codes whose sum fits into int32 for sure: 127 * 127 * 2**17 < 2**31
 _LONGEST_SUM = 2**17
 
 
@@ -72,7 +72,7 @@ def use_low_precision(
 
     matmul_dtype: of KINDS; None: nothing changes. device: where the model will run; None: this
     machine's GPU. Raises ConfigError for FP8 on a device that does not multiply it, for quantized
-    weights, for mixtures of experts, and where there is no linear to change.
+    weights, for mixtures of experts, and if there is no linear to change.
     """
     if matmul_dtype is None:
         return
@@ -87,7 +87,7 @@ def use_low_precision(
         setattr(module, method_name, MethodType(_make_scaled_forward(matmul_dtype), module))
 
 
-@cache  # one function for all linears, so that torch.compile compiles alike layers once
+@cache  # one function for all linears: torch.compile then compiles layers that are alike once
 def _make_scaled_forward(kind: str) -> Callable[[Any, Tensor], Tensor]:
     """Return the forward of all linears of a kind."""
 
@@ -98,7 +98,7 @@ def _make_scaled_forward(kind: str) -> Callable[[Any, Tensor], Tensor]:
 
 
 def _check_fp8(device: torch.device | None) -> None:
-    """Raise ConfigError where the device does not multiply FP8."""
+    """Raise ConfigError if the device does not multiply FP8. device: see `use_low_precision`."""
     kind = device.type if device is not None else "cuda"
     if kind not in ("cpu", "cuda"):  # a simulated device: the plan judges what it stands for
         return
@@ -130,8 +130,8 @@ def scaled_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, kind: str
 def scaled_mm(left: Tensor, right: Tensor, kind: str, counted: Tensor | None = None) -> Tensor:
     """Return `left [m, k] @ right.T [k, n]`, both rounded row by row, in left's dtype.
 
-    kind: of KINDS. counted: bool `[k]`, False for columns in which left has zeros alone: those of
-    right are then taken as zeros, so that they do not enlarge its rows' scales. None: all count.
+    kind: of KINDS. counted: bool `[k]`, False for columns in which left has zeros alone. In right
+    they are then taken as zeros too, so that they do not enlarge its rows' scales. None: all count.
     """
     left_codes, left_scales = quantize_rows(left, kind)
     right_codes, right_scales = quantize_rows(right, kind, counted)
@@ -163,7 +163,7 @@ def quantize_rows(
     the entry's own magnitude over 16 in fp8. A row that is not finite gets a scale that is not, so
     that a run that diverges is noticed.
 
-    counted: bool `[k]`, the columns that are not taken as zeros; None: all.
+    counted: bool `[k]`, False for columns that are taken as zeros; None: none is.
     """
     if torch.compiler.is_compiling():
         return _quantize_unchunked(matrix, kind, counted)
@@ -173,7 +173,7 @@ def quantize_rows(
 def _quantize_unchunked(
     matrix: Tensor, kind: str, counted: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize all rows at once, for compiled code, in which the chain makes no temporaries."""
+    """Quantize all rows at once; for compiled code, in which this makes no temporary tensors."""
     matrix = matrix if counted is None else torch.where(counted, matrix, 0)
     scales, inverse = _compute_row_scales(matrix, kind)
     rows, columns = _compute_code_shape(matrix)
@@ -189,16 +189,18 @@ def _compute_row_scales(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _compute_code_shape(matrix: Tensor) -> tuple[int, int]:
+    """Return the shape `[m', k']` of a matrix's codes, padded as matmuls of GPUs ask for."""
     rows, columns = matrix.shape
     return max(_MIN_ROWS, _round_up(rows)), _round_up(columns)
 
 
-# `_quantize` and `_scale` are one operator each. On a GPU with Triton it is compiled by itself,
-# elsewhere it computes a piece at a time: as a chain of operators they would take longer than the
-# low precision saves, and need temporaries.
+# `_quantize` and `_scale` are one operator each. As chains of operators they would take longer than
+# the low precision saves, and make large temporary tensors. On a GPU with Triton each is compiled
+# by itself; elsewhere it computes a piece of the rows at a time.
 
 
 def _quantize(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of a matrix's rows, see `quantize_rows`."""
     if can_compile(matrix):
         return call_compiled(_quantize_unchunked, matrix, kind, counted)
     scales = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
@@ -221,6 +223,7 @@ def _scale_unchunked(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dty
 
 
 def _scale(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return sums of products of codes, multiplied by the scales, see `_scale_unchunked`."""
     if can_compile(sums):
         return call_compiled(_scale_unchunked, sums, left, right, dtype)
     out = torch.empty(len(left), len(right), dtype=dtype, device=sums.device)
@@ -262,18 +265,21 @@ def _multiply_codes(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _round_up(size: int) -> int:
+    """Return a size, or the next multiple of 16."""
     return (size + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
 
 
 class _ScaledLinear(torch.autograd.Function):
+    """The node of a linear without its bias, whose three products are in `kind`."""
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, kind: str) -> Tensor:
         ctx.kind = kind
         ctx.shape = hidden.shape
         trains_weight = ctx.needs_input_grad[1]
         ctx.save_for_backward(hidden if trains_weight else None, weight)
-        # Held besides: what checkpointing gives back of a saved tensor is not the parameter, to
-        # which a deferred gradient is added.
+        # Held besides the saved tensors: a deferred gradient is added to the parameter, and what
+        # checkpointing gives back of a saved tensor is another object.
         ctx.parameter = weight if deferred.is_split_backward_enabled() and trains_weight else None
         out = scaled_mm(hidden.reshape(-1, hidden.shape[-1]), weight, kind)
         return out.view(*hidden.shape[:-1], -1)
@@ -299,7 +305,10 @@ class _ScaledLinear(torch.autograd.Function):
 
 
 def _compute_weight_gradient(gradient: Tensor, hidden: Tensor, kind: str) -> Tensor:
-    """Return G.T X, with scales of X from the tokens that have a gradient."""
-    # Padding has none, and its hidden states must not cost other tokens precision.
+    """Return G.T X, with scales of X from the tokens that have a gradient.
+
+    gradient: G `[N, o]`. hidden: X `[N, i]`.
+    """
+    # Padding has no gradient, and its hidden states must not cost other tokens precision.
     has_gradient = torch.linalg.vector_norm(gradient, ord=float("inf"), dim=1) != 0
     return scaled_mm(gradient.t(), right=hidden.t(), kind=kind, counted=has_gradient)

@@ -1,10 +1,9 @@
-"""MLPs that compute a batch's tokens in pieces, so that inner activations exist for one at a time.
+"""Compute MLPs for some of a batch's tokens at a time, a piece, to have few inner activations.
 
 `apply_memory_levers` calls `chunk_mlps(model, memory.mlp_tiles)`, which replaces the forward of
-each layer's MLP. A gated MLP of n tokens and f channels has three tensors `[n, f]` in forward and
-about six in backward; with c pieces they are `[n / c, f]`. Only its input `[n, d]` is kept: each
-piece is computed again in backward, whatever `memory.activation_checkpointing` says. (Chunks of a
-feed-forward layer: arXiv 2001.04451.)
+each layer's MLP (arXiv 2001.04451). A gated MLP of n tokens and f channels has three tensors
+`[n, f]` in forward and about six in backward; with c pieces they are `[n / c, f]`. Only the input
+`[n, d]` is kept: each piece is computed again in backward.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,12 +33,12 @@ def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None
     """Let each layer's MLP compute `chunks` pieces of the tokens in turn, in place.
 
     Call it after whatever changes what an MLP computes (adapters, tensor parallelism, low
-    precision) and before layers are checkpointed and sharded by FSDP. Pieces are even to within a
-    token; with fewer tokens than pieces, each token is one. The pieces' weight gradients are summed
-    in the weights' dtype, and each weight gets the sum once.
+    precision), and before layers are checkpointed and sharded by FSDP. Sizes of pieces differ by at
+    most a token; with fewer tokens than pieces, each token is a piece. Weight gradients of the
+    pieces are summed in the weights' dtype, and each weight gets the sum once.
 
-    chunks: 1: nothing changes. is_stage: True if the model is a rank's part of a pipeline. Raises
-    ConfigError for a model without MLPs of our decoder's.
+    chunks: number of pieces; 1: nothing changes. is_stage: True if the model is a rank's part of a
+    pipeline. Raises ConfigError for a model without MLPs of our own decoder.
     """
     if chunks == 1:
         return
@@ -74,8 +73,9 @@ def _make_chunked_forward(forward: Any, chunks: int) -> Any:
             if isinstance(argument, nn.Module):
                 modules += argument.modules()
 
-        # Must not hold the hidden states: it lives until backward.
+        # A closure that lives until backward: it must not hold the hidden states.
         def compute_piece(piece: Tensor, part: slice) -> Tensor:
+            """Return the MLP's output for `piece`, the tokens `part` of all."""
             piece_arguments = [
                 argument.take(part, num_tokens) if isinstance(argument, RealTokens) else argument
                 for argument in arguments
@@ -85,10 +85,11 @@ def _make_chunked_forward(forward: Any, chunks: int) -> Any:
         trained = [parameter for _, _, parameter in find_parameters(modules, _is_trained)]
         if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
             return _compute_pieces(compute_piece, flat, num_pieces).view(*hidden.shape[:-1], -1)
-        # A separate autograd node saves the input. The recomputation of a checkpointed layer ends
-        # at the last tensor that was saved, which is this one: no piece is computed a third time.
+        # An autograd node of its own saves the input, and before the pieces are computed. So the
+        # recomputation of a checkpointed layer, which ends at the last saved tensor, ends here: no
+        # piece is computed a third time.
         saved = _SaveInput.apply(torch.empty(0, requires_grad=True), flat)
-        # `saved` is in a tuple, so that autograd does not see it as an input of the next node.
+        # `saved` is in a tuple, so that autograd does not take it for an input of the next node.
         settings = (compute_piece, modules, num_pieces, saved)
         out = cast(Tensor, _ChunkedForward.apply(settings, flat, *trained))
         return out.view(*hidden.shape[:-1], -1)
@@ -103,7 +104,10 @@ def _is_trained(parameter: Tensor) -> bool:
 def find_parameters(
     modules: Iterable[nn.Module], is_selected: Callable[[Tensor], bool]
 ) -> list[ParameterEntry]:
-    """Return the entries of the selected parameters; a shared parameter has several."""
+    """Return the entries of the parameters for which `is_selected` is True.
+
+    A parameter that several modules have has an entry for each.
+    """
     entries = []
     for module in modules:
         for name, parameter in module._parameters.items():
@@ -148,10 +152,10 @@ def _compute_pieces(
 
 
 class _SaveInput(torch.autograd.Function):
-    """Saves a tensor that another node's backward reads, by `grad_fn.saved_tensors` of the result.
+    """Saves a tensor for another node, whose backward reads `grad_fn.saved_tensors` of the result.
 
-    Saved here, it goes through the saved-tensor hooks in force: checkpointing's, offloading's.
-    anchor: requires a gradient, so that there is a node also where hidden states need none.
+    So the tensor passes through saved-tensor hooks, those of checkpointing and of offloading.
+    anchor: requires a gradient, so that there is a node even if the hidden states need none.
     """
 
     @staticmethod
@@ -165,7 +169,11 @@ class _SaveInput(torch.autograd.Function):
 
 
 class _ChunkedForward(torch.autograd.Function):
-    """Runs an MLP's pieces without a graph; backward makes the graph of one piece at a time."""
+    """Runs an MLP's pieces without a graph; backward makes the graph of one piece at a time.
+
+    settings: (function that computes a piece, modules with the MLP's parameters, number of pieces,
+    result of `_SaveInput`). trained: the parameters that get gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, settings: tuple[Any, ...], hidden: Tensor, *trained: Tensor) -> Tensor:
@@ -180,8 +188,8 @@ class _ChunkedForward(torch.autograd.Function):
         ctx.saved = None
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[1] else None
         with (
-            # Leaves of the same memory, which have no hooks: those of the parameters themselves
-            # would reduce, or step by, the gradient of one piece.
+            # Leaves with the parameters' memory and without their hooks, which would reduce, or
+            # step by, the gradient of one piece.
             exchange_parameters(
                 find_parameters(ctx.modules, _is_trained),
                 lambda parameter: parameter.detach().requires_grad_(),
@@ -205,9 +213,10 @@ class _ChunkedForward(torch.autograd.Function):
 
 @contextmanager
 def _replay_random_state(hidden: Tensor, state: tuple[Any, ...]) -> Iterator[None]:
-    """Draw random numbers (dropout) from `state` inside the block; restore the present state after.
+    """Draw random numbers (dropout) from a former state inside the block.
 
-    state: (the CPU's, indices of devices, their states), as of torch's checkpointing.
+    After it the present state is restored. hidden: a tensor on the device that computes. state:
+    (the CPU's, indices of devices, their states), as torch's checkpointing has them.
     """
     cpu_state, devices, device_states = state
     device_type = hidden.device.type

@@ -1,9 +1,8 @@
-"""Peaks of memory, errors that explain running out of it, and limits of host memory.
+"""Measure peaks of memory, explain running out of it, and check limits of host memory.
 
-A recipe reads the peak of each step from a `PeakMemory(device)`: bytes on a GPU, on a CPU those of
-the process's resident set. Around its phases stands `explain_out_of_memory`, which turns torch's
-error into one line with the config keys that would lower the peak. `check_host_needs` refuses
-offloading that the host has no memory for.
+`TrainingLoop` reads the peak of each step from a `PeakMemory(device)`. Setup and training run in
+`explain_out_of_memory`, which turns torch's error into one line with the config keys that would
+lower the peak (levers). `check_host_needs` refuses offloading that the host has no memory for.
 """
 
 import os
@@ -22,10 +21,10 @@ from recipe_lib.errors import OutOfMemoryError, SetupError
 from recipe_lib.units import GIB, format_bytes
 
 _PROC = Path("/proc")
-_GROUPS = Path("/sys/fs/cgroup")  # control groups
-_STATUS = Path("/proc/self/status")
+_GROUPS = Path("/sys/fs/cgroup")  # folder of control groups, which limit a container or a job
+_STATUS = Path("/proc/self/status")  # has the peak of the resident set
 _CLEAR = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # proc(5): written to clear_refs, it resets the peak resident set
+_RESET_PEAK = "5"  # proc(5): written to clear_refs, it resets the peak of the resident set
 
 
 class Peaks(TypedDict):
@@ -34,8 +33,8 @@ class Peaks(TypedDict):
     active: int  # bytes in blocks that tensors have, or that are freed and a stream still uses
     allocated: int  # bytes in blocks that tensors have
     reserved: int  # bytes that the caching allocator has taken from the device
-    # `device`; or `resident set`, where all three are the process's resident set; or `resident set
-    # since start`, where the system does not let that be reset.
+    # `device`, for a GPU. On a CPU all three are the process's resident set, and this is `resident
+    # set`, or `resident set since start` if the system does not let the peak be reset.
     kind: str
 
 
@@ -51,8 +50,8 @@ class PeakMemory:
         if self.device.type != "cpu":
             torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
             return
-        self.resettable = False
-        # No such file (macOS), or not allowed: then there is only the peak since the start.
+        self.resettable = False  # True: the resident set's peak is that since the last reset
+        # The file may not exist (macOS) or not be writable: then the peak is that since the start.
         with suppress(OSError):
             _CLEAR.write_text(_RESET_PEAK)
             self.resettable = True
@@ -77,7 +76,7 @@ class PeakMemory:
 def _read_proc_bytes(path: Path, name: str) -> int | None:
     """Return the bytes in the line of a file under /proc that begins with `name`.
 
-    None: no such line, or no such file, as the system is not Linux.
+    None: there is no such line, or no such file, because the system is not Linux.
     """
     try:
         lines = path.read_text().splitlines()
@@ -88,9 +87,9 @@ def _read_proc_bytes(path: Path, name: str) -> int | None:
 
 @contextmanager
 def explain_out_of_memory(phase: str, cfg: FullFinetuneConfig, peak: PeakMemory) -> Iterator[None]:
-    """Raise an OutOfMemoryError with phase, peak and levers in place of torch's, inside the block.
+    """Raise our OutOfMemoryError, with phase, peak and levers, in place of torch's in the block.
 
-    phase: what the run does, such as `step 3`, for the message.
+    phase: what the run does, such as `training`, for the message. peak: measures the device.
     """
     try:
         yield
@@ -109,9 +108,9 @@ def list_levers(cfg: FullFinetuneConfig) -> list[str]:
     """Return the config keys that would still lower the peak, the cheapest first."""
     memory = cfg.memory
     parallel = cfg.parallel
-    rows, num_micro_batches = compute_micro_batches(cfg)  # rows: of a micro-batch
+    rows, num_micro_batches = compute_micro_batches(cfg)  # rows: sequences of a micro-batch
     splits_batch = parallel.pipeline_microbatches is not None
-    # Key and value -> True if this config has not used it yet.
+    # Key and value -> True if this config can still use it.
     helps = {
         # For a pipeline: smaller micro-batches, a schedule that keeps fewer of them, layers divided
         # by memory.
@@ -143,12 +142,12 @@ def list_levers(cfg: FullFinetuneConfig) -> list[str]:
     return [lever for lever, is_left in helps.items() if is_left]
 
 
-# Version of control groups -> the files with a group's limit and usage in bytes.
+# Version of control groups -> names of the files with a group's limit and its usage, in bytes.
 _GROUP_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     2: ("memory.max", "memory.current"),
 }
-# Key of the section `memory` -> what helps besides more host memory, for messages.
+# Key of the section `memory` -> what helps other than more host memory, for messages.
 _REMEDIES = {
     "cpu_offload": "remove memory.cpu_offload",
     "stream_layers": (
@@ -173,9 +172,9 @@ def check_host_needs(
     """Raise SetupError, in one line, if offloading needs more host memory than there is.
 
     needs: key of the section `memory`, such as `cpu_offload` -> bytes that one rank needs.
-    allowed: GiB that the config allows all ranks of this machine; None: all that are free. ranks:
-    number of ranks on this machine. free: the result of `find_free_host_memory` before any of it
-    was taken.
+    allowed: GiB that the config allows all ranks of this machine together; None: what is free.
+    ranks: number of ranks on this machine. free: the result of `find_free_host_memory` before any
+    of the needed memory was taken.
     """
     total = ranks * sum(needs.values())
     if not total:
@@ -199,10 +198,10 @@ def check_host_needs(
 
 
 def find_free_host_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, str]:
-    """Return the bytes of host memory that can still be taken, and what limits them, for a message.
+    """Return (bytes of host memory that can still be taken, what limits them, for a message).
 
     The limit is the machine's, or a lower one of a control group (a container's, a job's). proc,
-    groups: the folders of /proc and of control groups, other ones in tests.
+    groups: the folders of /proc and of control groups; tests pass others.
     """
     free = _read_proc_bytes(proc / "meminfo", "MemAvailable:")
     if free is None:  # not Linux: the machine's whole memory
@@ -217,7 +216,7 @@ def find_free_host_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[i
 def _read_control_group_limits(proc: Path, groups: Path) -> list[int]:
     """Return the free bytes of each control group that the process is in, and of their parents.
 
-    Groups are of version 2 or 1; those without a limit are left out.
+    Groups are of version 1 or 2. Those without a limit are left out; empty: not Linux, or no limit.
     """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
@@ -233,7 +232,7 @@ def _read_control_group_limits(proc: Path, groups: Path) -> list[int]:
         root = groups / "memory" if version == 1 else groups
         limit_file, usage_file = _GROUP_FILES[version]
         group = root / name.strip("/")
-        # A parent's limit holds for its groups together.
+        # A parent's limit holds for its groups together, so that all parents are read.
         for folder in (group, *group.parents):
             if folder != root and root not in folder.parents:
                 break
@@ -245,7 +244,7 @@ def _read_control_group_limits(proc: Path, groups: Path) -> list[int]:
 
 
 def _read_file_cache_bytes(group: Path) -> int:
-    """Return the bytes of cached files, which count as used and which the kernel frees at need."""
+    """Return a group's bytes of cached files: they count as used, and the kernel frees them."""
     statistics = group / "memory.stat"
     lines = statistics.read_text().split("\n") if statistics.exists() else []
     sizes = {name: int(size) for name, _, size in (line.partition(" ") for line in lines if line)}

@@ -1,18 +1,10 @@
-"""Quantization-aware training: linears compute with the weights of a later export.
+"""Train quantization-aware: linears compute with the weights of a later export (arXiv 1712.05877).
 
-`apply_memory_levers` calls `fake_quantize_linears` (arXiv 1712.05877). The config key `qat` names
-the export: torchao's `quantize_` with the config of `build_torchao_config`. Forward rounds the
-weight by torchao's own fake quantizer for that config; backward treats rounding as the identity
-(the straight-through estimator, arXiv 1308.3432), but for weights that were clipped, which get no
-gradient.
-
-    int4   weights, symmetric, a scale for each `qat_group_size` of a row
-    int8   weights, symmetric, a scale for each row
-    fp8    weights and inputs in e4m3, a scale for each row of either
-
-A linear with an adapter rounds `W + scaling * B A` (arXiv 2406.06385), as the merged weight will be
-rounded. Embedding and output head stay as they are. This is the one module that calls torchao's
-quantization; it imports it only when `qat` is set.
+`apply_memory_levers` calls `fake_quantize_linears`. The export is torchao's `quantize_` with the
+config of `build_torchao_config`; forward rounds the weight by torchao's fake quantizer for it.
+Backward takes rounding for the identity (the straight-through estimator, arXiv 1308.3432), but for
+weights that were clipped, which get no gradient. torchao's quantization is called here alone, and
+imported only when `qat` is set.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,29 +27,34 @@ from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.deferred import linear
 from recipe_lib.ops.fused_kernels import make_operator
 
-KINDS = ("int4", "int8", "fp8")  # values of `qat`, see above
+# Values of `qat`, the form of the layers' linears. Embedding and output head stay as they are.
+#
+#     int4   weights, symmetric, a scale for each `qat_group_size` of a row
+#     int8   weights, symmetric, a scale for each row
+#     fp8    weights and inputs in e4m3, a scale for each row of either
+KINDS = ("int4", "int8", "fp8")
 
 
 @dataclass
 class FakeQuantization:
-    """The rounding of a model's linears, which begins after some steps."""
+    """The rounding of a model's linears, which may begin after some steps."""
 
     kind: str  # of KINDS
     group_size: int  # number of weights that share a scale, for int4
     start_step: int  # number of optimizer steps before rounding begins
     linears: int = 0  # number of linears that are rounded
-    is_on: bool = True  # whether forwards round now
+    is_on: bool = True  # True while forwards round
 
     def begin(self, step: int | None) -> None:
-        """Set whether the next step rounds.
+        """Switch rounding on or off for the next step.
 
-        step: number of optimizer steps done; None: a step of no run, such as a plan's, which rounds
-        as the case that costs more.
+        step: number of optimizer steps done; None: a step of no run, such as a plan's: it rounds,
+        which costs more.
         """
         self.is_on = step is None or step >= self.start_step
 
     def describe(self) -> str:
-        """Return `qat: 14 linears computed in int4, a scale for 32 weights, from step 11 on`."""
+        """Return a log line: `qat: 14 linears computed in int4, a scale for 32 weights`."""
         scales = f"{self.group_size} weights" if self.kind == "int4" else "each row"
         begins = f", from step {self.start_step + 1} on" if self.start_step else ""
         inputs = ", inputs too" if self.kind == "fp8" else ""
@@ -70,15 +67,16 @@ class FakeQuantization:
 def describe_export(kind: str, group_size: int, *, is_adapter: bool) -> str:
     """Return a line for the log on how to export the trained model from the saved weights.
 
-    is_adapter: True if an adapter alone is saved.
+    kind: of KINDS. group_size: as of `FakeQuantization`. is_adapter: True if an adapter alone is
+    saved.
     """
     configs = {
         "int4": f"IntxWeightOnlyConfig(torch.int4, PerGroup({group_size}))",
         "int8": "IntxWeightOnlyConfig(torch.int8, PerAxis(0))",
         "fp8": "Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())",
     }
-    # Rounding rounded weights again would not give the same codes: torchao's scale is 2/15 of a
-    # group's largest magnitude, and the largest code is 7. So the weight before rounding is saved.
+    # The weights before rounding are saved, because rounding twice does not give the same codes: in
+    # int4 torchao's scale is 2/15 of a group's largest magnitude, and the largest code is 7.
     action = (
         "merge the adapter, then quantize the model"
         if is_adapter
@@ -88,9 +86,9 @@ def describe_export(kind: str, group_size: int, *, is_adapter: bool) -> str:
 
 
 def build_torchao_config(kind: str, group_size: int) -> Any:
-    """Return torchao's config for a kind of KINDS.
+    """Return torchao's config for a kind of KINDS, with which the export is quantized.
 
-    torchao's `quantize_`, and transformers' `TorchAoConfig`, take it for the export.
+    torchao's `quantize_` takes it, and transformers' `TorchAoConfig`. group_size: for int4.
     """
     silence_torchao()
     from torchao.quantization import (
@@ -146,9 +144,9 @@ def find_plain_linears(
 ) -> dict[str, nn.Linear]:
     """Return the layers' linears with weights in `dtype`, adapted ones too, by name.
 
-    For a lever that replaces their forward. key, value: the lever's in the config. mixtures: a
-    clause for the message, on why mixtures of experts cannot have it. Raises ConfigError for a
-    mixture, for quantized weights, and where there is no linear.
+    It is for a lever that replaces their forward. key, value: of the lever in the config, for
+    messages. mixtures: a clause for the message on why mixtures of experts cannot have it. Raises
+    ConfigError for a mixture, for quantized weights, and if layers have no such linear.
     """
     if any(isinstance(module, Mixture) for module in model.modules()):
         raise ConfigError(
@@ -187,8 +185,8 @@ def _make_rounded_forward(scheme: FakeQuantization) -> Callable[[Any, Tensor], T
         parts: tuple[Tensor, ...] = (module.weight,)
         scaling = 1.0
         if is_adapted:
-            # Merged, then rounded, as in the export: an adapter next to a rounded weight would
-            # compute another function.
+            # Merged, then rounded, as in the export (arXiv 2406.06385): an adapter next to a
+            # rounded weight would compute another function.
             parts = (module.weight, module.lora_A.weight, module.lora_B.weight)
             scaling = module.settings.scaling
         out = cast(
@@ -200,14 +198,17 @@ def _make_rounded_forward(scheme: FakeQuantization) -> Callable[[Any, Tensor], T
 
 
 class _RoundedLinear(torch.autograd.Function):
-    """The node of a linear with a rounded weight; parts: its weight, or weight, A and B."""
+    """The node of a linear with a rounded weight, without its bias.
+
+    parts: its weight `[o, i]`; with an adapter also its A `[r, i]` and B `[o, r]`.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, kind: str, group_size: int, scaling: float, hidden: Tensor, *parts: Tensor
     ) -> Tensor:
         ctx.settings = (scaling, kind, group_size)
-        # Saved is only what a plain linear saves: backward rounds the weight again.
+        # Only what a plain linear saves: backward rounds the weight again.
         ctx.save_for_backward(hidden if any(ctx.needs_input_grad[4:]) else None, *parts)
         return F.linear(round_inputs(hidden, kind), round_weight(parts, *ctx.settings))
 
@@ -258,13 +259,16 @@ def _split_gradient(
     return grads
 
 
-# Compiled code calls each of these three as one operator. If the compiler fused them, a weight
-# would not be cast to its own dtype before it is rounded, and the codes of every hundredth weight
-# in bf16 would differ from those of the export.
+# Compiled code calls each of the next three functions as one operator. If the compiler fused what
+# they do, a merged weight would not be cast to its own dtype before it is rounded, and the codes of
+# every hundredth weight in bf16 would differ from those of the export.
 
 
 def round_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
-    """Return the weight `[o, i]`, with the adapter if parts have one, rounded."""
+    """Return the weight `[o, i]`, merged with the adapter if parts have one, and rounded.
+
+    parts: see `_RoundedLinear`. scaling: of the adapter.
+    """
     if torch.compiler.is_compiling():
         return cast(Tensor, _WEIGHT(list(parts), scaling, kind, group_size))
     # Selective checkpointing counts the layer's matmuls; the one that merges an adapter is not one.
@@ -277,14 +281,14 @@ def round_weight_with_mask(
 ) -> tuple[Tensor, Tensor]:
     """Return the rounded weight `[o, i]`, and a mask, bool `[o, i]`: True where it was not clipped.
 
-    For fp8, which clips nothing, the mask is empty.
+    For fp8, which clips nothing, the mask is empty. Arguments: see `round_weight`.
     """
     operator = _WEIGHT_WITH_MASK if torch.compiler.is_compiling() else _round_weight_with_mask
     return cast(tuple[Tensor, Tensor], operator(list(parts), scaling, kind, group_size))
 
 
 def round_inputs(hidden: Tensor, kind: str) -> Tensor:
-    """Return hidden `[.., i]`, for fp8 with each row rounded, for other kinds as it is."""
+    """Return hidden states `[..., i]`, rounded for fp8; for other kinds as they are."""
     operator = _INPUTS if torch.compiler.is_compiling() else _round_inputs
     return cast(Tensor, operator(hidden, kind)) if kind == "fp8" else hidden
 
@@ -303,16 +307,19 @@ def _merge_weight(scaling: float, weight: Tensor, *adapter: Tensor) -> Tensor:
 
 
 def _round_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
+    """Return the merged and rounded weight, see `round_weight`."""
     return _fake_quantize(
         _merge_weight(scaling, *parts), _get_quantizer_configs(kind, group_size)[0]
     )
 
 
 def _round_inputs(hidden: Tensor, kind: str) -> Tensor:
+    """Return hidden states with each row rounded, see `round_inputs`."""
     return _fake_quantize(hidden.contiguous(), _get_quantizer_configs(kind, 1)[1])
 
 
 def _fake_quantize(tensor: Tensor, config: Any) -> Tensor:
+    """Return a tensor rounded by torchao's fake quantizer of a config."""
     from torchao.quantization.qat import FakeQuantizerBase
 
     # A new quantizer each time: one that lives on would hold its scales.
@@ -323,6 +330,7 @@ def _fake_quantize(tensor: Tensor, config: Any) -> Tensor:
 def _round_weight_with_mask(
     parts: Sequence[Tensor], scaling: float, kind: str, group_size: int
 ) -> tuple[Tensor, Tensor]:
+    """Return the rounded weight and the mask, see `round_weight_with_mask`."""
     from torchao.quantization.qat import FakeQuantizerBase
     from torchao.quantization.quant_primitives import _DTYPE_TO_QVALUE_BOUNDS as BOUNDS
     from torchao.quantization.quant_primitives import _fake_quantize_affine

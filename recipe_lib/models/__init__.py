@@ -1,4 +1,7 @@
-"""One decoder for every family; torch is imported with the first name that needs it."""
+"""Export what describes, builds and fills models to the rest of the library.
+
+torch is imported with the first name that needs it, so that commands without a model start fast.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -53,6 +56,7 @@ __all__ = [
     "read_trained_spec",
 ]
 
+# Name -> the module of this folder that has it and imports torch.
 _NEED_TORCH = {
     "find_extra_tensors": "meta_init",
     "allocate": "meta_init",

@@ -1,8 +1,8 @@
-"""Readers of the keys of a `config.json`, which check each value as they read it.
+"""Read the keys of a `config.json`, and check each value.
 
-`recipe_lib.models.families` builds specs with them: numbers, flags and windows of layers by
-`Fields` and the functions below it, rotary embeddings by `read_rope`, the forms of quantized
-weights by `read_codes`. `check_sizes` refuses sizes that no machine can hold.
+`recipe_lib.models.families` builds a model's spec, its shape as plain numbers, with these readers.
+`Fields` reads numbers and flags, `read_rope` rotary embeddings, `read_codes` the forms of quantized
+weights. `check_sizes` refuses sizes that no machine can hold.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.spec import FileCodes, RopeSpec
 
-# The values of keys that files of most families leave out.
+# Key -> value, for keys that files of many families leave out.
 COMMON: dict[str, Any] = {
     "num_key_value_heads": None,  # as many as heads
     "head_dim": None,  # hidden_size / num_attention_heads
@@ -42,10 +42,9 @@ class Fields:
 
     config: Mapping[str, Any]
     where: str  # the file or preset, named in errors
-    inside: str = (
-        ""  # put before a key's name in errors, for an object in the file: `rope_scaling.`
-    )
-    # The least and largest of numbers: fp32 holds them and their squares.
+    # Put before a key's name in errors: `rope_scaling.` for that object of the file.
+    inside: str = ""
+    # Least and largest of the numbers that are read: fp32 holds them and their squares.
     bounds: tuple[float, float] = (1e-30, 1e30)
 
     def make_fault(self, key: str, expected: str) -> CheckpointError:
@@ -63,14 +62,14 @@ class Fields:
         return value
 
     def read_number(self, key: str, bounds: tuple[float, float] | None = None) -> float:
-        """Return a number within bounds, all above 0; None: `self.bounds`."""
+        """Return a number above 0 within bounds; bounds None: `self.bounds`."""
         bounds = bounds or self.bounds
         if not is_within(self.config.get(key), bounds):
             raise self.make_fault(key, f"a number {format_bounds(bounds)}")
         return float(self.config[key])
 
     def read_numbers(self, key: str, length: int) -> tuple[float, ...]:
-        """Return a list of `length` numbers above 0."""
+        """Return a list of `length` numbers within `self.bounds`."""
         values = self.config.get(key)
         if (
             not isinstance(values, list)
@@ -88,18 +87,21 @@ class Fields:
         return value
 
     def read_optional_integer(self, key: str) -> int | None:
-        """Return a positive integer, or None for null."""
+        """Return a positive integer; None if the key is null or missing."""
         return None if self.config.get(key) is None else self.read_integer(key)
 
     def read_optional_number(
         self, key: str, bounds: tuple[float, float] | None = None
     ) -> float | None:
-        """Return a number above 0, or None for null."""
+        """Return a number as `read_number` does; None if the key is null or missing."""
         return None if self.config.get(key) is None else self.read_number(key, bounds)
 
 
 def read_activation(fields: Fields, key: str) -> str:
-    """Return our name of the activation under a key. Raises CheckpointError for another one."""
+    """Return our name of the activation under a key.
+
+    Raises CheckpointError for one that is not in `_ACTIVATIONS`.
+    """
     name = fields.config.get(key)
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise fields.make_fault(key, "one of " + ", ".join(_ACTIVATIONS))
@@ -109,10 +111,11 @@ def read_activation(fields: Fields, key: str) -> str:
 def read_layer_windows(
     fields: Fields, layers: int, sliding_by_default: list[bool]
 ) -> tuple[int | None, ...]:
-    """Return the window of each layer, in tokens; None: a layer has none.
+    """Return the attention window of each layer, in tokens; None: a layer attends to all tokens.
 
-    Layers with a window are those of `layer_types`, if the file has it, else those for which
-    `sliding_by_default` is True. layers: their number.
+    layers: their number. sliding_by_default: True for each layer that has a window where the file
+    has no `layer_types`. Raises CheckpointError for `layer_types` that do not fit, and for layers
+    with a window if the file does not say its size.
     """
     window = fields.read_optional_integer("sliding_window")
     types = fields.config["layer_types"]
@@ -132,7 +135,8 @@ def read_layer_windows(
     return tuple(window if slides else None for slides in sliding)
 
 
-# `fn(fields, common)` returns a field of the spec; common: the fields that all families read alike.
+# `fn(fields, common)` returns the value of one field of `DecoderSpec`. common: field -> value, of
+# the fields that all families read alike.
 Read = Callable[[Fields, dict[str, Any]], Any]
 
 
@@ -140,8 +144,7 @@ Read = Callable[[Fields, dict[str, Any]], Any]
 class Family:
     """One family of decoders: how its config.json is read."""
 
-    # Field of `DecoderSpec` -> a value or a `Read`, for the fields that the family has otherwise
-    # than those that all families read alike.
+    # Field of `DecoderSpec` -> a value or a `Read`, for fields that not all families read alike.
     shape: Mapping[str, Any]
     # The classes in `architectures` that are its causal decoder; exports name the first.
     architectures: tuple[str, ...]
@@ -155,7 +158,7 @@ class Family:
 # `rope_parameters`.
 
 
-# The rotary embedding of a family's class in transformers where the file has none.
+# Family -> the rotary embedding that its class in transformers has where the file has none.
 _WITHOUT_ANY: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "rope_type": "yarn",
@@ -166,7 +169,8 @@ _WITHOUT_ANY: dict[str, dict[str, Any]] = {
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 NEWER = "rope_parameters"  # the key of config.json since transformers 5
-OLDER = "rope_scaling"
+OLDER = "rope_scaling"  # the key of earlier files, next to `rope_theta`
+# Key of the length of the context, in tokens, that a model was trained on before it was stretched.
 POSITIONS = "original_max_position_embeddings"
 _STRETCHED = ("llama3", "yarn", "longrope")  # types that need POSITIONS
 
@@ -191,20 +195,24 @@ def format_bounds(bounds: tuple[float, float]) -> str:
 def read_rope(fields: Fields, family: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
     """Return the rotary embedding of a model, and a second one for layers with a window.
 
-    The second is None for families that have one embedding.
+    The second is None for families that have one embedding. head_width: channels of a head. Raises
+    CheckpointError for an embedding that is not supported or makes no sense.
     """
     key = _find_spelling(fields)
     ropes = _read_ropes(fields, family=family, key=key, head_width=head_width)
     # A file with both spellings: transformers takes the older one, with the base of `rope_theta`.
     # Where the two differ, nobody can tell which model was meant.
-    both = key == NEWER and fields.config.get(OLDER)
-    if both and _read_ropes(fields, family=family, key=OLDER, head_width=head_width) != ropes:
+    has_both = key == NEWER and fields.config.get(OLDER)
+    if has_both and _read_ropes(fields, family=family, key=OLDER, head_width=head_width) != ropes:
         raise fields.make_fault(OLDER, f"what {NEWER} says as well; take one of the two out")
     return ropes
 
 
 def complete_ropes(fields: Fields, family: str) -> dict[str, Any]:
-    """Return a complete `rope_parameters`, with values that config.json has under other keys."""
+    """Return a complete `rope_parameters`, for the config.json of an export.
+
+    It also has the values that the model's config.json has under other keys.
+    """
     ropes = []
     for base, given in _find_ropes(fields, family, _find_spelling(fields)).items():
         rope = {
@@ -231,7 +239,7 @@ def _find_spelling(fields: Fields) -> str:
 def _read_ropes(
     fields: Fields, family: str, key: str, head_width: int
 ) -> tuple[RopeSpec, RopeSpec | None]:
-    """Return the result of `read_rope` by one spelling, the key NEWER or OLDER."""
+    """Return what `read_rope` does, from the object under `key`, NEWER or OLDER."""
     ropes = [
         _read_rope_object(
             fields, key=key, given=given, base=fields.read_number(base), head_width=head_width
@@ -242,7 +250,7 @@ def _read_ropes(
 
 
 def _find_ropes(fields: Fields, family: str, key: str) -> dict[str, Mapping[str, Any]]:
-    """Return the objects of a model's one or two rotary embeddings, by the key of each one's base.
+    """Return key of the base -> object, of a model's one or two rotary embeddings.
 
     key: NEWER or OLDER.
     """
@@ -259,7 +267,7 @@ def _find_ropes(fields: Fields, family: str, key: str) -> dict[str, Mapping[str,
 
 
 def _find_kind(fields: Fields, given: Mapping[str, Any]) -> Any:
-    """Return the type of a rotary embedding, by its present name."""
+    """Return the type of a rotary embedding, an older name replaced by its present one."""
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "su" or (kind == "yarn" and fields.config.get("model_type") == "phi3"):
         return "longrope"  # Phi 3's first files have it under these names
@@ -269,9 +277,9 @@ def _find_kind(fields: Fields, given: Mapping[str, Any]) -> Any:
 def _read_rope_object(
     fields: Fields, key: str, given: Mapping[str, Any], base: float, head_width: int
 ) -> RopeSpec:
-    """Read one rotary embedding from its object in config.json, `given` under `key`.
+    """Read one rotary embedding from its object `given`, which config.json has under `key`.
 
-    base: `rope_theta` unless the object has its own.
+    base: taken if the object has no `rope_theta` of its own.
     """
     kind = _find_kind(fields, given)
     if kind not in ROPE_TYPES:
@@ -308,12 +316,15 @@ def _read_rope_object(
 
 def _read_original_positions(fields: Fields, numbers: Fields) -> float:
     """Return the length of the context that the model was trained on before it was stretched."""
-    outer = fields.read_optional_integer(POSITIONS)
+    outer = fields.read_optional_integer(POSITIONS)  # Phi 3's files have it beside the object
     inner = numbers.read_optional_number(POSITIONS)
     positions = float(outer or inner or fields.read_integer("max_position_embeddings"))
     if positions < 2:  # its logarithm divides
         raise (fields if outer else numbers).make_fault(POSITIONS, "2 positions or more")
     return positions
+
+
+# Readers of one type each, see `_SCALINGS`.
 
 
 def _read_default(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
@@ -349,18 +360,19 @@ def _read_yarn(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, A
         "original_positions": _read_original_positions(fields, numbers),
         "whole_channels": numbers.config.get("truncate", True) is not False,
     }
-    # arXiv 2309.00071: 0.1 ln(factor) + 1 unless the file has one.
+    # arXiv 2309.00071: 0.1 ln(factor) + 1, if the file has neither it nor both mscales.
     return parameters, attention_factor or _compute_magnitude(factor, 1.0)
 
 
 def _compute_magnitude(factor: float, weight: float) -> float:
+    """Return YaRN's attention factor for a context that is stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _read_longrope(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
-    """Read LongRoPE (arXiv 2402.13753): one factor per pair of channels.
+    """Read LongRoPE (arXiv 2402.13753): a factor for each pair of channels.
 
-    There is another set for rows beyond the first context.
+    `short_factor` is for sequences within the original context, `long_factor` for longer ones.
     """
     original = _read_original_positions(fields, numbers)
     factor = numbers.read_optional_number("factor")
@@ -376,6 +388,9 @@ def _read_longrope(fields: Fields, numbers: Fields, width: int) -> tuple[dict[st
     return parameters, 1.0 if attention_factor is None else attention_factor
 
 
+# Type -> its reader, `fn(fields, numbers, width)`. fields: the config.json. numbers: the object of
+# the embedding in it. width: rotating channels. It returns (keyword arguments of the type's
+# function in `recipe_lib.ops.rope`, the factor of cosines and sines).
 _SCALINGS = {
     "default": _read_default,
     "linear": _read_linear,
@@ -393,9 +408,10 @@ _SCALINGS = {
 # models of transformers alike.
 
 
-MAX_WIDTH = 2**20
-MAX_POSITIONS = 2**40
+MAX_WIDTH = 2**20  # channels
+MAX_POSITIONS = 2**40  # tokens
 MAX_LAYERS = 4096
+# Largest value -> the keys that it bounds, separated by spaces.
 _SIZES = {
     MAX_WIDTH: (
         "hidden_size n_embd d_model dim hidden_dim head_dim kv_lora_rank q_lora_rank embedding_size"
@@ -429,6 +445,10 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
 
 
 def _find_size_faults(config: Mapping[str, Any], where: str, prefix: str) -> Iterator[str]:
+    """Yield an error line for each size that is too large.
+
+    prefix: put before keys; `text_config.` for that part of a file, empty for the file itself.
+    """
     for key, most in MAX_SIZES.items():
         value = config.get(key)
         if isinstance(value, (int, float)) and value > most:
@@ -444,26 +464,28 @@ def _find_size_faults(config: Mapping[str, Any], where: str, prefix: str) -> Ite
             yield from _find_size_faults(inner, where, f"{part}.")
 
 
-# Weights that are quantized in the files, by `config.json`: the two forms that are read, and the
-# refusal of others.
+# Quantized weights, by `config.json`: two forms are read (FP8 in blocks; MXFP4 of gpt-oss), and all
+# others are refused.
 
 
+# Keys of a config.json that say so: transformers' own, then those of other programs.
 _KEYS = ("quantization_config", "compression_config", "quantization")
+# Parts of error lines: the weights that are read in any model, and what to do.
 _PLAIN = "fp32, bf16 or fp16 weights"
 _REMEDY = "download the checkpoint that this one was made from"
 
 
 def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
-    """Read how the weights of the files are quantized, if they are.
+    """Read how the weights of the files are quantized; the default FileCodes: they are not.
 
-    where: as for `build_spec`. Raises CheckpointError, with the key and the method, for a
-    layout that is not read.
+    where: the file or preset, named in errors. Raises CheckpointError, with the key and the method,
+    for a form that is not read.
     """
     codes = FileCodes()
     for key in filter(config.get, _KEYS):
         section: Any = config[key]
-        is_ours = key == _KEYS[0] and isinstance(section, Mapping)
-        method = section.get("quant_method") if is_ours else None
+        names_method = key == _KEYS[0] and isinstance(section, Mapping)
+        method = section.get("quant_method") if names_method else None
         if method == "fp8":
             codes = FileCodes(fp8_block=_read_fp8_block(section, where))
         elif method == "mxfp4" and config.get("model_type") == "gpt_oss":
@@ -485,7 +507,11 @@ def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
 
 
 def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError for weights that are quantized in any form; for external models."""
+    """Raise CheckpointError for weights that are quantized in any form.
+
+    For models of other libraries, whose weights are read as the files have them. where: the file or
+    preset, named in errors.
+    """
     for key in filter(config.get, _KEYS):
         section = config[key]
         method = section.get("quant_method") if isinstance(section, Mapping) else None
@@ -495,6 +521,7 @@ def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
 
 
 def _make_refusal(key: str, section: Any, where: str, expected: str) -> CheckpointError:
+    """Return the error for quantized weights, which `section` under `key` describes."""
     method = section.get("quant_method") if isinstance(section, Mapping) else None
     if method is None:
         method = "MLX" if key == "quantization" else "unknown method"

@@ -1,8 +1,8 @@
-"""The older and the newer names of a config.json's keys.
+"""Write the older and the newer names of a config.json's keys.
 
 transformers 5 renamed some keys. A reader that does not find a key takes a default without a word,
-and computes another model. So an exported config.json has every value under both names: exports
-call `spell_native` for a family of our own decoder, `spell_both` for any other config.json.
+and computes another model. So an exported config.json has every value under both names. Exports
+call `spell_native` for families of our own decoder, and `spell_both` for any other config.json.
 """
 
 from collections.abc import Mapping
@@ -18,26 +18,32 @@ from recipe_lib.models.config_fields import (
 )
 from recipe_lib.models.families import FAMILIES
 
-# Newer name -> older name, for all models and for single families.
+# Newer name -> older name, in all families.
 _RENAMED = {"dtype": "torch_dtype"}
+# `model_type` -> the same, for single families.
 _RENAMED_IN = {"qwen3_moe": {"num_local_experts": "num_experts"}}
-# The older names of three values of a rotary embedding: its base, the share of channels that
-# rotate, and the base of layers with a window; for most families and for single ones.
+# Older names of three values of a rotary embedding: its base, the share of channels that rotate,
+# and the base in layers with a window. Empty: the older class has no such key.
 _ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
+# `model_type` -> the same, for single families.
 _ROPE_KEYS_IN = {
     "gpt_neox": ("rotary_emb_base", "rotary_pct", ""),
     "gpt_neox_japanese": ("rotary_emb_base", "rotary_pct", ""),
     "modernbert-decoder": ("global_rope_theta", "", "local_rope_theta"),
 }
-# Families whose older class expects a certain number of keys in `rope_scaling`, one named `type`.
+# Families whose older class checks the keys in `rope_scaling`, and calls the type `type`.
 _WITH_TYPE = ("fuyu", "olmo", "olmo2", "phi3", "phi4_multimodal")
-_THREE_KEYS = ("phi3", "phi4_multimodal")  # for a longrope: the type and both lists, no more
-# Sections that describe no part of the model.
+# Those whose class takes for a longrope the type and both lists of factors, and no other key.
+_THREE_KEYS = ("phi3", "phi4_multimodal")
+# Keys that end in `_config` and describe no part of the model.
 _NO_PARTS = ("quantization_config", "compression_config")
 
 
 def spell_native(config: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return a config.json of a native family with both names of what transformers 5 renamed."""
+    """Return a config.json with both names of what transformers 5 renamed.
+
+    family: of our own decoder, a key of FAMILIES.
+    """
     fields = Fields(FAMILIES[family].defaults | dict(config), family)
     return spell_both(dict(config) | {NEWER: complete_ropes(fields, family)})
 
@@ -45,7 +51,7 @@ def spell_native(config: Mapping[str, Any], family: str) -> dict[str, Any]:
 def spell_both(config: Mapping[str, Any], with_ropes: bool = True) -> dict[str, Any]:
     """Return a config.json, and its parts, with both names of what transformers 5 renamed.
 
-    with_ropes: of the rotary embeddings too, which are taken from `rope_parameters`.
+    with_ropes: True: write the older keys of rotary embeddings too, from `rope_parameters`.
     """
     spelled = dict(config)
     for key, value in config.items():
@@ -69,6 +75,7 @@ def _spell_older_ropes(ropes: Mapping[str, Any], family: str) -> dict[str, Any]:
     if not ropes.keys().isdisjoint(LAYER_KINDS):
         full, sliding = (ropes.get(kind) or {} for kind in LAYER_KINDS)
     base_key, fraction_key, local_key = _ROPE_KEYS_IN.get(family, _ROPE_KEYS)
+    # Older key -> value; None: there is none to write.
     values = {
         base_key: full.get("rope_theta"),
         fraction_key: full.get("partial_rotary_factor"),

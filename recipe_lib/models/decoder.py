@@ -1,13 +1,9 @@
-"""The decoder of all families of models that this project implements itself.
+"""Define the decoder of all families of models that this project implements itself.
 
-`models.meta_init.build_meta` builds a `Decoder` on the meta device; recipes call it by its forward,
-with tokens, documents and labels. Parameter names are those of Hugging Face's Llama, Qwen, Gemma
-... files. What differs between families is chosen in the constructors, by a `DecoderSpec`; no
-forward asks for the family. Nothing here knows of ranks: parallelism replaces modules and forwards
-from outside.
-
-Shapes: b batch, s sequence, d model width, h heads, k kv heads, e head width, f MLP width, v
-vocabulary, n labels of a score head, or in `[n, d]` tokens of a tensor-parallel rank.
+`models.meta_init.build_meta` builds a `Decoder` on the meta device; recipes call it with tokens and
+labels. Parameters are named as in Hugging Face's files. Constructors choose what differs between
+families, by a `DecoderSpec` (the model's shape as plain numbers). Nothing here knows of ranks:
+parallelism replaces modules and forwards from outside.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -30,6 +26,9 @@ from recipe_lib.ops.mlp import ACTIVATIONS, gated_activation
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, compute_rotation
 
+# Shapes: b batch, s sequence, d model width, h heads, k kv heads, e head width, f MLP width, v
+# vocabulary, n labels of a score head, but in `[n, d]` tokens of a tensor-parallel rank.
+
 
 class KVCache:
     """Keys and values of the tokens already read, so that decoding computes each token once."""
@@ -42,6 +41,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
+        """Allocate the cache of `batch` rows of at most `max_len` tokens each."""
         shape = (2, batch, spec.num_kv_heads, max_len, spec.head_width)
         # For each layer keys and values, [2, batch, k, max_len, e].
         self.layers = [
@@ -55,7 +55,7 @@ class KVCache:
 
         Raises ValueError when there is no room left.
         """
-        # `length` stays: the trunk moves it on when every layer has its new keys and values.
+        # `length` stays as it is: `Trunk.forward` increases it when all layers have been extended.
         end = self.length + k.shape[2]
         if end > self.max_len:
             raise ValueError(f"the cache has room for {self.max_len} tokens, {end} are needed")
@@ -129,7 +129,7 @@ class Rotary:
         return compute_rotation(positions, self.frequencies(positions), self.factor)
 
 
-# Functions of the module, so that a model can be pickled.
+# What an `Attention` does without context parallelism. No lambdas: a model can be pickled.
 def _keep_heads(*heads_and_sinks: Any) -> tuple[Any, ...]:
     return heads_and_sinks
 
@@ -151,6 +151,7 @@ class Attention(nn.Module):
             softcap=spec.attention_softcap,
             scale=spec.attention_scale,
         )
+        # Attention sinks (gpt-oss): a score per head that takes part in the softmax, without value.
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.sinks else None
         query_width = spec.num_heads * spec.head_width
         key_width = spec.num_kv_heads * spec.head_width
@@ -161,8 +162,8 @@ class Attention(nn.Module):
         self.q_norm = _build_head_norm(spec, spec.num_heads)
         self.k_norm = _build_head_norm(spec, spec.num_kv_heads)
         self.clamp = nn.Identity() if spec.qkv_clip is None else Clamp(spec.qkv_clip)
-        # Replaced by context parallelism: its ranks have all heads of some tokens. `to_heads`
-        # exchanges q, k, v and sinks for those of all tokens and some heads, `to_tokens` exchanges
+        # Replaced by context parallelism, whose ranks have all heads of some tokens. `to_heads`
+        # exchanges q, k, v and sinks for those of all tokens and some heads; `to_tokens` exchanges
         # the results back.
         self.to_heads: Callable[..., Any] = _keep_heads
         self.to_tokens: Callable[[Tensor], Tensor] = _keep_tokens
@@ -172,8 +173,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return the attention of hidden states `[b, s, d]`, projected, `[b, s, d]`.
 
-        rotation: of the tokens' positions. info: the documents of the batch, from
-        `prepare_attention`. cache: if given, extended by these tokens, which attend to all in it.
+        rotation: of the tokens' positions. info: the documents of the batch and their masks, from
+        `prepare_attention`. cache: extended by these tokens, which attend to all in it; None: they
+        attend to each other alone.
         """
         q, k, v = (
             project(hidden).unflatten(-1, (-1, self.head_width))  # [b, s, h or k, e]
@@ -191,7 +193,10 @@ class Attention(nn.Module):
 
 
 def _build_head_norm(spec: DecoderSpec, num_heads: int) -> nn.Module:
-    """Build the norm of queries, or keys, of so many heads; an identity where there is none."""
+    """Build the norm of queries, or of keys; an identity in families without one.
+
+    num_heads: of the queries or keys.
+    """
     if spec.width_norms:
         return WidthNorm(spec, num_heads * spec.head_width)
     return Norm(spec, spec.head_width) if spec.head_norms else nn.Identity()
@@ -240,7 +245,7 @@ class DecoderLayer(nn.Module):
 
     def run_mlp(self, hidden: Tensor, info: AttentionInfo) -> Tensor:
         """Return the MLP of `[b, s, d]`."""
-        # A mixture counts the tokens of each expert, padding left out.
+        # A mixture counts the tokens of each expert, and is told which are padding.
         return self.mlp(hidden, info.real) if isinstance(self.mlp, Mixture) else self.mlp(hidden)
 
 
@@ -282,6 +287,7 @@ class Trunk(nn.Module):
         self.rotary_of_layer = [
             int(spec.local_rope is not None and window is not None) for window in spec.windows
         ]
+        # Makes the masks of a batch that attention needs, once for all layers.
         self.prepare = partial(
             prepare_attention,
             windows=tuple(dict.fromkeys(spec.windows)),
@@ -297,6 +303,10 @@ class Trunk(nn.Module):
         info: AttentionInfo | None,
         cache: KVCache | None,
     ) -> Tensor:
+        """Return the normed hidden states `[b, s, d]` of tokens `[b, s]`.
+
+        positions, cache: see `Decoder.forward`. info: there `attention`.
+        """
         hidden = self.run_layers(
             self.embed_tokens(tokens),
             shape=tokens.shape,
@@ -320,15 +330,15 @@ class Trunk(nn.Module):
         """Return the hidden states after layers, in the shape in which they are given.
 
         hidden: before the first of these layers, `[b, s, d]`, on tensor-parallel ranks `[n, d]`.
-        shape: (b, s) of the tokens. positions, info: see `Decoder.forward`, there `attention`.
-        layers: their indices in the whole model, in order; None: all.
+        shape: (b, s) of the tokens. positions, cache: see `Decoder.forward`. info: there
+        `attention`. layers: their indices in the whole model, in order; None: all.
         """
         rows, length = shape
         num_past = cache.length if cache is not None else 0  # tokens before these
         if positions is None:
             positions = torch.arange(num_past, num_past + length, device=hidden.device)
-            # LongRoPE chooses frequencies by the highest position of all, which must not be one of
-            # the padding.
+            # LongRoPE chooses frequencies by the highest position of all, so that those of padding
+            # must not be higher than those of tokens.
             if info is not None and info.real is not None:
                 positions.clamp_(max=info.real.longest - 1)
             positions = positions.expand(rows, length)
@@ -351,19 +361,20 @@ class Trunk(nn.Module):
 
 
 def _apply_softcap(logits: Tensor, cap: float) -> Tensor:
+    """Return logits limited to [-cap, cap] by a tanh (Gemma 2)."""
     return cap * torch.tanh(logits / cap)
 
 
 class OutputHead(nn.Module):
     """The output projection of hidden states `[b, s, d]` to logits `[b, s, v]`.
 
-    With labels it returns the summed loss, by `head_losses`, without logits of all tokens.
+    With labels it returns the summed loss instead, without making the logits of all tokens at once.
     """
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.width))
-        self.softcap = spec.logit_softcap
+        self.softcap = spec.logit_softcap  # logits become softcap * tanh(logits / softcap)
         self.finish = (
             nn.Identity()
             if spec.logit_softcap is None
@@ -402,6 +413,7 @@ class Decoder(LanguageModel):
         self._tie()
 
     def _tie(self) -> None:
+        """Make the output projection's weight the embedding's, if the spec ties them."""
         if self.spec.tied and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -431,7 +443,8 @@ class Decoder(LanguageModel):
     ) -> Tensor:
         """Run layers of a pipeline stage, see `LanguageModel.run_stage`.
 
-        hidden: from the stage before, in the shape of `compute_hidden_shape`; None: of the first.
+        hidden: from the stage before, in the shape of `compute_hidden_shape`. None: this is the
+        first stage, and tokens are embedded.
         """
         hidden = self.model.embed_tokens(tokens) if hidden is None else hidden
         return self.model.run_layers(
@@ -439,7 +452,11 @@ class Decoder(LanguageModel):
         )
 
     def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
-        """Return `[b, s, d]`, or of tensor-parallel `ranks` that divide tokens `[n, d]`."""
+        """Return the shape of hidden states between layers, of tokens `[b, s]`.
+
+        It is `[b, s, d]`, or `[n, d]` on each of several tensor-parallel `ranks`, which divide the
+        tokens.
+        """
         shared = tokens if ranks == 1 else (tokens.numel() // ranks,)
         return (*shared, self.spec.width)
 
@@ -462,14 +479,15 @@ class Decoder(LanguageModel):
     ) -> Tensor:
         """Return the hidden states `[b, s, d]` of tokens `[b, s]` that the head is given.
 
-        On tensor-parallel ranks they are this rank's, `[n, d]`.
+        Each tensor-parallel rank returns those of its tokens, `[n, d]`. Arguments: see `forward`.
         """
         return self.model(tokens, positions, attention, None)
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
         """Remove what other ranks of a pipeline have, see `LanguageModel.keep_stages`.
 
-        layers: indices of this rank's. first, last: True if it has the first or the last stage.
+        layers: indices of this rank's layers. first, last: True if it has the first or the last
+        stage.
         """
         all_modules = {name for name, _ in self.named_modules() if name}
         # Entries are deleted, not renumbered, so that parameters keep the names of the files.
@@ -505,11 +523,12 @@ class Decoder(LanguageModel):
         """Return logits `[b, s, v]` of tokens `[b, s]`, or with labels the result of `head_loss`.
 
         positions: `[b, s]`; None: 0, 1, ... in each row, after the tokens of the cache. attention:
-        the documents of each row; None: one. labels: `[b, s]`, `labels[b, i]` is the token that
-        follows `tokens[b, i]`; -100 does not count. head_loss: `fn(hidden, weight, labels)`, see
-        `recipe_lib.ops.head_losses`; None: the sum of token losses, fp32 `[]` (fp64 for fp64).
-        cache: keys and values of earlier tokens; this call's are added to it. logits_to_keep:
-        number of tokens at the end of each row whose logits are returned; 0: all.
+        the documents of each row; None: a row is one document. labels: `[b, s]`, `labels[b, i]` is
+        the token that follows `tokens[b, i]`; -100 does not count. head_loss: `fn(hidden, weight,
+        labels)`, see `recipe_lib.ops.head_losses`; None: the sum of token losses, fp32 `[]` (fp64
+        for fp64). cache: keys and values of earlier tokens; this call's are added to it; None: no
+        earlier tokens. logits_to_keep: number of tokens at the end of each row whose logits are
+        returned; 0: all.
         """
         hidden = self.model(tokens, positions, attention, cache)
         if logits_to_keep:
@@ -520,8 +539,8 @@ class Decoder(LanguageModel):
 class ScoreHead(nn.Module):
     """The head of a reward model, or of a classifier, in place of the output projection.
 
-    It is called as an output head is, and returns the scores of all tokens: its caller takes those
-    of the token that it wants.
+    It is called as an `OutputHead` is, and returns the scores of all tokens. Its caller takes those
+    of the tokens that it needs, such as the last one of each sequence.
     """
 
     def __init__(self, num_labels: int, width: int) -> None:
@@ -543,13 +562,13 @@ class LogitTransform:
     """The operations on logits in the forward of another library's model; by default none."""
 
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
-    finish: Finish | None = None  # before the softcap: `fn(logits) -> logits`, of each by itself
+    finish: Finish | None = None  # `fn(logits) -> logits`, elementwise, run before the softcap
 
 
 class LinearHead(nn.Linear):
     """The output projection of another library's model, called as `OutputHead` is.
 
-    By its class FSDP knows that it is a head.
+    Sharding recognizes the head by this class.
     """
 
     @classmethod
@@ -568,8 +587,8 @@ class LinearHead(nn.Linear):
     ) -> Tensor:
         """Return logits of hidden `[..., d]`, or with labels the result of `head_loss`.
 
-        after: the model's operations on logits, for the loss alone: logits are returned without
-        them. None: there are none.
+        after: the operations that the model's own forward applies to logits. They are applied for
+        the loss alone: logits are returned without them. None: there are none.
         """
         if labels is None:
             return F.linear(hidden, self.weight, self.bias)

@@ -1,8 +1,8 @@
-"""From `config.json` to a spec, family by family.
+"""Read the spec of a model, its shape as plain numbers, from its `config.json`.
 
-`read_spec` serves any implementation of models, `build_spec` our own decoder. A family is a row of
-`FAMILIES`; what its real files leave out is filled in from there, so that no default hides in the
-code. Adding a family is adding a row (docs/extending.md).
+Runs call `read_spec`, or `build_scored_spec` for a score head; exports call `read_trained_spec`. A
+family is the models that one row of `FAMILIES` covers. A row also has the values of the keys that
+files of the family leave out. Adding a family is adding a row (docs/extending.md).
 """
 
 from collections.abc import Callable, Mapping
@@ -32,11 +32,13 @@ SCORED = "ForSequenceClassification"  # how transformers names a decoder with a 
 def read_spec(config: Mapping[str, Any], where: str, implementation: str) -> ModelSpec:
     """Read the spec of a `config.json` for one implementation of models.
 
-    where: as for `build_spec`. implementation: `native`, or a name that is registered. Raises what
-    `build_spec` does, or the `read_spec` of the other implementations.
+    where: the file or preset, named in errors. implementation: `native` (our own decoder), or
+    another value of `model.implementation`, such as `transformers`. Raises CheckpointError for a
+    config that the implementation cannot build, and what another implementation raises besides.
     """
     if implementation == "native":
         return build_spec(config, where)
+    # Imported now, by the registry: other implementations are not needed, or installed, everywhere.
     return cast(ExternalSpec, import_owner("model").read_spec(config, where, implementation))
 
 
@@ -45,8 +47,9 @@ def read_trained_spec(
 ) -> ModelSpec:
     """Read the spec of a model that somebody has trained.
 
-    implementation: as of its run; None: not known. Then it is our own decoder for its families, and
-    transformers' class, where that is installed, for all others. Raises as `read_spec` does.
+    where: the file or preset, named in errors. implementation: the one of its run; None: not known.
+    Then our own decoder is taken for the families of `FAMILIES`, and for all others transformers'
+    class, if transformers is installed. Raises what `read_spec` does.
     """
     if implementation is None:
         is_ours = _find_row(get_text_config(config).get("model_type")) is not None
@@ -62,6 +65,7 @@ def build_spec(config: Mapping[str, Any], where: str) -> DecoderSpec:
     not supported, weights that are quantized in a form that is not read, and keys that are missing
     or make no sense.
     """
+    # A multimodal file may say at its top, or in its text part, how its weights are quantized.
     outer_codes = read_codes(config, where)
     check_sizes(config, where)
     config = get_text_config(config)
@@ -76,22 +80,25 @@ def build_spec(config: Mapping[str, Any], where: str) -> DecoderSpec:
 
 
 def get_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the decoder's part of a multimodal Gemma 3 config; others unchanged.
+    """Return a multimodal Gemma 3 config as that of its text model; any other as it is, a copy.
 
-    What is trained and exported is the text model alone, so its config names the text architecture.
+    The text model alone is trained and exported, so that the result names its class and type.
     """
     if config.get("model_type") != "gemma3" or not isinstance(config.get("text_config"), Mapping):
         return dict(config)
-    outer = {
+    outer_keys = {
         key: config[key]
         for key in ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype")
         if key in config
     }
-    names: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    text_keys: dict[str, Any] = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+    }
     # transformers ties by the outer key, whatever the text's own says.
     if "tie_word_embeddings" in config:
-        names["tie_word_embeddings"] = config["tie_word_embeddings"]
-    return outer | dict(config["text_config"]) | names
+        text_keys["tie_word_embeddings"] = config["tie_word_embeddings"]
+    return outer_keys | dict(config["text_config"]) | text_keys
 
 
 def _find_row(model_type: object) -> str | None:
@@ -119,21 +126,24 @@ def _find_family(config: Mapping[str, Any], where: str) -> str:
                 " AutoModelForSequenceClassification opens it, and reward_distributed goes on"
                 " training it"
             )
-        kind = f" ({', '.join(map(str, names))})" if names else ""
+        classes = f" ({', '.join(map(str, names))})" if names else ""
         remedy = ""
         if family is None and isinstance(model_type, str):
             remedy = (
                 "; to train it in transformers' own class, set model.implementation=transformers"
             )
         raise CheckpointError(
-            f"{where}: config.json: model_type {model_type!r}{kind} is not supported; expected a"
+            f"{where}: config.json: model_type {model_type!r}{classes} is not supported; expected a"
             f" causal language model of type {', '.join(sorted(FAMILIES))}{remedy}"
         )
     return family
 
 
 def _read_common_fields(fields: Fields, family: str) -> dict[str, Any]:
-    """Read the fields that every family reads alike."""
+    """Return the fields of `DecoderSpec` that all families read alike.
+
+    A family's `shape` may replace any of them.
+    """
     config = fields.config
     width = fields.read_integer("hidden_size")
     heads = fields.read_integer("num_attention_heads")
@@ -182,25 +192,29 @@ def _read_common_fields(fields: Fields, family: str) -> dict[str, Any]:
     }
 
 
-# What the rows of families read of a config.json, besides what all read alike.
+# Readers for the rows of FAMILIES: `fn(fields, common)` returns the value of one field of the spec.
+# fields: the config.json. common: the result of `_read_common_fields`.
 
 
 def _evaluate_shape(
     shape: Mapping[str, Any], fields: Fields, common: dict[str, Any]
 ) -> dict[str, Any]:
+    """Return the fields of a `shape`, with each reader replaced by what it reads."""
     return {
         name: value(fields, common) if callable(value) else value for name, value in shape.items()
     }
 
 
 def _make_flag_reader(key: str) -> Read:
+    """Return a reader of true or false under a key."""
     return lambda fields, common: fields.read_flag(key)
 
 
 def _make_window_reader(slides: Callable[[Fields, int], bool]) -> Read:
-    """Return a reader of one window per layer.
+    """Return a reader of each layer's window, in tokens; None: a layer attends to all tokens.
 
-    slides: returns True if a layer has one, where `layer_types` does not say it.
+    slides: `fn(fields, layer index)` returns True for a layer with a window. It decides for files
+    without `layer_types`.
     """
 
     def read(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
@@ -213,10 +227,12 @@ def _make_window_reader(slides: Callable[[Fields, int], bool]) -> Read:
 
 
 def _read_same_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
+    """Return `sliding_window` for every layer."""
     return (fields.read_optional_integer("sliding_window"),) * common["num_layers"]
 
 
 def _read_mixtral_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
+    """Return `sliding_window` for every layer; refuse the family's router noise."""
     if fields.config["router_jitter_noise"] != 0:
         raise fields.make_fault(
             "router_jitter_noise", "0 (noise on the router's input is not supported)"
@@ -225,7 +241,10 @@ def _read_mixtral_windows(fields: Fields, common: dict[str, Any]) -> tuple[int |
 
 
 def _read_qwen_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
-    """Read a window for the layers from max_window_layers on, if use_sliding_window says so."""
+    """Return `sliding_window` for the layers from `max_window_layers` on.
+
+    No layer has a window if `use_sliding_window` is false.
+    """
     if not fields.read_flag("use_sliding_window"):
         return (None,) * common["num_layers"]
     first = fields.config["max_window_layers"]
@@ -236,7 +255,10 @@ def _read_qwen_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | No
 
 
 def _read_sparse_layers(fields: Fields, common: dict[str, Any]) -> tuple[bool, ...]:
-    """Read which layers of Qwen 3 have experts: every n-th one that is not in mlp_only_layers."""
+    """Return True for each layer of Qwen 3 with experts, False for one with an MLP.
+
+    Every n-th layer has experts (n: `decoder_sparse_step`), but those of `mlp_only_layers`.
+    """
     step = fields.read_integer("decoder_sparse_step")
     dense = fields.config["mlp_only_layers"] or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
@@ -252,6 +274,7 @@ def _read_sparse_layers(fields: Fields, common: dict[str, Any]) -> tuple[bool, .
 
 
 def _refuse_cap(fields: Fields, common: dict[str, Any]) -> None:
+    """Return None, the value of `attention_softcap`; raise CheckpointError if the file has one."""
     if fields.config["attn_logit_softcapping"] is not None:
         raise fields.make_fault(
             "attn_logit_softcapping", "null (the attention of Gemma 3 has no cap)"
@@ -261,7 +284,8 @@ def _refuse_cap(fields: Fields, common: dict[str, Any]) -> None:
 def _make_mixture_reader(width: str, **more: Any) -> Read:
     """Return a reader of a family's mixture of experts.
 
-    width: the key of an expert's width. more: the family's own fields of the mixture.
+    width: the key of an expert's inner width. more: fields of `MixtureSpec`, values or readers,
+    that the family has otherwise than most.
     """
 
     def read(fields: Fields, common: dict[str, Any]) -> MixtureSpec:
@@ -289,6 +313,7 @@ def _make_mixture_reader(width: str, **more: Any) -> Read:
     return read
 
 
+# Parts of the families' `shape`: field of `DecoderSpec` -> its value, or a reader.
 _BIASES = {
     "qkv_bias": _make_flag_reader("attention_bias"),
     "output_bias": _make_flag_reader("attention_bias"),
@@ -310,12 +335,15 @@ _GEMMA2_SHAPE = _GEMMA_SHAPE | {
     "logit_softcap": lambda fields, common: fields.read_optional_number("final_logit_softcapping"),
 }
 
+# Parts of the families' `defaults`: key of config.json -> its value where a file lacks it.
 _GEMMA = COMMON | {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
 _QWEN_WINDOWS = {
     "max_position_embeddings": 32768,
     "use_sliding_window": False,
     "max_window_layers": 28,
 }
+# `model_type` -> (shape, architectures, defaults), see `Family`. A default that is not in COMMON is
+# that of the family's config class in transformers.
 FAMILIES: dict[str, Family] = {
     # Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2.
     "llama": Family(
@@ -403,7 +431,7 @@ FAMILIES: dict[str, Family] = {
         COMMON
         | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
     ),
-    # With a mixture of experts in place of an MLP.
+    # From here on the families have a mixture of experts in place of an MLP.
     # Mixtral: Mistral with experts in every layer.
     "mixtral": Family(
         {"windows": _read_mixtral_windows, "mixture": _make_mixture_reader("intermediate_size")},
@@ -502,10 +530,10 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-# The spec of a decoder with a score head, and the config.json that says so; no torch here.
+# A decoder with a score head, for rewards or classes: its spec, and the config.json of its export.
 #
-# The files are those of transformers' ...ForSequenceClassification: the decoder's under `model.`,
-# and `score.weight`.
+# A checkpoint's tensors are named as by transformers' ...ForSequenceClassification: those of the
+# decoder begin with `model.`, and the head is `score.weight`.
 
 
 _CAUSAL = "ForCausalLM"
@@ -513,22 +541,26 @@ _UNSCORED = ("olmoe",)  # families of which transformers has no such class
 
 
 def count_head_labels(config: Mapping[str, Any]) -> int | None:
-    """Return the rows of a checkpoint's score head, by its config.json; None: it has none."""
+    """Return the number of rows of a checkpoint's score head; None: it has no score head.
+
+    config: its config.json.
+    """
     names = config.get("architectures")
     if not isinstance(names, list) or not any(str(name).endswith(SCORED) for name in names):
         return None
     labels = config.get("id2label")
-    # 2 is transformers' default.
+    # transformers makes 2 rows where a config.json does not say how many.
     count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
     return count if isinstance(count, int) and count > 0 else 2
 
 
 def build_scored_spec(config: Mapping[str, Any], where: str, num_labels: int | None) -> DecoderSpec:
-    """Build the spec of a `config.json` with a score head of so many rows.
+    """Build the spec of a decoder with a score head of `num_labels` rows.
 
-    where: named in errors. num_labels: None: as many as the checkpoint's head has. Raises
-    CheckpointError as `build_spec` does, and where the number is not known, or is not that of the
-    checkpoint's head.
+    config: of a checkpoint with or without a score head. where: the file or preset, named in
+    errors. num_labels: None: as many as the checkpoint's head has. Raises CheckpointError as
+    `build_spec` does. It also does so if the number is not known, is not that of the checkpoint's
+    head, or if transformers has no class to load the export.
     """
     head_labels = count_head_labels(config)
     if num_labels is None and head_labels is None:
@@ -550,7 +582,7 @@ def build_scored_spec(config: Mapping[str, Any], where: str, num_labels: int | N
     causal = dict(config)
     if head_labels is not None:
         names = [str(name).replace(SCORED, _CAUSAL) for name in config["architectures"]]
-        # The one class whose two names differ.
+        # The one family whose two classes are named differently before `For...`.
         is_gemma3 = names == ["Gemma3TextForCausalLM"]
         causal["architectures"] = ["Gemma3ForCausalLM"] if is_gemma3 else names
     return replace(
@@ -562,9 +594,10 @@ def build_scored_spec(config: Mapping[str, Any], where: str, num_labels: int | N
 
 
 def read_run_spec(cfg: FullFinetuneConfig, config: Mapping[str, Any], where: str) -> ModelSpec:
-    """Read the spec of a `config.json` as a run of this config has it.
+    """Read the spec of the model that a run trains, with a score head if its method scores.
 
-    Raises CheckpointError, and what `read_spec` does.
+    cfg: of the run. config: the model's config.json. where: named in errors. Raises what
+    `build_scored_spec` or `read_spec` does.
     """
     if cfg.scores_sequences:
         return build_scored_spec(config, where, cfg.num_labels)
@@ -581,9 +614,9 @@ def get_score_architecture(spec: DecoderSpec) -> str:
 def make_score_config(
     config: Mapping[str, Any], names: list[str], pad_id: int | None
 ) -> dict[str, Any]:
-    """Return a config.json that also says the classes' names, and the id that padding has.
+    """Return a config.json with the names of a score head's rows, and the id of padding.
 
-    names: in the order of the classes' numbers.
+    names: of the rows, in order. pad_id: None: the config's own stays.
     """
     changed = get_text_config(config) | {
         "id2label": {str(number): name for number, name in enumerate(names)},

@@ -1,8 +1,8 @@
-"""The base class of all models, and functions that read facts about a model's tensors.
+"""Define the base class of all models, and read facts about a model's tensors.
 
 `LanguageModel` is the base of our own `Decoder` and of models of other libraries. Pipelines run it
-in stages by its methods; loading, sharding and checkpoints read its attributes, mostly by the
-functions below, which also take a module that is no `LanguageModel`.
+by its methods, in stages (consecutive layers on one rank). Loading, sharding and checkpoints read
+its attributes, mostly by the functions below, which take any module.
 """
 
 from abc import abstractmethod
@@ -21,17 +21,21 @@ from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.dtensor_shards import Runs, get_detached_local, locate_local_part
 from recipe_lib.ops.head_losses import HeadLoss
 
-# (address of this rank's part of a tensor, how often it was written to in place)
+# (address of this rank's part of a tensor, how often it was written to in place: `_version`)
 WriteMark = tuple[int, int]
 
 
 class LanguageModel(nn.Module):
-    """A causal language model, called as `Decoder.forward` is."""
+    """A causal language model, called as `Decoder.forward` is.
 
-    # The model's shape, a `ModelSpec`.
+    `abstractmethod` only marks the methods that a subclass has to define: nn.Module has no ABCMeta,
+    which would enforce it.
+    """
+
+    # The model's shape as plain numbers, a `ModelSpec`.
     spec: Any
-    # Names of the parameters and buffers that it was built with, whatever is added or removed
-    # later; None before `note_built`.
+    # Names of the parameters and buffers that it was built with; None before `note_built`. Those
+    # that a recipe adds later are extra tensors.
     built_tensors: frozenset[str] | None = None
     # Names of the modules that other ranks of a pipeline have, and this one has not.
     modules_elsewhere: frozenset[str] = frozenset()
@@ -39,17 +43,21 @@ class LanguageModel(nn.Module):
     other_parts: tuple[str, ...] = ()
     # Name -> values on the host, of buffers that their module computed when it was built.
     computed_buffers: Mapping[str, Tensor] = MappingProxyType({})
-    # Names of the extra tensors, those added to a built model, that were read from files.
+    # Names of the extra tensors that were read from files.
     loaded_extras: frozenset[str] = frozenset()
-    # Name -> runs, of parameters whose parts on the ranks are not in the file's order.
+    # Name -> runs, of parameters whose parts on the ranks are not in the order of the checkpoint's
+    # tensor; see `list_local_parts`.
     runs: Mapping[str, Runs] = MappingProxyType({})
-    # Name -> mark of a tensor when it was given memory, for `check_written`.
+    # Name -> mark of a tensor at the time it was given memory, for `check_written`.
     unwritten: Mapping[str, WriteMark] = MappingProxyType({})
-    # Names of the parameters in host memory, which are on the device while their module runs.
+    # Names of the parameters in host memory, which layer streaming copies to the device while their
+    # module runs.
     on_host: frozenset[str] = frozenset()
-    # `fn(layer name, backend)` compiles a layer, where torch.compile of its forward would not do.
+    # `fn(layer name, backend)` compiles a layer, for models whose layers' forwards torch.compile
+    # does not take as they are; None: it takes them.
     compile_layer: Callable[[str, Any], None] | None = None
-    # Name -> the base model's parameter, where an adapter's file had another one in its place.
+    # Name -> the base model's parameter, where an adapter's file has a whole parameter in its place
+    # (PEFT's `modules_to_save`).
     base_weights: Mapping[str, nn.Parameter] = MappingProxyType({})
 
     @abstractmethod
@@ -79,16 +87,18 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Run layers, and return the hidden states after the last of them.
 
-        hidden: the hidden states before the first; None: it is layer 0, and tokens are embedded.
-        tokens, positions, attention: see `Decoder.forward`. layers: their indices, in order.
+        hidden: the hidden states before the first of these layers; None: it is layer 0, and tokens
+        are embedded. tokens: int64 `[b, s]`. positions: `[b, s]`; None: 0, 1, ... in each row.
+        attention: the documents of each row; None: a row is one document. layers: their indices in
+        the whole model, in order.
         """
 
     @abstractmethod
     def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
         """Return the shape of this rank's hidden states between layers, of tokens `[b, s]`.
 
-        ranks: the size of its tensor-parallel group. The shape may depend on whether gradients are
-        enabled.
+        ranks: the size of its tensor-parallel group. Call it with gradients enabled or disabled as
+        the model will run: some models divide tokens over these ranks in training alone.
         """
 
     @abstractmethod
@@ -102,11 +112,12 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Return logits, or with labels the loss, of the hidden states after the last layer.
 
-        Arguments: see `Decoder.forward`.
+        tokens: int64 `[b, s]`. labels: `[b, s]`, the token after each; -100 does not count.
+        head_loss: computes the loss of hidden states and labels; None: summed cross-entropy.
         """
 
     def note_built(self) -> None:
-        """Note the present tensors as the model's own: those that are added later are extra."""
+        """Record the present tensors as the model's own: those that are added later are extra."""
         names = [name for name, _ in self.named_parameters(remove_duplicate=False)]
         names += [name for name, _ in self.named_buffers(remove_duplicate=False)]
         self.built_tensors = frozenset(names)
@@ -123,7 +134,7 @@ def hold_tied_weight(embedding: nn.Embedding) -> nn.Embedding:
 
 
 def get_built_tensors(model: nn.Module) -> frozenset[str] | None:
-    """Return the names of a model's own tensors; None for one that `build_meta` did not make."""
+    """Return the names of a model's own tensors; None if `note_built` was not called on it."""
     return model.built_tensors if isinstance(model, LanguageModel) else None
 
 
@@ -133,7 +144,7 @@ def is_external(model: nn.Module) -> bool:
 
 
 def get_modules_elsewhere(model: nn.Module) -> frozenset[str]:
-    """Return the names of the modules that other ranks of a pipeline have."""
+    """Return the names of the modules that other ranks of a pipeline have and this one has not."""
     return model.modules_elsewhere if isinstance(model, LanguageModel) else frozenset()
 
 
@@ -162,23 +173,24 @@ def list_layer_names(model: nn.Module) -> list[str]:
 
 # This rank's part of a model's parameters, in the order of the checkpoint's tensors.
 #
-# Tensor parallelism cuts a matrix that is made of several (queries, keys and values, or gate and
-# up) within each of them, so that the ranks' parts one after the other are not in the file's order.
-# `LanguageModel.runs` has for such a parameter the dimension, and the runs `(start, stop)` of the
-# file's tensor in the order in which the parts of all ranks have them.
+# Some matrices are made of several (queries, keys and values, or gate and up). Tensor parallelism
+# cuts each of these by itself, so that the ranks' parts, one after the other, are not in the order
+# of the checkpoint's tensor. For such a parameter `LanguageModel.runs` has the dimension that is
+# cut, and runs `(start, stop)` of the checkpoint's tensor in the order of the ranks' parts.
 
 
 def get_runs(model: nn.Module) -> dict[str, Runs]:
-    """Return the runs of the parameters that are not in the file's order, by name."""
+    """Return name -> runs, of the parameters that are not in the checkpoint's order."""
     return dict(model.runs) if isinstance(model, LanguageModel) else {}
 
 
 def list_local_parts(
     model: nn.Module, name: str, parameter: Tensor
 ) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Return this rank's part of a parameter in pieces, each with its offset in the file's tensor.
+    """Return this rank's part of a parameter, in pieces with offsets in the checkpoint's tensor.
 
-    The pieces share memory with the parameter; there is one if the order is the file's.
+    An offset has an index for each dimension. The pieces share memory with the parameter. There is
+    one if the parameter is in the checkpoint's order.
     """
     local, offset = locate_local_part(parameter)
     parameter_runs = get_runs(model).get(name)
@@ -186,7 +198,7 @@ def list_local_parts(
         return [(local, offset)]
     dim, runs = parameter_runs
     pieces = []
-    begin = -offset[dim]  # of a run, relative to the begin of this rank's part
+    begin = -offset[dim]  # where a run begins, counted from the beginning of this rank's part
     for start, stop in runs:
         low = max(begin, 0)
         high = min(begin + stop - start, local.shape[dim])
@@ -198,9 +210,9 @@ def list_local_parts(
 
 
 def restore_file_order(gathered: Tensor, parameter_runs: Runs | None) -> Tensor:
-    """Return a full tensor, gathered from the ranks, in the order of the file.
+    """Return a full tensor, gathered from the ranks, in the checkpoint's order.
 
-    parameter_runs: of its parameter; None: it is in that order already.
+    parameter_runs: of the parameter, from `get_runs`; None: it is in that order already.
     """
     if parameter_runs is None:
         return gathered
@@ -214,19 +226,19 @@ def restore_file_order(gathered: Tensor, parameter_runs: Runs | None) -> Tensor:
     return ordered
 
 
-# A check that every parameter was given values, by whatever code: a tensor counts in its version
-# how often it is written to.
+# A check that every parameter was given values, by whatever code. A tensor's `_version` counts how
+# often it is written to in place.
 
 
 def note_unwritten(model: LanguageModel) -> None:
-    """Note all parameters and buffers as without values; call it when they were given memory."""
+    """Record all parameters and buffers as without values; called once they have memory."""
     model.unwritten = {name: _get_write_mark(tensor) for name, tensor in _list_tensors(model)}
 
 
 def check_written(model: nn.Module) -> None:
-    """Check that no parameter or buffer still holds what its memory held before.
+    """Raise SetupError if a parameter or buffer still holds what its memory held before.
 
-    Raises SetupError. It checks nothing without `note_unwritten`.
+    It checks nothing if `note_unwritten` was not called.
     """
     marks = model.unwritten if isinstance(model, LanguageModel) else {}
     # A tensor that has been moved since then has another address, and is taken to be written.
@@ -238,14 +250,15 @@ def check_written(model: nn.Module) -> None:
         and holds_values(tensor.device)
     ]
     if unwritten:
-        more = f" and {len(unwritten) - 1} more have" if len(unwritten) > 1 else " has"
+        rest = f" and {len(unwritten) - 1} more have" if len(unwritten) > 1 else " has"
         raise SetupError(
-            f"{unwritten[0]}{more} no values after load_weights; call load_weights or init_weights"
+            f"{unwritten[0]}{rest} no values after load_weights; call load_weights or init_weights"
             " for a model's parameters, and init_adapters for adapters, or fill them there in place"
         )
 
 
 def _list_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return (name, this rank's part) of all parameters and buffers."""
     return [
         (name, get_detached_local(tensor))
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -254,9 +267,6 @@ def _list_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _get_write_mark(tensor: Tensor) -> WriteMark:
     return tensor.data_ptr(), tensor._version
-
-
-# Attributes, parameters or modules of modules, replaced inside a block.
 
 
 Entry = tuple[dict[str, Any], str, Any]  # (a dict, a key in it, its value inside the block)

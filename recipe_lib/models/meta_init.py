@@ -1,8 +1,9 @@
-"""Models on the meta device, their memory, and random weights that depend on the seed alone.
+"""Build a model on the meta device, give it memory, and fill it with random weights.
 
-A run calls `build_meta`, applies adapters and parallelism to the model, gives it memory by
-`allocate` (or FSDP's own way), and fills it by `init_weights` or from a checkpoint. All ranks draw
-the same full tensors and keep their parts, so that a start does not depend on the number of ranks.
+A run calls `build_meta`, adds adapters and parallelism, gives the model memory by `allocate` or by
+FSDP, and fills it by `init_weights` or from a checkpoint. All ranks draw the same full tensors and
+keep their parts, so that a start does not depend on the number of ranks. A spec is the model's
+shape as plain numbers; an external model is one of another library.
 """
 
 import hashlib
@@ -27,14 +28,14 @@ from recipe_lib.models.language_model import (
 from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
 from recipe_lib.ops.device import holds_values
 
-_BLOCK_ELEMENTS = 2**22  # random numbers are drawn 16 MiB at a time
+_BLOCK_ELEMENTS = 2**22  # fp32 random numbers that are drawn at a time: 16 MiB
 
 
 def build_meta(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     """Build the model of a spec with parameters of `dtype` on the meta device: shapes, no bytes.
 
-    An external model is a module of its own class that is called as a `Decoder` is. Tensors that
-    are added later are extra, see `find_extra_tensors`.
+    An external model is of its own class, and is called as a `Decoder` is. Tensors that are added
+    to the model later are extra, see `find_extra_tensors`.
     """
     if isinstance(spec, ExternalSpec):
         model = cast(Decoder, spec.build(dtype))
@@ -48,10 +49,10 @@ def build_meta(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
 def allocate(
     model: nn.Module, device: torch.device, empty: Callable[[Tensor], Tensor] | None = None
 ) -> None:
-    """Give a meta model uninitialized memory, in a process that has all of it, in place.
+    """Give a meta model that is not sharded uninitialized memory, in place.
 
-    Buffers of an external model get the values that its class gave them. empty: `fn(tensor)`
-    returns memory like a tensor; None: memory on the device.
+    Buffers of an external model get the values that its class computed. empty: `fn(tensor)` returns
+    uninitialized memory for a tensor; None: it is on the device.
     """
     shared_parameters = find_shared_parameters(model)
     model._apply(empty or (lambda tensor: torch.empty_like(tensor, device=device)))
@@ -67,7 +68,7 @@ def allocate(
 
 
 def find_shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return for each parameter of several modules these modules, as (module, name in it)."""
+    """Return the places of each parameter that several modules have: (module, name in it)."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -86,16 +87,17 @@ class StoredWeight(Protocol):
     out_features: int
 
     def fill_weight(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
-        """Read the weight and store it; all ranks that share it call this.
+        """Read the weight and store it; all ranks that share the weight call this together.
 
-        read_rows: `fn(start, stop, columns)` returns rows from start to stop, of these columns.
+        read_rows: `fn(start, stop, columns)` returns the weight's rows start to stop, of a slice of
+        columns.
         """
 
 
 def find_stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
-    """Return the modules whose weight is no parameter, by the name that the weight would have.
+    """Return name of the weight -> module, of the modules whose weight is no parameter.
 
-    The parameters that they have in its place are named `NAME_...`.
+    A module has parameters in its place, whose names begin with the weight's and `_`.
     """
     return {
         f"{name}.weight": module
@@ -119,9 +121,9 @@ def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
     """Fill a model's parameters in place: normal with `spec.init_std`; norms neutral, biases 0.
 
     A parameter's values follow from (seed, its name, its full shape) alone. A quantized weight is
-    made of the values that it would have had. Vectors and scalars of an external model are those
-    that its own class begins with; extra tensors are filled by `reset_extra`. The model must have
-    memory.
+    quantized from the values that it would have had. Vectors and scalars of an external model are
+    those that its own class begins with. Extra tensors are filled by `reset_extra`. The model must
+    have memory.
     """
     reset_extra(model, seed)
     vectors = spec.make_first_vectors(seed) if isinstance(spec, ExternalSpec) else {}
@@ -130,6 +132,7 @@ def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
         _fill_stored(module, f"{seed}/{name}", spec.init_std)
     extras = find_extra_tensors(model)
     for name, parameter in model.named_parameters():
+        # `weight_codes` and the like: parameters that stand for a stored weight, filled above.
         if name.rpartition("_")[0] in stored or name in extras:
             continue
         for local, offset in list_local_parts(model, name, parameter):
@@ -154,6 +157,7 @@ def init_weight(model: nn.Module, name: str, seed: int, spec: ModelSpec) -> None
 
 
 def _fill_stored(module: StoredWeight, key: str, std: float) -> None:
+    """Fill a stored weight with normal numbers. key, std: see `fill_random`, `_fill_normal`."""
     shape = torch.Size((module.out_features, module.in_features))
 
     def draw_rows(start: int, stop: int, columns: slice) -> Tensor:
@@ -167,7 +171,10 @@ def _fill_stored(module: StoredWeight, key: str, std: float) -> None:
 def _fill_normal(
     local: Tensor, offset: tuple[int, ...], shape: torch.Size, *, key: str, std: float
 ) -> None:
-    """Fill `local` with the part at `offset` of a normal tensor of `shape`."""
+    """Fill `local` with the part at `offset` of a normal tensor of `shape`, see `fill_random`.
+
+    std: its standard deviation.
+    """
     fill_random(
         local,
         offset=offset,
@@ -178,7 +185,7 @@ def _fill_normal(
 
 
 def get_slices(offset: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slice of each dimension that begins at `offset` and has this size."""
+    """Return the index of a part, given where it begins and its size in each dimension."""
     return tuple(slice(start, start + size) for start, size in zip(offset, sizes, strict=True))
 
 
@@ -191,8 +198,8 @@ def fill_random(
 ) -> None:
     """Fill `local` with the part that begins at `offset` of a random tensor of `shape`.
 
-    key: the tensor's values follow from it. draw: `fn(values, generator)` fills fp32 values on the
-    host, and returns them.
+    key: a text that, with the shape, decides the tensor's values. draw: `fn(values, generator)`
+    fills an fp32 tensor on the host, and returns it.
     """
     if local.numel() == 0:
         return
@@ -217,20 +224,23 @@ def fill_random(
 # Extra tensors: the parameters and buffers that a recipe adds to a model, which no checkpoint of
 # its family has.
 #
-# `build_meta` notes the model's own tensors; all others, but an adapter's, are extra. Their start
-# is by `reset_parameters` of their module, which runs on a copy of that module with full tensors on
-# the host. So it follows from the seed and the module's name, and each rank keeps its part.
+# `build_meta` records the model's own tensors; all others, but an adapter's, are extra. They get
+# their first values by `reset_parameters` of their module, which runs on a copy of that module with
+# full tensors on the host. So the values follow from the seed and the module's name, and each rank
+# keeps its part.
 
 
-_METHODS = ("reset_parameters", "_reset_parameters")  # torch's own modules have one or the other
+# Names of the method that gives a module's tensors their first values. torch's own modules have one
+# or the other.
+_METHODS = ("reset_parameters", "_reset_parameters")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_extra_tensors(model: nn.Module, *, saved: bool = False) -> dict[str, Tensor]:
     """Return the extra parameters and buffers of this rank's part of the model, by name.
 
-    Shared ones are there once. saved: True: without buffers that are not persistent, which no file
-    has. Empty for a model that was not made by `build_meta`.
+    Shared ones are there once. saved: True: leave out buffers that are not persistent, which no
+    file has. Empty for a model that `build_meta` did not build.
     """
     built_tensors = get_built_tensors(model)
     if built_tensors is None:
@@ -265,7 +275,7 @@ def find_fully_saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 def find_extra_modules(model: nn.Module) -> list[str]:
     """Return the names of the outermost modules that are extra as a whole and have saved tensors.
 
-    For a list or dict of modules these are its elements.
+    Of an extra list or dict of modules its elements are named, not the list or dict.
     """
     extra_modules: dict[str, None] = {}
     for name in find_extra_tensors(model, saved=True):
@@ -282,9 +292,9 @@ def find_extra_modules(model: nn.Module) -> list[str]:
 
 
 def check_extra(model: nn.Module) -> None:
-    """Check that every extra tensor has a module that can fill it, and has no adapter's name.
+    """Raise SetupError for an extra tensor that no module can fill, or with an adapter's name.
 
-    Raises SetupError. The model may be on the meta device.
+    The model may be on the meta device.
     """
     extras = find_extra_tensors(model)
     is_adapted = any(hasattr(module, "adapter_tensors") for module in model.modules())
@@ -299,14 +309,15 @@ def check_extra(model: nn.Module) -> None:
 
 @torch.no_grad()
 def reset_extra(model: nn.Module, seed: int, loaded: Collection[str] = ()) -> None:
-    """Fill the extra tensors of a model with memory by their modules' `reset_parameters`.
+    """Fill the extra tensors of a model by `reset_parameters` of their modules, in place.
 
-    The method runs in fp32, whatever the model's dtype; values follow from (seed, the module's
-    name). A module that contains others runs after them, as a constructor does. Raises SetupError
-    for a tensor whose module has no such method, or that the method leaves without values.
+    The method runs in fp32, whatever the model's dtype. Values follow from (seed, the module's
+    name). A module's method runs after those of modules in it, as a constructor's code does. The
+    model must have memory. Raises SetupError for a tensor whose module has no such method, or that
+    the method leaves without values.
 
-    loaded: names of tensors that have values already, and keep them, as do buffers that were
-    computed when their module was made, not on the meta device.
+    loaded: names of tensors that have values already, and keep them. Buffers that were computed
+    when their module was made keep them too.
     """
     extras = find_extra_tensors(model)
     unset = extras.keys() - set(loaded) - _get_computed_buffers(model)
@@ -325,17 +336,19 @@ def reset_extra(model: nn.Module, seed: int, loaded: Collection[str] = ()) -> No
 
 
 def _get_computed_buffers(model: nn.Module) -> set[str]:
+    """Return the names of buffers that their module computed when it was made."""
     return set(model.computed_buffers) if isinstance(model, LanguageModel) else set()
 
 
 def _has_built_tensor(model: nn.Module, path: str) -> bool:
+    """Return True if a tensor of the model itself, not an extra one, is in a module."""
     return any(name.startswith(f"{path}.") for name in get_built_tensors(model) or ())
 
 
 def _list_owners(model: nn.Module, name: str) -> list[str]:
-    """Return the module of an extra tensor, then those around it that are extra as a whole.
+    """Return the name of an extra tensor's module, then of those around it, from the inside out.
 
-    The first one may have tensors of the model itself. Names are those of modules.
+    Those around it are extra as a whole; the module itself may have tensors of the model too.
     """
     path = name.rpartition(".")[0]
     owners = [path]
@@ -346,10 +359,10 @@ def _list_owners(model: nn.Module, name: str) -> list[str]:
 
 
 def _assign_resets(model: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
-    """Return module name -> the extra tensors that its reset, and those of modules in it, fill.
+    """Return module name -> the extra tensors that its reset and those of modules in it fill.
 
-    The module is the outermost extra one that has a reset. Raises SetupError for a tensor for which
-    there is none.
+    names: of extra tensors. For each the outermost extra module that has a reset is taken. Raises
+    SetupError for a tensor for which there is none.
     """
     names_of_module: dict[str, list[str]] = {}
     for name in sorted(names):
@@ -367,15 +380,16 @@ def _assign_resets(model: nn.Module, names: Collection[str]) -> dict[str, list[s
 
 
 def _find_reset(module: nn.Module) -> Callable[[], Any] | None:
+    """Return a module's method of `_METHODS`; None if it has neither."""
     return next(
         (getattr(module, name) for name in _METHODS if callable(getattr(module, name, None))), None
     )
 
 
 def _compute_reset_values(module: nn.Module) -> dict[str, Tensor]:
-    """Return full parameters and buffers of a module as its reset fills them, on the host, by name.
+    """Return name -> full parameter or buffer of a module, as its reset fills it, on the host.
 
-    Those that it leaves without values are not among them.
+    Those that it leaves without values are left out.
     """
     copy = _copy_on_host(module, {})
     before = {name: (tensor, tensor._version) for name, tensor in _iterate_tensors(copy)}
@@ -392,11 +406,13 @@ def _compute_reset_values(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _iterate_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of all parameters and buffers, shared ones under each name."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
 def _reset(module: nn.Module) -> None:
+    """Run the resets of a module and of all in it, inner ones first."""
     for child in module.children():
         _reset(child)
     method = _find_reset(module)
@@ -411,9 +427,10 @@ def _copy_on_host(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
     """
     if id(module) in copies:
         return copies[id(module)]
-    # FSDP gives a module a class whose bases are FSDPModule and the module's class: that is taken.
+    # FSDP gives a module a class of its own, with bases FSDPModule and the module's class. The copy
+    # is of the module's class.
     kind = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
-    # Without its constructor, whose arguments nobody knows.
+    # Made without its constructor, whose arguments are not known here.
     copy = nn.Module.__new__(kind)
     copies[id(module)] = copy
     copy.__dict__.update(module.__dict__)
@@ -437,16 +454,16 @@ def _copy_on_host(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
 
 
 def _keep_part(model: nn.Module, name: str, tensor: Tensor, value: Tensor | None) -> None:
-    """Copy this rank's part of a full value into its tensor.
+    """Copy this rank's part of a full value into the extra tensor of a name.
 
-    Raises SetupError if there is no value, or one of another shape.
+    value: None: the reset has left none. Raises SetupError then, and for one of another shape.
     """
     if value is None or value.shape != tensor.shape:
         shape = None if value is None else list(value.shape)
-        left = "nothing" if shape is None else f"the shape {shape} for {list(tensor.shape)}"
+        fault = "nothing" if shape is None else f"the shape {shape} for {list(tensor.shape)}"
         raise SetupError(
             f"{name}: no checkpoint has it, since the recipe added it, and reset_parameters of its"
-            f" module leaves {left} in it; give it every number there"
+            f" module leaves {fault} in it; give it every number there"
         )
     for local, offset in list_local_parts(model, name, tensor):
         local.copy_(value[get_slices(offset, local.shape)])
@@ -458,7 +475,7 @@ def seed_host_generators(key: str) -> Iterator[None]:
     state = random.getstate()
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        # Not the generators of accelerators, from which dropout draws.
+        # Not `torch.manual_seed`: it would seed accelerators too, from which dropout draws.
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         try:

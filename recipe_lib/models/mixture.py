@@ -1,10 +1,9 @@
-"""A mixture of experts in place of a layer's MLP (arXiv 2101.03961, 2401.04088).
+"""Define the mixture of experts, in place of a layer's MLP (arXiv 2101.03961, 2401.04088).
 
-`models.decoder.DecoderLayer` has a `Mixture` where the spec says so, and calls it as an MLP. Each
-of n tokens is computed by k of E experts; m = n k rows are sorted by expert (`recipe_lib.ops.mlp`).
-In all families an expert's gate and up projection are one matrix, and all experts' matrices one
-tensor, whatever the files have (`recipe_lib.models.weight_names`). Logits, scores and losses of the
-router are in fp32.
+`models.decoder.DecoderLayer` calls a `Mixture` as it calls an MLP. Each of n tokens is computed by
+k of E experts; a row is a token for one of its experts, and the m = n k rows are sorted by expert
+(groups, `recipe_lib.ops.mlp`). An expert's gate and up projection are one matrix, and all experts'
+matrices one tensor, whatever the files have. The router computes in fp32.
 """
 
 from dataclasses import dataclass
@@ -35,8 +34,8 @@ class Router(nn.Linear):
     """The projection of tokens `[n, d]` to logits `[n, E]`."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits in fp32; fp64 stays fp64."""
-        # Logits in bf16 would be rounded to few steps.
+        """Return logits `[n, E]` in fp32; those of fp64 weights in fp64."""
+        # In bf16 logits would be rounded to 8 significant bits.
         return wide_linear(tokens, self.weight, self.bias)
 
 
@@ -65,7 +64,11 @@ class ExpertLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts, out_features)) if bias else None  # [E, o]
 
     def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
-        """Return rows `[m, o]` of rows `[m, i]`, without the bias; see `grouped_linear`."""
+        """Return rows `[m, o]`, without the bias, each multiplied by its expert's weight.
+
+        rows: `[m, i]`, sorted by expert; with `of_tokens` the tokens `[n, i]` that they are of.
+        groups: the expert and the token of each row.
+        """
         return grouped_linear(rows, self.weight, groups, of_tokens=of_tokens)
 
 
@@ -88,8 +91,8 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, scores: Tensor, chosen: Tensor, groups: Groups) -> Tensor:
         """Return for each token the sum of its experts' results times their scores, `[n, d]`.
 
-        tokens: `[n, d]`. chosen: the indices of each token's experts, `[n, k]`. scores: theirs,
-        `[n, k]`. groups: the rows of `chosen`, from `group_tokens`.
+        tokens: `[n, d]`. chosen: the indices of each token's experts, `[n, k]`. scores: those of
+        these experts, `[n, k]`. groups: the rows of `chosen`, from `group_tokens`.
         """
         inner = self.gate_up_proj(tokens, groups, of_tokens=True)
         if self.gate_up_proj.bias is not None:
@@ -110,11 +113,12 @@ def gather_row_biases(bias: Tensor, groups: Groups) -> Tensor:
         groups.experts,
         bias.shape[0],
         differentiate=_add_biases,
-        kept=(1, 2),
+        kept=(1, 2),  # the arguments that `_add_biases` gets besides the gradient
     )
 
 
 def _add_biases(gradient: Tensor, experts: Tensor, num_experts: int) -> Tensor:
+    """Return the gradient of biases `[E, o]`, given that of their rows `[m, o]`."""
     expert_indices = torch.arange(num_experts, device=experts.device)
     # By a matmul, which sums in a fixed order, as atomic additions of an index_add would not.
     return (experts == expert_indices.unsqueeze(1)).to(gradient.dtype) @ gradient
@@ -145,7 +149,7 @@ class BalanceLoss:
     weight: float = 0.0  # the factor of one layer's loss of one micro-batch, in this step
 
     def begin(self, parts: int) -> None:
-        """Begin a step of so many micro-batches, those of all ranks together."""
+        """Set the weight for a step. parts: number of its micro-batches, those of all ranks."""
         # The loss is the mean over the layers and the micro-batches.
         self.weight = self.coefficient / (self.layers * parts)
 
@@ -153,13 +157,14 @@ class BalanceLoss:
 def _keep_scores(scores: Tensor, loss: Tensor, balance: BalanceLoss) -> Tensor:
     """Return scores as they are; in backward the balance loss gets its gradient.
 
-    So the loss need not be added to the model's: its gradient enters where the scores leave the
-    router, also in layers that are recomputed, or are on other ranks than the model's loss.
+    So the loss is not added to the model's loss. Its gradient enters where the scores leave the
+    router, also in a layer that is recomputed, or is on another rank than the model's loss.
     """
     return scores.view_as(scores)
 
 
 def _differentiate_loss(gradient: Tensor, balance: BalanceLoss) -> tuple[Tensor, Tensor]:
+    """Return the gradients of scores and balance loss, given that of the scores returned."""
     return gradient, gradient.new_full((), balance.weight)
 
 
@@ -174,13 +179,18 @@ class ExpertLoad:
         self.rows = torch.zeros(num_experts, dtype=torch.int64, device=device)
         # Sum of the balance losses of `calls` forwards.
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.calls = 0
-        # Number of choices; less the sum of `rows` it is that of dropped tokens, which must be 0.
+        self.calls = 0  # number of forwards
+        # Number of choices that routers made. It must be the sum of `rows`: the difference are
+        # choices that no expert computed.
         self.expected = 0
 
     @torch.no_grad()
     def add(self, rows: Tensor, loss: Tensor | None, choices: int) -> None:
-        """Add a forward's numbers of rows `[E]`, its balance loss `[]`, and number of choices."""
+        """Add the counts of one forward.
+
+        rows: of each expert, `[E]`. loss: its balance loss, `[]`; None: there is none. choices:
+        number of tokens times k, without padding.
+        """
         # In place, so that a forward that is computed again issues the same operators.
         self.rows.add_(rows)
         if loss is not None:
@@ -189,7 +199,7 @@ class ExpertLoad:
         self.calls += 1
 
     def clear(self) -> None:
-        """Forget what was added: a step begins."""
+        """Set all counts to 0, when a step is recorded."""
         self.rows.zero_()
         self.loss.zero_()
         self.expected = self.calls = 0
@@ -207,8 +217,8 @@ class Mixture(nn.Module):
         assert mixture is not None
         self.router = Router(spec.width, mixture.num_experts, bias=mixture.router_bias)
         self.experts = Experts(mixture, spec.width)
-        self.top_k = mixture.top_k
-        self.normalized = mixture.normalized
+        self.top_k = mixture.top_k  # experts of a token
+        self.normalized = mixture.normalized  # True: the scores of a token's experts add up to 1
 
     def forward(self, hidden: Tensor, real: RealTokens | None = None) -> Tensor:
         """Return the sum of each token's experts, `[b, s, d]`, of hidden states `[b, s, d]`.
@@ -231,11 +241,13 @@ class Mixture(nn.Module):
         real: RealTokens | None,
         own_real: RealTokens | None,
     ) -> Tensor:
-        """Add a forward to load and balance loss if gradients are enabled, and return the scores.
+        """Count a forward's choices, attach its balance loss to the scores, and return these.
 
-        In backward the scores returned give the balance loss its gradient. logits, scores: of this
-        rank's tokens. groups: rows of these tokens, and of those that tensor-parallel ranks have
-        gathered with them. real: the groups' tokens that are counted. own_real: this rank's.
+        Without gradients, or in a compiled layer, nothing is counted or attached.
+
+        logits, scores: of this rank's tokens. groups: rows of these tokens, and of those that
+        tensor-parallel ranks have gathered with them. real: the tokens of `groups` that are no
+        padding; None: all. own_real: the same of this rank's tokens.
         """
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return scores

@@ -1,9 +1,8 @@
-"""The shape of a model as plain numbers, and where it comes from: a `config.json` or a preset.
+"""Describe a model's shape as plain numbers (a spec), and read the `config.json` it comes from.
 
-`models.families.read_spec` makes a spec of a config. A `DecoderSpec` describes our own decoder: the
-code that builds, loads, adapts and shards it reads its fields. An `ExternalSpec` is the interface
-to a model of another library or a plugin: the same code calls its methods. This module imports no
-torch, and no implementation.
+`models.families.read_spec` makes a spec of a config.json. The code that builds, loads, adapts and
+shards our own decoder reads the fields of its `DecoderSpec`. For a model of another library or of a
+plugin (external) it calls the methods of an `ExternalSpec`. This module imports no torch.
 """
 
 import os
@@ -31,23 +30,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """One parameter and the tensor of a file that it is read from."""
+    """One parameter, and the tensor or tensors of files that it is read from."""
 
-    our_name: str  # of the parameter
+    our_name: str  # of the parameter in the model
     file_name: str  # of the tensor in the file, or of the first of several
     # The parameter's rows (dimension 0) of that tensor, when the file fuses several parameters into
     # one; length None: the parameter is the whole tensor.
     start: int = 0
     length: int | None = None
-    # Makes an external model's parameter of several tensors, or of one in another form; None: it
-    # is the tensor itself.
+    # Makes an external model's parameter of several tensors, or of one in another form; None: the
+    # parameter is the tensor, or rows of it.
     made: "FileConversion | None" = None
     # The same for a parameter of our own decoder.
     view: "FileView | None" = None
 
 
 class Conversion(Protocol):
-    """A function that makes tensors of others, with the names of those that it takes."""
+    """A function that makes tensors of other tensors: parameters of a file's, or the reverse."""
 
     def names(self) -> list[str]:
         """Return the names of all tensors that it takes."""
@@ -55,15 +54,15 @@ class Conversion(Protocol):
     def convert(
         self, read: "Callable[[str], Tensor]", names: Mapping[str, list[str]] | None = None
     ) -> "dict[str, Tensor]":
-        """Return what is made of the tensors, by name; of the file's names where it is written.
+        """Return name -> tensor of all that is made: parameters, or a file's tensors for writing.
 
-        read: returns a tensor by its name. names: those to take, as `FileConversion.pieces` has;
-        None: all.
+        read: returns a tensor by its name. names: the tensors to take, in the form of
+        `FileConversion.pieces`; None: all.
         """
 
 
 class FileConversion(Conversion, Protocol):
-    """A conversion of a file's tensors to parameters."""
+    """A conversion of a file's tensors to parameters, of an external model."""
 
     def shapes(
         self, shape_of: Callable[[str], tuple[int, ...]]
@@ -76,7 +75,8 @@ class FileConversion(Conversion, Protocol):
     def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
         """Yield parts of the parameters that can be made by themselves, to hold little at a time.
 
-        Each is (first row, row after the last or None: all, tensors to take).
+        Each is (its first row, the row after its last, the `names` for `convert`). None in place of
+        the second: all rows.
         """
 
 
@@ -85,9 +85,9 @@ class TensorLayout:
     """The tensors and modules of an external model, by their names in it."""
 
     shapes: dict[str, tuple[int, ...]]  # name -> shape, of every parameter and persistent buffer
-    buffers: frozenset[str]  # the names of these that are buffers
+    buffers: frozenset[str]  # the names in `shapes` that are buffers
     names: dict[str, tuple[str, ...]]  # parameter -> all its names; a tied one has several
-    prefix: str  # of the names of the model without its head, which files may leave out
+    prefix: str  # of names of the model without its head, such as `model.`; files may leave it out
     # Name -> (output, input channels), of the linears in the layers that may have an adapter.
     linears: dict[str, tuple[int, int]]
     transposed: frozenset[str]  # names of the linears whose weight is `[in, out]`
@@ -99,7 +99,7 @@ class TensorLayout:
     def tied_names(self) -> dict[str, str]:
         """Return name -> parameter for all names of tied weights, with and without prefix.
 
-        Tensors of a file under several names of one parameter must be equal.
+        A file may have a tensor under several of these names; their values must be equal then.
         """
         tied: dict[str, str] = {}
         for parameter, names in self.names.items():
@@ -111,7 +111,7 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class WrittenLayout:
-    """The tensors that a model's checkpoint files are written with, and their parameters."""
+    """The tensors of the files that a model is written to, and the parameters they are made of."""
 
     shapes: Mapping[str, tuple[int, ...]]  # name in the file -> shape
     renamed: Mapping[str, str]  # name in the file -> the parameter that is written
@@ -122,9 +122,9 @@ class WrittenLayout:
 class StageParts:
     """The parts that a model is cut into for the stages of a pipeline, by names of modules."""
 
-    first: tuple[str, ...]  # those that run before the layers, and those that text does not use
+    first: tuple[str, ...]  # what runs before the layers, and what text does not run through
     layers: tuple[str, ...]  # in the order in which they run
-    last: tuple[str, ...]  # those that run after the layers
+    last: tuple[str, ...]  # what runs after the layers
     embedding: str  # the one of `first` whose weight may be tied to the output projection's
     width: int  # channels of the hidden states `[b, s, width]` between layers
     returned: int = 0  # length of the tuple that a layer returns; 0: it returns a tensor
@@ -144,7 +144,10 @@ class ExternalSpec(ABC):
 
     @abstractmethod
     def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a config.json with older and newer names of keys that its library has renamed."""
+        """Return a config.json with the older and the newer names of keys.
+
+        Its library has renamed some, and releases of it read one name alone.
+        """
 
     @abstractmethod
     def build(self, dtype: "torch.dtype") -> "nn.Module":
@@ -152,11 +155,11 @@ class ExternalSpec(ABC):
 
     @abstractmethod
     def make_first_vectors(self, seed: int) -> "dict[str, Tensor]":
-        """Return the values that its own class gives parameters with fewer than two dimensions."""
+        """Return name -> values that its class initializes vectors and scalar parameters with."""
 
     @abstractmethod
     def list_layer_kinds(self) -> list[str]:
-        """Return a text for each layer: equal for those of the same parameters and attention."""
+        """Return a text for each layer, equal for layers of the same parameters and attention."""
 
     @abstractmethod
     def layout(self) -> TensorLayout:
@@ -168,7 +171,7 @@ class ExternalSpec(ABC):
 
     @abstractmethod
     def tied_names(self, file_names: Collection[str]) -> dict[str, str]:
-        """Return name in the file -> parameter, for the tied weights among these names."""
+        """Return name -> parameter, for those of a checkpoint's names that are tied weights."""
 
     @abstractmethod
     def build_written_layout(self) -> WrittenLayout | None:
@@ -183,7 +186,10 @@ class ExternalSpec(ABC):
 
     @abstractmethod
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: "torch.dtype") -> None:
-        """Add adapters to these linears, in place; `recipe_lib.adapters.add_adapters` calls it."""
+        """Add adapters to the linears of `list_adapted_linears`, in place.
+
+        dtype: of the adapters.
+        """
 
     @abstractmethod
     def find_stage_parts(self) -> StageParts:
@@ -194,7 +200,11 @@ class ExternalSpec(ABC):
 
     @abstractmethod
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: Any) -> dict[str, str]:
-        """Shard its matrices over ranks, see `recipe_lib.parallel.shard_tensors`."""
+        """Shard its matrices over tensor-parallel ranks, in place.
+
+        Returns parameter -> kind of its gradient on a rank: `sharded`, that of this rank's part, or
+        `partial`, a summand of the whole gradient.
+        """
 
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -226,7 +236,7 @@ class MixtureSpec:
     normalized: bool  # True: the scores of a token's experts add up to 1
     router_bias: bool  # True: the router has a bias
     expert_bias: bool  # True: the experts' linears have biases
-    activation: str  # as of `DecoderSpec`, or `clamped_swiglu` (gpt-oss)
+    activation: str  # a value of `DecoderSpec.activation`, or `clamped_swiglu` (gpt-oss)
     interleaved: bool  # True: gate and up alternate among an expert's inner channels (gpt-oss)
     alpha: float  # of clamped_swiglu: multiplies the gate inside its sigmoid
     limit: float  # of clamped_swiglu: gate and up are clamped to it
@@ -253,10 +263,10 @@ class DecoderSpec:
     num_heads: int  # of queries
     num_kv_heads: int  # of keys and values
     head_width: int
-    max_positions: int  # of the longest sequences in training; longer ones run
-    norm_eps: float
+    max_positions: int  # tokens of the longest sequence it was made for; longer ones run too
+    norm_eps: float  # added to the mean square in norms
     rope: RopeSpec
-    local_rope: RopeSpec | None  # of layers with a window (Gemma 3); None: they have `rope`
+    local_rope: RopeSpec | None  # of layers with a window (Gemma 3); None: `rope` in all layers
     windows: tuple[int | None, ...]  # for each layer: keys a token sees, its own too; None: all
     attention_scale: float  # multiplies scores before the softmax
     attention_softcap: float | None  # scores become cap * tanh(scores / cap) (Gemma 2)
@@ -296,9 +306,9 @@ def has_score_head(spec: ModelSpec) -> TypeGuard[DecoderSpec]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a `config.json`, given its folder or itself.
+    """Read a `config.json`. path: the file, or its folder.
 
-    Raises CheckpointError when it cannot be read.
+    Raises CheckpointError if there is none, or if it is no JSON object.
     """
     path = Path(path)
     file = path / "config.json" if os.path.isdir(path) else path
@@ -318,7 +328,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _explain_missing_config(file: Path) -> str:
-    """Return the message for a missing config.json, with the usual mistake if it is one."""
+    """Return the error line for a missing config.json.
+
+    It names the usual mistakes: the folder of an adapter, or weights in another format.
+    """
     folder = file.parent
     if (folder / "adapter_config.json").is_file():
         return (
@@ -357,10 +370,11 @@ def read_preset_config(name: str) -> dict[str, Any]:
     )
 
 
-# Folders whose weights are not those of a Hugging Face model, and what a user can do about it.
+# Folders with weights in other formats than Hugging Face's, and what a user can do about it.
 
 
-# (patterns of file names, remedy for a folder that has such files alone), the most telling first.
+# (patterns of file names, remedy for a folder with such files). The first that matches is shown, so
+# that narrow patterns stand before wide ones.
 _FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("*.gguf",),
@@ -402,7 +416,7 @@ _FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
         ),
     ),
 )
-# Next to a model such files are optimizer.pt, training_args.bin and the like, no weights.
+# Patterns that next to a model match optimizer.pt, training_args.bin and the like, no weights.
 _STATES = ("*.bin", "*.pt", "*.pth")
 
 

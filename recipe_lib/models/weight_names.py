@@ -1,8 +1,8 @@
-"""The tensors of checkpoint files that a model's parameters are read from and written to.
+"""Map a model's parameters to the tensors of checkpoint files, for reading and for writing.
 
-Loading calls `build_weight_map`, which has for each parameter the tensor of a file, or a `FileView`
-that makes the parameter of several tensors or of quantized ones. Saving calls
-`build_written_layout`.
+Loading calls `build_weight_map`. It has for each parameter the tensor of a file, or a view: an
+object that makes the parameter of several tensors or of quantized ones. Saving calls
+`build_written_layout`. A spec is the model's shape as plain numbers.
 """
 
 import re
@@ -25,68 +25,74 @@ from recipe_lib.models.spec import (
     has_score_head,
 )
 
-# Tensors of a checkpoint's files as a model has them, without their being made whole.
+# Views of a checkpoint's tensors in the form that the model has.
 #
-# A view says which tensors of the files it takes, and opened gives slices of what they make, as
-# safetensors' own slices do: an expert's matrices that lie apart as one tensor of all experts,
-# transposed ones, MXFP4 blocks, FP8 with scales of blocks. So each rank reads the part that it
-# keeps.
+# A view says which tensors of the files it takes. An `OpenView` of it is sliced as a tensor of a
+# safetensors file is, so that each rank reads and decodes only the part that it keeps. There are
+# views of one matrix, of all experts' matrices as one tensor, of transposed tensors, of MXFP4
+# blocks, and of FP8 with a scale for each block.
 
 
+# safetensors' names of the dtypes that a tensor which is not quantized may have.
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _SCALES = (*_FLOATS, "F8_E8M0", "U8")  # safetensors' dtypes of the scales of FP8
 MXFP4_BLOCK = 32  # numbers that share an exponent (OCP Microscaling Formats 1.0)
-_MX_BIAS = 127  # added to the exponents that scales are stored as
+_MX_BIAS = 127  # scales are stored as exponents of 2 with this added
 # The numbers of codes 0 to 7; codes 8 to 15 are their negatives.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
+# (first index, the one after the last) of a part, for each dimension of a tensor.
 Bounds = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class FileForm:
-    """The shape and the types that a tensor of a file may have."""
+    """The shape that a tensor of a file must have, and the dtypes that it may have."""
 
     shape: tuple[int, ...]
-    dtypes: tuple[str, ...] = _FLOATS  # safetensors' names of the types that it may have
+    dtypes: tuple[str, ...] = _FLOATS  # safetensors' names of them
 
 
 class FileView(Protocol):
-    """A tensor that is made of tensors of files."""
+    """A tensor that is made of one or several tensors of files."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of what is made."""
 
     def tensors(self) -> dict[str, FileForm]:
-        """Return the tensors that it takes, by name."""
+        """Return name in the files -> form, of the tensors that it takes."""
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        """Return the part within bounds, (first, after the last) of each dimension.
+        """Return the part of the tensor within bounds.
 
-        slice_of: returns safetensors' slice of a name. dtype: of what is made of codes; other
-        numbers keep their type.
+        slice_of: returns safetensors' slice of the tensor of a name, which reads on indexing.
+        dtype: that of decoded numbers; those that are not quantized keep the file's.
         """
 
 
 @dataclass(frozen=True)
 class OpenView:
-    """A view with its files open, read by slices as a tensor of a file is."""
+    """A view with its files open, sliced as safetensors' slice of a tensor is."""
 
     view: FileView
-    slice_of: Callable[[str], Any]
+    slice_of: Callable[[str], Any]  # as of `FileView.read`, dtype too
     dtype: torch.dtype
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        given: Sequence[slice] = index if isinstance(index, tuple) else (index,)
-        slices = [*given, *[slice(None)] * (len(self.view.shape) - len(given))]
+        leading: Sequence[slice] = index if isinstance(index, tuple) else (index,)
+        slices = [*leading, *[slice(None)] * (len(self.view.shape) - len(leading))]
         bounds = [
             part.indices(size)[:2] for part, size in zip(slices, self.view.shape, strict=True)
         ]
         return self.view.read(self.slice_of, bounds, self.dtype)
 
     def rows(self, start: int, stop: int, columns: slice) -> Tensor:
-        """Return rows of matrices `[e, o, i]` as if they were one below the other, `[e o, i]`."""
+        """Return rows start to stop of a matrix `[o, i]`, of some of its columns.
+
+        Of experts' matrices `[e, o, i]` the rows are those of the matrices one below the other,
+        `[e o, i]`.
+        """
         if len(self.view.shape) == 2:
             return self[start:stop, columns]
         height = self.view.shape[1]
@@ -99,6 +105,7 @@ class OpenView:
 
 
 def _slices(bounds: Bounds) -> tuple[slice, ...]:
+    """Return bounds as the index of a tensor."""
     return tuple(slice(first, last) for first, last in bounds)
 
 
@@ -146,7 +153,7 @@ class _CombinedView:
 
 
 class ConcatenatedRows(_CombinedView):
-    """Views that differ in their first dimension alone, one below the other."""
+    """Views whose shapes differ in the first dimension alone, one below the other."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -166,7 +173,7 @@ class ConcatenatedRows(_CombinedView):
 
 
 class StackedView(_CombinedView):
-    """Views of one shape, those of the experts, in a new first dimension."""
+    """Views of the same shape, one for each expert, along a new first dimension."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -183,9 +190,9 @@ class StackedView(_CombinedView):
 class RowSlice:
     """Some rows of a tensor that holds several parameters one below the other."""
 
-    part: FileView
-    start: int
-    length: int
+    part: FileView  # the tensor
+    start: int  # its first row that is this parameter's
+    length: int  # number of rows
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -205,14 +212,14 @@ class RowSlice:
 class Fp8Blocks:
     """A matrix `[o, i]`, or those of all experts `[E, o, i]`, in 8-bit floating point.
 
-    Each block has a scale; the last of a row or column of blocks may be smaller. Scales are of any
-    type of floating point, or the exponents of 2 alone: as float8, or uint8 with 127 added.
+    Each block has a scale; blocks at the right and lower edge may be smaller. Scales are floating
+    point numbers of any dtype, or powers of 2: float8_e8m0, or uint8 exponents with 127 added.
     """
 
     name: str  # of the tensor in the file
-    scales: str  # the name of their tensor
+    scales: str  # name of the tensor of the blocks' scales
     shape: tuple[int, ...]
-    block: tuple[int, int]  # rows and columns
+    block: tuple[int, int]  # rows and columns of a block
 
     def _get_block_sizes(self) -> tuple[int, ...]:
         """Return the size of a block in each dimension, none larger than the tensor itself."""
@@ -250,14 +257,14 @@ class Fp8Blocks:
 
 @dataclass(frozen=True)
 class Mxfp4Blocks:
-    """Matrices `[E, o, i]` in 4-bit floating point, 32 numbers of a row sharing an exponent.
+    """Matrices `[E, o, i]` in 4-bit floating point; 32 numbers of a row share an exponent.
 
-    In the file blocks are uint8 `[E, o, i / 32, 16]`, the first of two numbers in the low bits, and
-    scales uint8 `[E, o, i / 32]`, the exponents of 2 with 127 added.
+    In the file blocks are uint8 `[E, o, i / 32, 16]`, two numbers a byte, the first in the low
+    bits. Scales are uint8 `[E, o, i / 32]`, exponents of 2 with 127 added.
     """
 
-    blocks: str  # the name of their tensor in the file
-    scales: str  # likewise
+    blocks: str  # name of the tensor of the numbers' codes
+    scales: str  # name of the tensor of the exponents
     shape: tuple[int, int, int]
 
     def tensors(self) -> dict[str, FileForm]:
@@ -283,31 +290,32 @@ class Mxfp4Blocks:
         return values[..., first - begin * MXFP4_BLOCK : last - begin * MXFP4_BLOCK]
 
 
-# Multimodal Gemma 3 files put the decoder under one of these, instead of `model.`; the second kind
-# has no other head.
+# Prefix of the decoder's tensors in multimodal Gemma 3 files, in place of `model.` -> prefix of the
+# head's in the same files.
 _GEMMA3_PREFIXES = {
     "language_model.model.": "language_model.lm_head.",
     "model.language_model.": "lm_head.",
 }
-# Buffers of older files, and how many dimensions they have: a bias of a module `attn` has one, a
-# mask has four.
+# Pattern of names of buffers in older files -> numbers of dimensions that such a buffer has. They
+# tell a mask `attn.bias`, which has four, from the bias of a module `attn`, which has one.
 _BUFFERS = {
     r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$": range(5),
     r"(^|\.)(attn|attention)\.bias$": (4,),
     r"(^|\.)masked_bias$": (0, 1),
 }
-# Of multimodal Gemma 3.
+# Names of the tensors of multimodal Gemma 3 that are not the text model's.
 _OTHER_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 _EMBEDDING = "model.embed_tokens.weight"
+# Names of an output projection in files.
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 def build_weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[WeightEntry]:
     """Return one entry per parameter, in the model's order.
 
-    Parts of a fused tensor follow one another in row order. file_names: names that a checkpoint
-    has, when reading one (some families have more than one layout); empty: the layout that is
-    written. A tied output projection has no entry.
+    Parts of a fused tensor follow one another in row order. A tied output projection has no entry.
+    file_names: the names of a checkpoint's tensors, by which the layout is chosen if the family has
+    several. Empty: the layout that is written.
     """
     if isinstance(spec, ExternalSpec):
         return spec.build_weight_map(file_names)
@@ -321,6 +329,7 @@ def build_weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[
     if _EMBEDDING not in file_names and _EMBEDDING.removeprefix("model.") in file_names:
         prefix = ""  # the decoder was saved without its head
     for name, shape in compute_parameter_shapes(spec).items():
+        # rows: those of the tensor in the file. length: the parameter's among them; None: all.
         fused_rows = _find_fused_rows(name, spec) if spec.fused_file else None
         file_name, start, length, rows = fused_rows or (name, 0, None, shape[0])
         if file_name.startswith("model."):
@@ -344,9 +353,9 @@ def build_weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[
 
 
 def build_written_layout(spec: ModelSpec) -> WrittenLayout | None:
-    """Return the files that are written, where their tensors are not just renamed parameters.
+    """Return the tensors of written files, of a model with some that are not renamed parameters.
 
-    None: `build_weight_map` says it all.
+    None for any other model: the entries of `build_weight_map` say it all.
     """
     if isinstance(spec, ExternalSpec):
         return spec.build_written_layout()
@@ -355,7 +364,7 @@ def build_written_layout(spec: ModelSpec) -> WrittenLayout | None:
     names = {entry.our_name: entry.file_name for entry in build_weight_map(spec)}
     files: dict[str, tuple[int, ...]] = {}
     renamed: dict[str, str] = {}
-    made: dict[str, WrittenExperts] = {}
+    conversions: dict[str, WrittenExperts] = {}
     for name, shape in compute_parameter_shapes(spec).items():
         experts = find_written_experts(spec, name, shape)
         if experts is None:
@@ -364,16 +373,16 @@ def build_written_layout(spec: ModelSpec) -> WrittenLayout | None:
         else:
             parts = experts.convert({name: torch.empty(shape, device="meta")}.__getitem__)
             files |= {file_name: tuple(part.shape) for file_name, part in parts.items()}
-            made |= dict.fromkeys(experts.tensors, experts)
-    return WrittenLayout(files, renamed, made)
+            conversions |= dict.fromkeys(experts.tensors, experts)
+    return WrittenLayout(files, renamed, conversions)
 
 
 def why_left_out(spec: ModelSpec, file_name: str, dims: int) -> str | None:
-    """Return why a checkpoint may hold this tensor without the model having it; None: it may not.
+    """Return why a tensor of a checkpoint need not be a parameter of the model.
 
-    Buffers that are computed, the head under a score head, vision parts, and what transformers'
-    class says that it does not read. Another name of a tied weight is not among them: see
-    `find_tied_copies`. dims: the tensor's dimensions.
+    Such are buffers that are computed, the output projection where the model has a score head,
+    vision parts, and what transformers' class declares as unread. None: the tensor is unexpected,
+    or another name of a tied weight (see `find_tied_copies`). dims: number of its dimensions.
     """
     if any(re.search(pattern, file_name) and dims in sizes for pattern, sizes in _BUFFERS.items()):
         return "computed, not read"
@@ -390,10 +399,10 @@ def why_left_out(spec: ModelSpec, file_name: str, dims: int) -> str | None:
 def find_tied_copies(
     spec: ModelSpec, entries: Collection[WeightEntry], file_names: Collection[str]
 ) -> dict[str, WeightEntry]:
-    """Return tensors of a checkpoint that are a tied weight under a name that is not read.
+    """Return the tensors of a checkpoint that are a tied weight under a name that is not read.
 
-    entries: of `build_weight_map` for the same names. Returns name -> the entry that it has to have
-    the numbers of.
+    entries: of `build_weight_map` for the same file_names. Returns name in the file -> the entry of
+    the parameter, whose values the tensor must have.
     """
     by_parameter = {entry.our_name: entry for entry in entries if entry.made is None}
     read_names = {entry.file_name for entry in by_parameter.values()}
@@ -409,10 +418,10 @@ def find_tied_copies(
 
 
 def compute_parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter, in the model's order.
+    """Return name -> shape of every parameter, in the model's order.
 
-    A tied output projection is the embedding. Of an external model also those of the buffers that
-    belong into a checkpoint.
+    A tied output projection is left out: it is the embedding. Of an external model the persistent
+    buffers are there as well.
     """
     if isinstance(spec, ExternalSpec):
         return dict(spec.layout().shapes)
@@ -423,17 +432,19 @@ def compute_parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def get_buffer_names(spec: ModelSpec) -> frozenset[str]:
-    """Return those of `compute_parameter_shapes` that are buffers; our own models have none."""
+    """Return the names in `compute_parameter_shapes` that are buffers; our decoder has none."""
     return spec.layout().buffers if isinstance(spec, ExternalSpec) else frozenset()
 
 
 def _find_fused_rows(name: str, spec: DecoderSpec) -> tuple[str, int, int, int] | None:
-    """Return the name of Phi 3's fused tensor, first row, rows, and rows of the fused tensor.
+    """Return where a parameter lies in Phi 3's files; None: it is a tensor of its own.
 
-    Queries, keys and values are in `qkv_proj`, gate and up in `gate_up_proj`.
+    Queries, keys and values are in `qkv_proj`, gate and up in `gate_up_proj`. Returns (name of the
+    fused tensor, the parameter's first row in it, its number of rows, rows of the fused tensor).
     """
     query = spec.num_heads * spec.head_width
     key = spec.num_kv_heads * spec.head_width
+    # Linear -> (fused linear, first row, number of rows).
     parts = {
         "self_attn.q_proj": ("self_attn.qkv_proj", 0, query),
         "self_attn.k_proj": ("self_attn.qkv_proj", query, key),
@@ -448,20 +459,21 @@ def _find_fused_rows(name: str, spec: DecoderSpec) -> tuple[str, int, int, int] 
     return None
 
 
-# Where the tensors of a mixture of experts lie in files, which have them in more than one way.
+# The tensors of a mixture of experts, which files have in one of two ways.
 #
-# `apart`: a tensor for each matrix of each expert, as the families' own files on the hub. `fused`:
-# all experts' in one tensor, gate and up together, as transformers holds them. gpt-oss has fused
-# ones, transposed, or as MXFP4 blocks.
+# `apart`: a tensor for each matrix of each expert, as in the families' own files on the hub.
+# `fused`: the matrices of all experts as one tensor, gate and up together, as transformers and this
+# decoder have them. gpt-oss files have fused ones, transposed, or as MXFP4 blocks.
 
 
-# Of files that have experts apart: the block's name in a layer, and its gate, up and down
-# projection.
+# Family of files with experts apart -> (the mixture's name in a layer, then the names of an
+# expert's gate, up and down projection).
 _APART = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "olmoe": ("mlp", "gate_proj", "up_proj", "down_proj"),
 }
+# Names in a layer of our two modules that have all experts' matrices.
 GATE_UP = "mlp.experts.gate_up_proj"
 DOWN = "mlp.experts.down_proj"
 
@@ -469,7 +481,8 @@ DOWN = "mlp.experts.down_proj"
 def make_fp8_view(
     spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]
 ) -> FileView:
-    """Return a tensor of the file: as it is, or in FP8 if the file has scales for it."""
+    """Return the view of a tensor of a file: decoded from FP8 if the file has scales for it."""
+    # By the scales: files keep some linears unquantized, and vectors always.
     scales = f"{name}_scale_inv"
     if spec.codes.fp8_block is not None and scales in file_names and len(shape) > 1:
         return Fp8Blocks(name, scales=scales, shape=shape, block=spec.codes.fp8_block)
@@ -479,10 +492,10 @@ def make_fp8_view(
 def make_mixture_view(
     spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]
 ) -> FileView | None:
-    """Return how a parameter of a mixture is read; None for any other.
+    """Return the view that a parameter of a mixture is read by; None for any other parameter.
 
-    It has another name in files, or is made of several tensors. shape: of the parameter.
-    file_names: of the files that are read; empty: as files are written.
+    shape: of the parameter. file_names: the names of a checkpoint's tensors; empty: the layout that
+    is written.
     """
     if ".mlp.router." in name:
         block = _APART[spec.family][0] if spec.family in _APART else "mlp"
@@ -511,9 +524,12 @@ def get_router_name(spec: DecoderSpec) -> str:
 def _make_experts_view(
     spec: DecoderSpec, *, name: str, part: str, shape: tuple[int, ...], file_names: Set[str]
 ) -> FileView:
-    """Return how all experts' matrices, or biases, of a layer are read, see `make_mixture_view`."""
-    fused, kind = name.rsplit(".", 1)
-    if kind == "bias":
+    """Return the view of all experts' matrices, or biases, of a layer.
+
+    name: of our parameter. part: GATE_UP or DOWN. shape, file_names: see `make_mixture_view`.
+    """
+    fused, suffix = name.rsplit(".", 1)  # name of the fused tensor in files, `weight` or `bias`
+    if suffix == "bias":
         return PlainTensor(f"{fused}_bias", shape)
     if spec.family not in _APART:
         if spec.codes.mxfp4 and not file_names.isdisjoint((f"{fused}_blocks", f"{fused}_scales")):
@@ -538,9 +554,9 @@ def _make_experts_view(
 
 
 def list_expert_names(spec: DecoderSpec, name: str, part: str, expert: int) -> list[str]:
-    """Return the tensors that make this expert's part of our parameter, in the order of rows.
+    """Return the names of an expert's tensors, of files with experts apart, in the order of rows.
 
-    They are those of files with experts apart.
+    name: of our parameter. part: GATE_UP (two tensors) or DOWN (one).
     """
     block, gate, up, down = _APART[spec.family]
     layer = name[: name.index(f".{part}.")]
@@ -552,11 +568,12 @@ def list_expert_names(spec: DecoderSpec, name: str, part: str, expert: int) -> l
 class WrittenExperts:
     """The tensors of files that are made of one parameter, the experts' matrices of a layer.
 
-    See `Conversion`.
+    A `Conversion`, which is the interface that saving calls.
     """
 
-    parameter: str
-    # name in the file -> (expert, rows from, to); expert None: those of all, transposed
+    parameter: str  # its name
+    # Name in the file -> (expert, its first row, the row after its last). Expert None: the matrices
+    # of all experts, transposed; the rows are not read then.
     tensors: dict[str, tuple[int | None, int, int]]
 
     def names(self) -> list[str]:
@@ -576,7 +593,10 @@ class WrittenExperts:
 def find_written_experts(
     spec: DecoderSpec, name: str, shape: tuple[int, ...]
 ) -> WrittenExperts | None:
-    """Return what the files that are written have of experts' matrices; None for others."""
+    """Return the tensors that are written of a parameter with experts' matrices.
+
+    None for any other parameter, experts' biases too: they are written as they are.
+    """
     part = next((part for part in (GATE_UP, DOWN) if f".{part}." in name), None)
     if part is None or len(shape) != 3:
         return None

@@ -1,4 +1,8 @@
-"""The ranks of a run and how a model is divided among them."""
+"""Find the ranks of a run, and divide a model among them.
+
+The names that recipes and other packages import from here: `start_world` gives the ranks,
+`parallelize` divides a model, `materialize` allocates it.
+"""
 
 from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.fsdp import Unit, materialize, resolve_wrapping, shard_model

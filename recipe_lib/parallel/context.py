@@ -2,12 +2,8 @@
 
 `parallelize` calls `shard_sequences` on the meta model. Each of c ranks is given whole
 micro-batches `[b, s]`, and computes its consecutive tokens of each row, `[b, s / c, d]`. In
-attention the ranks exchange tokens for heads (`recipe_lib.ops.sequence_shards`): each has all
-tokens of some heads, so documents, masks and windows are prepared for whole rows.
-
-The loss is that of all tokens, the same on all ranks of the group. A rank's gradients are those of
-its tokens; FSDP, or with ddp the sum once a step, adds them up, since ranks that share a sequence
-are neighbors in the mesh's data dimensions.
+attention the ranks exchange tokens for heads: each has all tokens of some heads. Below, real tokens
+are those that are no padding, and labels -100 at tokens without loss.
 """
 
 from collections.abc import Callable
@@ -35,14 +31,19 @@ from recipe_lib.ops.sequence_shards import (
 )
 from recipe_lib.parallel.world import World
 
+# The loss is that of all tokens, the same on all ranks of the group. A rank's gradients are those
+# of its tokens; FSDP, or with ddp the sum once a step, adds them up, since ranks that share a
+# sequence are neighbors in the mesh's data dimensions.
+
 
 def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> None:
     """Change a meta model, in place, to compute this rank's tokens of each sequence.
 
-    Called after `shard_tensors`, since both divide heads and tokens. The model then takes
-    micro-batches whose length is a multiple of `parallel.context * parallel.tensor`. Without
-    context parallelism the model is left as it is. Raise ConfigError: see `check_context`,
-    `refuse_for_context`.
+    Called after `shard_tensors`, as tensor parallelism divides heads and tokens too: the ranks here
+    divide a rank's part of them. The model then takes micro-batches whose length is a multiple of
+    `parallel.context * parallel.tensor`. Without context parallelism the model is left as it is.
+    Raise ConfigError for heads that the ranks cannot share evenly, for an external model, and for
+    one that a recipe has changed (`check_context`, `refuse_for_context`).
     """
     group = world.context
     if group is None:
@@ -51,9 +52,10 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
     check_context(model.spec, parallel)
     for module in model.modules():
         if isinstance(module, Attention):
+            # Called before and after attention; both do nothing by default.
             module.to_heads = partial(exchange_for_heads, group=group)
             module.to_tokens = partial(exchange_for_tokens, group=group)
-    trunk: Any = model.model
+    trunk: Any = model.model  # the decoder without its output head
     trunk.rotary = [partial(_rotate_local_tokens, rotary, group) for rotary in trunk.rotary]
     trunk.prepare = partial(_prepare_local_attention, trunk.prepare, group)
     if trunk.embed_tokens is not None:  # else another stage of a pipeline has it
@@ -62,7 +64,7 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
     head: Any = model.head
     if head is not None:  # else another stage has it
         head.forward = partial(_run_local_head, head.forward, group)
-    # `Any`, as the type of a method does not allow to assign to it.
+    # `Any`, since a type checker refuses to assign to a method.
     assignable_model: Any = model
     if world.pipeline is None:
         assignable_model.forward = partial(_gather_logits, model.forward, group, 0)
@@ -73,8 +75,8 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
 def refuse_for_context(model: LanguageModel) -> None:
     """Raise ConfigError for an external model, and for one that a recipe has changed.
 
-    Changes are parameters of a recipe's own and another forward of attention: code that reads other
-    tokens of a sequence would miss those of other ranks.
+    Changes are parameters of a recipe's own, and a class of attention with another forward: code
+    that reads other tokens of a sequence would miss those of other ranks.
     """
     if not isinstance(model, Decoder):
         raise ConfigError(
@@ -96,15 +98,15 @@ def refuse_for_context(model: LanguageModel) -> None:
 
 
 def check_context(spec: DecoderSpec, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if the ranks cannot share a model's heads evenly, with the sizes that fit.
+    """Raise ConfigError if `parallel.context` ranks cannot share a model's heads evenly.
 
-    The heads are those of a rank's tensor-parallel part. If there are fewer kv heads than ranks,
-    several ranks get the same one.
+    The error names the sizes that fit. The heads are those of a rank's tensor-parallel part. If
+    there are fewer kv heads than ranks, several ranks get the same one.
     """
     size = parallel.context
     tensor = parallel.tensor
     heads = spec.num_heads // tensor
-    kv_heads = max(1, spec.num_kv_heads // tensor)
+    kv_heads = max(1, spec.num_kv_heads // tensor)  # with fewer kv heads than ranks each has one
     fitting_sizes = [
         ranks
         for ranks in range(1, heads + 1)
@@ -120,9 +122,10 @@ def check_context(spec: DecoderSpec, parallel: ParallelConfig) -> None:
 
 
 def _rotate_local_tokens(rotary: Rotary, group: Group, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of this rank's tokens; positions: of all tokens, `[b, s]`.
+    """Return cosine and sine of this rank's tokens.
 
-    The frequencies are computed from all positions, as they may depend on the longest one.
+    positions: of all tokens, `[b, s]`. The frequencies are computed from all of them, as they may
+    depend on the largest one.
     """
     return compute_rotation(
         shard_tokens(positions, group), rotary.frequencies(positions), rotary.factor
@@ -134,7 +137,7 @@ def _prepare_local_attention(
 ) -> AttentionInfo:
     """Prepare attention for whole rows, but note only this rank's tokens as real ones.
 
-    `real` says which tokens are no padding, for means over tokens.
+    Means over real tokens are computed of this rank's. shape: as `prepare` takes it.
     """
     prepared = prepare(info, **shape)
     if prepared.real is None:
@@ -159,8 +162,8 @@ def _run_local_head(
 ) -> Tensor:
     """Run the output head on this rank's hidden states, and return the loss of all ranks' tokens.
 
-    labels: of all tokens, `[b, s]`. A head_loss that returns a value for each token gives `[b, s]`.
-    Without labels return this rank's logits, which `_gather_logits` gathers.
+    labels: of all tokens, `[b, s]`. The loss is `[]`, or `[b, s]` if head_loss returns a value for
+    each token. Without labels return this rank's logits, which `_gather_logits` gathers.
     """
     if labels is None:
         return forward(hidden)
@@ -173,8 +176,8 @@ def _gather_logits(
 ) -> Tensor:
     """Run the model or its head, and gather logits to those of all tokens on every rank.
 
-    Logits of all tokens are for short texts only. tokens_index: the index in `args` of the tokens
-    `[b, s]`.
+    With labels the output is a loss, and returned as it is. tokens_index: the index in `args` of
+    the tokens `[b, s]`.
     """
     output = run(*args, **kwargs)
     if kwargs.get("labels") is not None:

@@ -1,12 +1,9 @@
 """Sum the gradients of a model that every data rank has whole (`parallel.strategy: ddp`).
 
 `parallelize` calls `find_replicas`, and `all_reduce_gradients` calls `sum_replica_gradients` once a
-step. Nothing is gathered, in forward, backward or evaluation. One all-reduce of the trained
-gradients a step is all that is sent, however many micro-batches it has: with adapters a few MiB,
-where FSDP gathers the frozen weights twice in each micro-batch.
-
-The sum begins after the last backward, and a rank waits for all of it. Small gradients are packed
-into buckets, two of which are alive at a time; large ones are summed in place.
+step. That all-reduce is all that is sent, with any number of micro-batches: with adapters a few
+MiB, where FSDP gathers the frozen weights twice in each micro-batch. It begins after the last
+backward. Data ranks are those that have batches of their own.
 """
 
 from collections import deque
@@ -21,25 +18,26 @@ from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.parallel.world import World
 
-# By the values of `parallel.reduce_dtype`.
+# The dtypes by their names in the config, as in `parallel.reduce_dtype`.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-BUCKET_ELEMENTS = 2**24  # 32 MiB in bf16, 64 MiB in fp32
-_NUM_BUCKETS = 2  # at a time: one is filled while the other is summed
+# Of small gradients that are packed to be summed together; 32 MiB in bf16, 64 MiB in fp32.
+BUCKET_ELEMENTS = 2**24
+_NUM_BUCKETS = 2  # alive at a time: one is filled while the other is summed
 
 
 @dataclass(frozen=True)
 class Replicas:
     """The settings for summing the gradients of a model that every data rank has whole."""
 
-    ranks: int  # the number of ranks that have the same parameters
+    ranks: int  # number of ranks that have the same parameters
     dtype: torch.dtype | None  # of the sums, `parallel.reduce_dtype`; None: that of each gradient
 
 
 def find_replicas(parallel: ParallelConfig, memory: MemoryConfig, world: World) -> Replicas | None:
-    """Return how replicas of a model are summed, if `parallel.strategy` is ddp.
+    """Return how gradients of replicas are summed, if `parallel.strategy` is ddp.
 
-    None for a model that is sharded, also by a strategy `auto` that was not resolved, and for one
-    data rank without `memory.cpu_offload`.
+    Return None for a model that FSDP shards, also if the strategy is still `auto`, and for one data
+    rank without `memory.cpu_offload`.
     """
     # The condition is that of `shard_model`, which leaves these models whole.
     if parallel.strategy != "ddp" or (world.copies == 1 and not memory.cpu_offload):
@@ -57,10 +55,11 @@ def sum_replica_gradients(model: nn.Module, replicas: Replicas, world: World) ->
     two buckets of BUCKET_ELEMENTS at most.
     """
     group = world.mesh.get_group("data_replicate")
-    finish_sums: deque[Callable[[], None]] = deque()  # of the sums that were started, oldest first
+    # Functions that finish the sums that were started, the oldest first.
+    finish_sums: deque[Callable[[], None]] = deque()
     for pieces, dtype in _fill_buckets(model.parameters(), replicas.dtype):
         while len(finish_sums) == _NUM_BUCKETS:
-            finish_sums.popleft()()  # so that its bucket is free before the next one is allocated
+            finish_sums.popleft()()  # frees its bucket before the next one is allocated
         finish_sums.append(_start_sum(pieces, dtype, group))
     while finish_sums:
         finish_sums.popleft()()
@@ -71,8 +70,9 @@ def _start_sum(
 ) -> Callable[[], None]:
     """Start to sum flat pieces of gradients over the group, in `dtype`.
 
-    Several pieces, or one of another dtype, are packed into a bucket. Return a function that lets
-    the device's stream wait for the sum, and copies it back to the pieces.
+    Several pieces, or one of another dtype, are packed into a bucket; else the piece is summed in
+    place. Return a function that lets the device's stream wait for the sum, and copies it back to
+    the pieces.
     """
     packed = None
     sizes = [piece.numel() for piece in pieces]
@@ -99,6 +99,7 @@ def _fill_buckets(
     order of the parameters. A large gradient is cut into several pieces. dtype: None for that of
     the gradients.
     """
+    # By dtype and device, the pieces of the bucket that is being filled.
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         if not parameter.requires_grad or parameter.grad is None:
@@ -107,7 +108,7 @@ def _fill_buckets(
         bucket_key = (gradient.dtype, gradient.device)
         sum_dtype = dtype or gradient.dtype
         for piece in gradient.view(-1).split(BUCKET_ELEMENTS):
-            if piece.numel() == BUCKET_ELEMENTS:
+            if piece.numel() == BUCKET_ELEMENTS:  # a bucket of its own
                 yield [piece], sum_dtype
                 continue
             bucket = filling.setdefault(bucket_key, [])

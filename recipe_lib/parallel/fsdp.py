@@ -1,12 +1,9 @@
 """Shard a model over the data ranks with FSDP2, and allocate its parameters.
 
-`parallelize` calls the first, and whoever loads or initializes weights the second:
-
-    units = shard_model(model, cfg.parallel, cfg.memory, world)
-    materialize(model, cfg.memory, world.device)
-
-A unit is the module, or modules, whose parameters FSDP gathers together; `resolve_wrapping` chooses
-them by `parallel.fsdp_wrap_policy`.
+`parallelize` calls `shard_model`; code that loads or initializes weights calls `materialize`. A
+unit is a module, or modules that share a parameter, whose parameters FSDP gathers and frees
+together. The root is the unit of the model itself, with all other parameters. Data ranks are those
+that have batches of their own.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -52,23 +49,23 @@ from recipe_lib.parallel.world import World
 # backward; as units of their own (`memory_efficient`) each is there only while it runs.
 
 
-POLICIES = ("auto", "layers", "memory_efficient")  # see `resolve_wrapping`
+POLICIES = ("auto", "layers", "memory_efficient")  # of `resolve_wrapping`
 
 
 @dataclass(frozen=True)
 class Unit:
     """Modules that are gathered and freed as one."""
 
-    # Dotted module names; several only when they share a parameter.
+    # Dotted names; several only when the modules share a parameter.
     names: tuple[str, ...]
-    # Bytes of their unsharded parameters, without those of units inside them.
+    # Of the gathered parameters, without those of units inside this one.
     bytes: int
 
 
 def resolve_wrapping(
     model: nn.Module, wrapping: str | Iterable[str], *, whole_layers: bool = False
 ) -> list[Unit]:
-    """Return the FSDP units of a model, in module order; other parameters are in the root's unit.
+    """Return the FSDP units of a model, in module order, without the root.
 
     wrapping: one of these policies, or a list of patterns:
 
@@ -79,11 +76,11 @@ def resolve_wrapping(
     - `auto`: `memory_efficient` if one of those matrices is larger than the largest layer, or
       experts are most of a layer; else `layers`.
     - patterns over module names, matched part by part (`model.layers.*` is every layer, without the
-      modules inside it); a unit may be inside another.
+      modules inside it). A unit may be inside another.
 
-    whole_layers: True to leave experts in their layer's unit, whatever the policy. Raise
-    ConfigError for an unknown policy, a model without a list of layers, or a pattern that matches
-    no module that can be a unit.
+    whole_layers: True to leave experts in their layer's unit under any policy. Raise ConfigError
+    for an unknown policy, for a policy and a model without a list of layers, for an empty list of
+    patterns, and for a pattern that matches no module that can be a unit.
     """
     if isinstance(wrapping, str):
         if wrapping not in POLICIES:
@@ -99,8 +96,7 @@ def resolve_wrapping(
 def count_parameter_bytes(module: nn.Module) -> int:
     """Return the bytes of a module's parameters as FSDP gathers them, shared ones counted once.
 
-    Of a parameter that a tensor-parallel group divides, one rank's part counts: FSDP gathers no
-    more. The parameters may be on the meta device.
+    The parameters may be on the meta device.
     """
     return sum(
         count_whole_elements(parameter) * parameter.element_size()
@@ -109,19 +105,20 @@ def count_parameter_bytes(module: nn.Module) -> int:
 
 
 def count_whole_elements(parameter: Tensor) -> int:
-    """Return the elements of a parameter as FSDP gathers it, also if it is sharded already.
+    """Return the number of elements of a parameter as FSDP gathers it, also if it is sharded.
 
-    Of a parameter that a tensor-parallel group divides, that is one rank's part.
+    Of a parameter that a tensor-parallel group divides, FSDP gathers one rank's part.
     """
     if isinstance(parameter, DTensor):
         dims = parameter.device_mesh.mesh_dim_names or ()
         if "tensor" in dims and parameter.placements[dims.index("tensor")].is_shard():
+            # Rounded up: the first ranks have the larger parts.
             return -(-parameter.numel() // parameter.device_mesh.size(dims.index("tensor")))
     return parameter.numel()
 
 
 def _choose_units(model: nn.Module, policy: str, whole_layers: bool) -> list[Unit]:
-    """Return the units of a policy; the arguments are those of `resolve_wrapping`."""
+    """Return the units of a policy, one of `POLICIES`; see `resolve_wrapping`."""
     layers = list_layer_names(model)
     if not layers:
         raise ConfigError(
@@ -132,10 +129,12 @@ def _choose_units(model: nn.Module, policy: str, whole_layers: bool) -> list[Uni
     experts = [] if policy == "layers" or whole_layers else _list_large_experts(model, layers)
     units = _make_units(model, layers + matrices + experts)
     if policy == "auto":
-        # Without experts, since a layer's bytes are then those of all of it.
+        # Without units for experts, so that a layer's bytes are those of all of it.
         candidates = _make_units(model, layers + matrices)
-        largest_layer = max(unit.bytes for unit in candidates if set(unit.names) & set(layers))
-        if not experts and all(unit.bytes <= largest_layer for unit in candidates):
+        largest_layer_bytes = max(
+            unit.bytes for unit in candidates if set(unit.names) & set(layers)
+        )
+        if not experts and all(unit.bytes <= largest_layer_bytes for unit in candidates):
             return _make_units(model, layers)
     return units
 
@@ -143,8 +142,8 @@ def _choose_units(model: nn.Module, policy: str, whole_layers: bool) -> list[Uni
 def _list_large_experts(model: nn.Module, layers: list[str]) -> list[str]:
     """Return the names of the experts' modules that are more than half of their layer.
 
-    As a unit of their own they are gathered while the layer's attention runs, and while they run
-    only the attention of the next layer is: never the experts of two layers at a time.
+    As a unit of their own they are gathered while the layer's attention runs. While they run, only
+    the attention of the next layer is gathered: never the experts of two layers at a time.
     """
     large_experts = []
     for name, module in model.named_modules():
@@ -162,7 +161,7 @@ def _list_large_experts(model: nn.Module, layers: list[str]) -> list[str]:
 def _list_outer_matrices(model: nn.Module, layers: list[str]) -> list[str]:
     """Return the names of modules outside the layers that own a matrix: embedding and output.
 
-    Modules inside one of them, such as its adapter's, are not listed: they are gathered with it.
+    Modules inside one of them, such as those of its adapter, are gathered with it and not listed.
     """
     matrices: list[str] = []
     for name, module in model.named_modules():
@@ -176,7 +175,8 @@ def _list_outer_matrices(model: nn.Module, layers: list[str]) -> list[str]:
 def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:
     """Return the names of the modules that the patterns match, in module order.
 
-    Raise ConfigError for an empty list, and for a pattern that matches no module of any rank.
+    Raise ConfigError for an empty list, and for a pattern that matches no module of any stage of a
+    pipeline.
     """
     if not patterns:
         raise ConfigError(
@@ -184,25 +184,25 @@ def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:
             " [model.layers.*], or one of " + ", ".join(POLICIES)
         )
     modules = [name for name, module in model.named_modules() if name and _can_be_unit(module)]
-    elsewhere = get_modules_elsewhere(model)  # of other stages of a pipeline
+    elsewhere = get_modules_elsewhere(model)  # names of modules of other stages of a pipeline
     matched: set[str] = set()
     for pattern in patterns:
         names = [name for name in modules if _is_match(name, str(pattern))]
         if not names and not any(_is_match(name, str(pattern)) for name in elsewhere):
-            templates = _list_patterns(model)
-            nearest = find_nearest(str(pattern), templates)
-            existing = [nearest] if nearest else []
-            existing += [name for name in templates if name != nearest]
+            existing_patterns = _list_patterns(model)
+            nearest = find_nearest(str(pattern), existing_patterns)
+            suggestions = [nearest] if nearest else []
+            suggestions += [name for name in existing_patterns if name != nearest]
             raise ConfigError(
                 f"parallel.fsdp_wrap_policy: pattern {quote(str(pattern))} matches no unit; "
-                f"{'nearest' if nearest else 'there are'}: {', '.join(existing[:5])}"
+                f"{'nearest' if nearest else 'there are'}: {', '.join(suggestions[:5])}"
             )
         matched.update(names)
     return [name for name in modules if name in matched]
 
 
 def _is_match(name: str, pattern: str) -> bool:
-    """Return True if each part of a module's name matches the part of the pattern."""
+    """Return True if each dotted part of a module's name matches the same part of the pattern."""
     parts = name.split(".")
     pattern_parts = pattern.split(".")
     return len(parts) == len(pattern_parts) and all(map(fnmatchcase, parts, pattern_parts))
@@ -213,12 +213,14 @@ def _list_patterns(model: nn.Module) -> list[str]:
 
     They are the names of all modules that can be units, with `*` for the index in a list.
     """
-    sizes: dict[str, int] = {}
+    largest_bytes: dict[str, int] = {}  # by pattern, of the largest module that it matches
     for name, module in model.named_modules():
         if name and _can_be_unit(module):
             template = ".".join("*" if part.isdecimal() else part for part in name.split("."))
-            sizes[template] = max(sizes.get(template, 0), count_parameter_bytes(module))
-    return sorted(sizes, key=lambda template: -sizes[template])
+            largest_bytes[template] = max(
+                largest_bytes.get(template, 0), count_parameter_bytes(module)
+            )
+    return sorted(largest_bytes, key=lambda template: -largest_bytes[template])
 
 
 def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
@@ -227,7 +229,7 @@ def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
     Modules that share a parameter become one unit, since FSDP manages a parameter in one unit.
     """
     modules = dict(model.named_modules())
-    # By module name, the parameters that its unit manages.
+    # By module name, the parameters that its unit manages. Over `modules`, so in module order.
     owned = {
         name: _list_own_parameters(modules[name], name, names)
         for name in modules
@@ -273,7 +275,7 @@ def _list_own_parameters(module: nn.Module, name: str, unit_names: list[str]) ->
 
 
 def _can_be_unit(module: nn.Module) -> bool:
-    """Return True for a module with parameters and a forward, which lists of modules lack."""
+    """Return True for a module with parameters and a forward; a list of modules has no forward."""
     is_container = (
         isinstance(module, (nn.ModuleList, nn.ModuleDict))
         and type(module).forward is nn.Module.forward
@@ -283,8 +285,8 @@ def _can_be_unit(module: nn.Module) -> bool:
 
 # Modules whose weight need not be gathered for backward. Compared by type(), so that derived
 # classes are left out: their backward might read the weight after it was freed, and crash.
-_EMBEDDINGS = (nn.Embedding, ScaledEmbedding, AdaptedEmbedding)  # backward reads tokens alone
-_HEADS = (OutputHead, AdaptedHead, LinearHead)  # with labels they make their gradients in forward
+_EMBEDDINGS = (nn.Embedding, ScaledEmbedding, AdaptedEmbedding)  # backward reads tokens only
+_HEADS = (OutputHead, AdaptedHead, LinearHead)  # with labels they make gradients in forward
 
 
 def shard_model(
@@ -298,17 +300,18 @@ def shard_model(
     """Shard a model with FSDP2, in place; return its units, without the root.
 
     It is sharded over the mesh's `data_shard` dimension and replicated over `data_replicate`;
-    context-parallel ranks are neighbors in these. Parameters become DTensors under the same names,
-    of the same dtype, frozen ones too. Gradients are SUMS over all ranks, made in
-    `parallel.reduce_dtype`: divide a loss by the token count of the global batch.
+    context-parallel ranks are neighbors in these. Parameters, frozen ones too, become DTensors of
+    the same names and dtypes. Gradients are SUMS over these ranks, made in `parallel.reduce_dtype`:
+    divide a loss by the number of label tokens of the global batch.
 
     The model is left as it is, and the list is empty, with `parallel.strategy: ddp`, and with one
     data rank without `memory.cpu_offload`. Parameters that `memory.stream_layers` keeps on the host
     stay whole on each rank.
 
-    whole_layers: True to leave experts in their layer's unit, for layers that are compiled or run
-    their MLP in tiles. Raise ConfigError for a `parallel.fsdp_wrap_policy` that does not fit the
-    model, and for a model with all layers on the ranks of a pipeline.
+    whole_layers: True to leave experts in their layer's unit, for layers that are compiled or that
+    run their MLP for some of the tokens at a time. Raise ConfigError for a
+    `parallel.fsdp_wrap_policy` that does not fit the model, and with `parallel.pipeline` for a
+    model that was not divided into stages.
     """
     if world.pipeline is not None and not get_modules_elsewhere(model):
         raise ConfigError(
@@ -316,13 +319,14 @@ def shard_model(
             " whole, expected one that divides it; call parallelize(model, cfg, world), or set"
             " parallel.pipeline=1"
         )
-    streamed = set(list_streamed_parameters(model))
+    streamed = set(list_streamed_parameters(model))  # those kept on the host
     units = resolve_wrapping(
         model, parallel.fsdp_wrap_policy, whole_layers=whole_layers or bool(streamed)
     )
     if streamed:
         units = [_leave_out_streamed(unit, model, streamed) for unit in units]
         units = [unit for unit in units if unit.bytes]
+    # After the units are resolved, so that a wrong policy is refused here too.
     if parallel.strategy == "ddp" or (world.copies == 1 and not memory.cpu_offload):
         return []
     is_replicated = world.mesh["data_replicate"].size() > 1
@@ -355,6 +359,7 @@ def shard_model(
     fully_shard(model, **options)
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
     if isinstance(model, Decoder) and is_frozen:
+        # A frozen model, such as a teacher, is called in parts (`evaluate_in_parts`).
         register_fsdp_forward_method(model, "hidden_states")
     model.register_forward_hook(_free_after_evaluation)
     if world.pipeline is not None or is_frozen:
@@ -363,21 +368,22 @@ def shard_model(
         tie_head()
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # Sums of gradients, not means.
             module.set_gradient_divide_factor(1.0)
-            # A plain sum, which every backend has, and exact.
+            # A plain sum is exact, and every backend has it.
             module.set_force_sum_reduction_for_comms(True)
     for module in embeddings:
         if isinstance(module, FSDPModule):
-            module.set_unshard_in_backward(False)  # its gradient needs the tokens alone
+            module.set_unshard_in_backward(False)  # its backward does not read the weight
     return units
 
 
 def _leave_out_streamed(unit: Unit, model: nn.Module, streamed: set[nn.Parameter]) -> Unit:
     """Return a unit whose bytes leave out those of `streamed`, the parameters kept on the host."""
-    members = [model.get_submodule(name).parameters() for name in unit.names]
+    parameters = [model.get_submodule(name).parameters() for name in unit.names]
     hosted_bytes = sum(
         locate_local_part(parameter)[0].nbytes
-        for parameter in streamed.intersection(chain.from_iterable(members))
+        for parameter in streamed.intersection(chain.from_iterable(parameters))
     )
     return replace(unit, bytes=unit.bytes - hosted_bytes)
 
@@ -385,14 +391,15 @@ def _leave_out_streamed(unit: Unit, model: nn.Module, streamed: set[nn.Parameter
 def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
     """Allocate a meta model's parameters and buffers on `device`, without setting their values.
 
-    Parameters are allocated on the host with `memory.cpu_offload`, and those that
-    `memory.stream_layers` streams. Tied parameters stay tied. Only buffers that were computed when
-    their module was made, in an external model or by a recipe off the meta device, have values.
+    With `memory.cpu_offload` all parameters are on the host, else those of the layers that
+    `memory.stream_layers` keeps there. Tied parameters stay tied. Only buffers that were computed
+    when their module was made, in an external model or by a recipe off the meta device, have values
+    afterwards.
 
     Raise SetupError for a parameter that a recipe made off the meta device: its values could differ
     from rank to rank.
     """
-    extras = find_extra_tensors(model)
+    extras = find_extra_tensors(model)  # by name, tensors that no checkpoint of its family has
     for name, parameter in model.named_parameters():
         if name in extras and parameter.device.type != "meta":
             raise SetupError(
@@ -423,7 +430,7 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
 
 def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[str, Any]) -> None:
     """Make one module a unit; embedding and output projection are gathered as late as possible."""
-    is_head = type(module) in _HEADS  # fully_shard makes the module one of another class
+    is_head = type(module) in _HEADS  # before fully_shard changes the module's class
     is_embedding = type(module) in _EMBEDDINGS
     fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
     if is_head:
@@ -433,10 +440,10 @@ def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[
 
 
 def _plan_backward_gather(unit: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Set whether the head's weight is gathered for backward; a forward pre-hook with kwargs.
+    """Set if the head's weight is gathered for backward; a forward pre-hook with kwargs.
 
-    It is not for a sum of losses, whose gradients the head makes in its forward. It is for logits,
-    for the log-probabilities of single tokens, and for a recipe's own head_loss.
+    For a sum of losses it is not: the head makes their gradients in its forward. For logits, for
+    log-probabilities of single tokens, and for a recipe's own head_loss it is gathered.
     """
     is_logits = kwargs.get("labels") is None
     unit.set_unshard_in_backward(
@@ -457,8 +464,8 @@ def _gather_now(module: FSDPModule, args: tuple[Any, ...]) -> None:
 def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Free the units that are still gathered after a forward without gradients; a forward hook.
 
-    The root is one at least, which FSDP frees in backward only. A unit whose weights stay gathered
-    through a step (`is_kept`) is left to that step's last backward.
+    The root is always one of them, as FSDP frees it in backward only. A unit whose weights stay
+    gathered through a step (`is_kept`) is left to that step's last backward.
     """
     if not torch.is_grad_enabled():
         for module in model.modules():
@@ -471,8 +478,8 @@ def evaluate_in_parts(model: Decoder, *, head: bool = False) -> Iterator[None]:
     """Let a block call a model's `hidden_states` or its output head by itself, without gradients.
 
     At the end of the block the gathered parameters are freed, as after a forward of the model.
-    head: True if the block calls the head: its weight is gathered first if the root's unit has it,
-    since only a forward of the model would gather that unit.
+    head: True if the block calls the head. Its weight is gathered first if it is in the root, which
+    only a forward of the model would gather.
     """
     root = model if isinstance(model, FSDPModule) else None
     if root is not None and head:
@@ -495,7 +502,8 @@ def _forget_order(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     Backward prefetches by it. In a frozen model, such as a reference model, no backward takes
     entries off, and the record would grow with every forward. In a pipeline the unit that ran
     before may be another stage's, whose backward is not next: it would be gathered for nothing, and
-    its memory freed (FSDP's `finalize_backward`) while the gather may still write it.
+    its memory freed (FSDP's `finalize_backward`) while the gather may still write it. FSDP2 has no
+    public way to clear it.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -521,21 +529,21 @@ def _shard_tied_pair(
     """Make the shared matrix one unit that runs twice in a forward: as embedding and as output.
 
     members: embedding and head. Return a function that ties the head to the embedding's sharded
-    parameter again, to be called after the root is sharded.
-
-    One unit of both modules, as FSDP supports it, would keep the matrix gathered from the embedding
-    to the head and from the head to the end of backward, and its gradient unsharded meanwhile, as
-    in the root: 2.6 GiB each for Gemma 3 27B in bf16. Here the head's forward is a second forward
-    method of the embedding's unit, so the matrix is gathered for each use and freed in between. The
-    head's gradient is reduced as soon as it is made, where autograd would hold it until the
-    embedding's gradient is there. It costs one more gather and one more reduction of the matrix.
-    An adapter of the embedding is in its unit, one of the head in the root.
+    parameter again, to be called after the root is sharded. An adapter of the embedding is in its
+    unit, one of the head in the root.
     """
+    # One unit of both modules, as FSDP supports it, would keep the matrix gathered from the
+    # embedding to the head and from the head to the end of backward, and its gradient unsharded
+    # meanwhile: 2.6 GiB each for Gemma 3 27B in bf16. Here the head's forward is a second forward
+    # method of the embedding's unit, so the matrix is gathered for each use and freed in between.
+    # The head's gradient is reduced as soon as it is made, where autograd would hold it until the
+    # embedding's gradient is there. It costs one more gather and one more reduction of the matrix.
     embedding: Any = members[0]
     head: Any = members[1]
     del head.weight
     project = head.forward
 
+    # Run the head on the gathered matrix.
     def project_with_embedding(*args: Any, **kwargs: Any) -> Tensor:
         gathered = embedding.weight
         # A leaf of its own, so that its gradient is there when the head's backward ends.
@@ -556,7 +564,7 @@ def _shard_tied_pair(
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         _plan_backward_gather(embedding, args, kwargs)
-        embedding.unshard()
+        embedding.unshard()  # as `_gather_now` does
         return embedding.run_as_output(*args, **kwargs)
 
     head.forward = forward
@@ -570,8 +578,8 @@ def _shard_tied_pair(
 def _hand_over(weight: Any, gathered: Any) -> None:
     """Move the head's gradient to the parameter whose gradient FSDP reduces.
 
-    weight: the head's stand-in, in its hook after accumulation. gathered: the unit's unsharded
-    parameter.
+    weight: the leaf that the head has read, whose gradient has just been made. gathered: the unit's
+    unsharded parameter.
     """
     if gathered.grad is not None:
         gathered.grad.add_(weight.grad)  # in place, as autograd adds: it is as large as the matrix

@@ -1,16 +1,9 @@
 """Add up the gradients of a step's micro-batches: when FSDP reduces them, in which precision.
 
-`parallelize` makes a `GradientAccumulation`, and `Parallel.micro_batches` runs it.
-
-FSDP2 reduces a unit's gradients in each backward, so that a rank never has the whole gradients of
-more than one unit: the least memory, and one reduction and two gathers of every unit for each
-micro-batch. `parallel.reduce_gradients: step` keeps the sums of the micro-batches whole on a rank,
-and reduces them in the last one's backward. With `parallel.reshard_after_forward: false` weights
-stay gathered too, from the first micro-batch's forward to the last one's backward. Weights and
-gradients whole and states sharded is ZeRO-1 (arXiv 1910.02054), or Megatron's distributed
-optimizer.
-
-Gradients that FSDP sends to the host are added up there (`OffloadedGradients`).
+`parallelize` makes a `GradientAccumulation`, which `Parallel.micro_batches` runs; a pipeline's
+driver makes a `DeferredReduction` for each step. A unit is the modules whose parameters FSDP
+gathers and reduces together; the root is the unit of the model itself. An action is what a stage
+of a pipeline does with one micro-batch, such as its forward.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +23,14 @@ from recipe_lib.ops.dtensor_shards import get_local, wrap_local
 from recipe_lib.ops.host_copies import Copy, wait_on_host
 from recipe_lib.parallel.pipeline.schedules import MAKING_GRADIENTS, Action
 
+# FSDP2 reduces a unit's gradients in each backward, so that a rank never has the whole gradients of
+# more than one unit: the least memory, and one reduction and two gathers of every unit for each
+# micro-batch. `parallel.reduce_gradients: step` keeps the sums of the micro-batches whole on a
+# rank, and reduces them in the last one's backward. With `parallel.reshard_after_forward: false`
+# weights stay gathered too, from the first micro-batch's forward to the last one's backward.
+# Weights and gradients whole and states sharded is ZeRO-1 (arXiv 1910.02054), or Megatron's
+# distributed optimizer.
+
 
 def reduces_once(parallel: ParallelConfig) -> bool:
     """Return True if FSDP reduces gradients once a step."""
@@ -37,7 +38,7 @@ def reduces_once(parallel: ParallelConfig) -> bool:
 
 
 def list_collectives_once_a_step(parallel: ParallelConfig) -> tuple[str, ...]:
-    """Return the FSDP collectives that run once a step, however many micro-batches it has."""
+    """Return the names of the FSDP collectives that run once a step, not in each micro-batch."""
     if not reduces_once(parallel):
         return ()
     reductions = ("reduce_scatter", "all_reduce")
@@ -45,12 +46,12 @@ def list_collectives_once_a_step(parallel: ParallelConfig) -> tuple[str, ...]:
 
 
 class GradientAccumulation:
-    """The state of a step's gradients from one micro-batch's backward to the next.
+    """Adds up a step's gradients from one micro-batch's backward to the next.
 
     Without a pipeline `begin` is called before each micro-batch and `add` after its backward. A
     pipeline calls `begin` once in a step, `add` after each action that makes gradients, and reduces
     the gradients of its stages itself (`DeferredReduction`). `finish` ends a step in both. All are
-    called by `Parallel.micro_batches`; `all_reduce_gradients` calls `check` after it.
+    called within `Parallel.micro_batches`; `all_reduce_gradients` calls `check` after it.
     """
 
     def __init__(
@@ -58,20 +59,22 @@ class GradientAccumulation:
     ) -> None:
         """Prepare for a model that is sharded by FSDP, or left whole.
 
-        device: the device that computes, if FSDP sends gradients from it to the host to be added up
-        there; None if gradients stay on it, or each is stepped in backward.
+        device: the device that computes, if gradients are added up on the host, to which FSDP sends
+        them. None if they stay on the device, or if the optimizer steps each one in backward.
         """
         is_sharded = isinstance(model, FSDPModule)
         self.once = is_sharded and reduces_once(parallel)  # FSDP reduces gradients once a step
         # Weights stay gathered from a step's first micro-batch to its last.
         self.keeps_weights = self.once and not parallel.reshard_after_forward
-        # The gradients added up so far, in fp32 or on the host.
+        # By parameter, this rank's part of the gradients added up so far, in fp32 or on the host.
+        # Empty if they are added up in `grad`, or by FSDP.
         self.sums: dict[nn.Parameter, Tensor] = {}
-        self._model: Any = model
+        self._model: Any = model  # Any: FSDP's methods, called if it is sharded
         # With `once` FSDP adds up the micro-batches itself, in reduce_dtype.
         self._in_fp32 = parallel.accumulate_grad_in_fp32 and not self.once
-        self._is_open = False  # a recipe is in its loop over the micro-batches, or has left it
-        self._awaits_backward = False  # it has a micro-batch, and has not gone backward yet
+        # A recipe's loop over the micro-batches has begun, and not come to its end.
+        self._is_open = False
+        self._awaits_backward = False  # the loop has a micro-batch, and has not gone backward yet
         self._is_finished = False  # `finish` was called since the last `check`
         self._offloaded: OffloadedGradients | None = None
         if is_sharded and device is not None:
@@ -84,7 +87,7 @@ class GradientAccumulation:
             )
 
     def take_in_turn(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Yield a step's micro-batches one after the other, on a rank without a pipeline."""
+        """Yield a step's micro-batches in order, with `begin` and `add`; without a pipeline."""
         for index, batch in enumerate(micro_batches):
             self.begin(is_last=index == len(micro_batches) - 1)
             yield batch
@@ -94,10 +97,10 @@ class GradientAccumulation:
     def lend(self, micro_batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield each micro-batch to a recipe's loop, and `finish` after the last.
 
-        Raise ConfigError for a loop that does not call `Parallel.backward` for each of them.
-        Without a pipeline it would train on fewer tokens than it divides by, and in a pipeline the
-        other ranks would wait for the micro-batch's gradient for ever.
+        Raise ConfigError for a loop that does not call `Parallel.backward` for each micro-batch.
         """
+        # Without a pipeline such a loop would train on fewer tokens than it divides by. In a
+        # pipeline the other ranks would wait for the micro-batch's gradient for ever.
         self._is_open = True
         for batch in micro_batches:
             self._awaits_backward = True
@@ -112,7 +115,10 @@ class GradientAccumulation:
         self.finish()
 
     def expect_backward(self) -> None:
-        """Note a backward. Raise ConfigError unless the loop has a micro-batch without one."""
+        """Note that a backward begins.
+
+        Raise ConfigError outside of the loop, and for a second backward of one micro-batch.
+        """
         if not self._awaits_backward:
             raise ConfigError(
                 "train_step: found a call of parallel.backward without a micro-batch of its own,"
@@ -122,10 +128,10 @@ class GradientAccumulation:
         self._awaits_backward = False
 
     def begin(self, is_last: bool) -> None:
-        """Begin a micro-batch: set whether its backward reduces gradients and frees weights.
+        """Begin a micro-batch: set if its backward reduces gradients and frees weights.
 
-        With `once`, gradients are reduced in the last micro-batch of the step alone; with
-        `keeps_weights`, weights are freed in that one alone.
+        With `once`, gradients are reduced in the last micro-batch of the step only; with
+        `keeps_weights`, weights are freed in that one only.
         """
         if self.once:
             self._model.set_requires_gradient_sync(is_last)
@@ -144,7 +150,7 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def _move(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add the gradients of parameters to `sums`, in fp32 or wider if asked for; free them."""
+        """Move the gradients of parameters to `sums`, in fp32 or wider if asked for."""
         for parameter in parameters:
             if parameter.grad is None:
                 continue
@@ -160,7 +166,7 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Make the sums the parameters' gradients, rounded once to their dtype; ends a step."""
+        """End a step: make the sums the parameters' gradients, rounded once to their dtype."""
         self._is_finished = True
         while self.sums:  # one by one, so that each sum is freed as soon as it is rounded
             parameter, total = self.sums.popitem()
@@ -169,8 +175,8 @@ class GradientAccumulation:
     def check(self) -> None:
         """Raise ConfigError if a recipe has left the loop over its micro-batches before its end.
 
-        Also raise it for a recipe that calls `loss.backward()` itself, if the config asks for what
-        only the loop does. Called once a step.
+        Also raise it for a recipe that calls `loss.backward()` itself, if the config asks for one
+        reduction a step or for sums in fp32, which only the loop makes. Called once a step.
         """
         if self._is_open:
             raise ConfigError(
@@ -189,13 +195,12 @@ class GradientAccumulation:
 
 
 def is_kept(unit: FSDPModule) -> bool:
-    """Return True if a unit's weights stay gathered from one micro-batch to the next."""
+    """Return True if a unit's weights stay gathered after the current micro-batch."""
     group = get_param_group(unit)
     return group is not None and not group.reshard_after_backward
 
 
-# Gradients that FSDP sends to the host (`memory.cpu_offload`): when the host waits for them and
-# adds them up.
+# When the host waits for gradients that FSDP sends to it (`memory.cpu_offload`), and adds them up.
 #
 # FSDP by itself copies each gradient of a parameter that has one already to memory that is not
 # pinned, and waits for the copy in order to add the two; and at the end of a step it waits twice.
@@ -223,15 +228,16 @@ class OffloadedGradients:
         """Wrap the reductions of a sharded model's units.
 
         device: the one that computes gradients. sums: the gradients added up so far, by parameter.
-        add: adds the gradients of parameters to `sums`. waits_at_end: True if `wait`, not FSDP's
-        root, is to end a backward that follows a `begin`.
+        add: adds the gradients of parameters to `sums`. waits_at_end: True if `wait` is to end each
+        backward in place of FSDP's root, as without a pipeline.
         """
         self._model: Any = model
         self._device = device
         self._sums = sums
         self._add = add
         self._waits_at_end = waits_at_end
-        self._previous: Any = None  # the unit reduced last, whose copies may be pending
+        # FSDP's parameter group of the unit reduced last, whose copies may be pending.
+        self._previous: Any = None
         groups = [get_param_group(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]
         self._groups = [group for group in groups if group is not None]
         for group in self._groups:
@@ -245,7 +251,7 @@ class OffloadedGradients:
 
     def wait(self) -> None:
         """Wait once for all pending copies, after a micro-batch's backward."""
-        if get_kernel_type(self._device) != "cpu":
+        if get_kernel_type(self._device) != "cpu":  # on a CPU nothing is copied
             pending_copies = [copy for group in self._groups for copy in self._take_copies(group)]
             if pending_copies:
                 wait_on_host(pending_copies, self._device)
@@ -257,59 +263,69 @@ class OffloadedGradients:
     def _wrap_reduction(self, group: Any) -> Callable[..., None]:
         """Return a unit's reduction, extended to add up the gradients of the unit reduced before.
 
-        They are added if their parameters have sums, that is from the second micro-batch on. The
-        host waits for their copies, which are done or nearly so by then. group: FSDP's parameter
-        group of the unit.
+        They are added from the second micro-batch on, when their parameters have sums. The host
+        waits for their copies, which are done or nearly so by then. group: FSDP's parameter group
+        of the unit.
         """
         reduce = group.post_backward
 
         def post_backward(*unused: Any) -> None:
             reduce(*unused)
             if all(entry.sharded_param.grad is None for entry in group.fsdp_params):
-                return
-            previous = self._previous
+                return  # it has reduced nothing
+            previous_group = self._previous
             self._previous = group
-            if previous is None or previous is group:
+            if previous_group is None or previous_group is group:
                 return
-            parameters = [entry.sharded_param for entry in previous.fsdp_params]
+            parameters = [entry.sharded_param for entry in previous_group.fsdp_params]
             if any(parameter in self._sums for parameter in parameters):
-                # The last copy alone: all are on one stream.
-                for copy in self._take_copies(previous)[-1:]:
+                # Wait for the last copy only: all are on one stream.
+                for copy in self._take_copies(previous_group)[-1:]:
                     copy.wait_on_host()
                 self._add(parameters)
 
         return post_backward
 
     def _take_copies(self, group: Any) -> list[Copy]:
-        """Return a unit's pending copies, and clear their events, so that FSDP does not wait."""
+        """Return a unit's pending copies, and clear their events, so that FSDP does not wait.
+
+        group: FSDP's parameter group of the unit.
+        """
         copies = []
         for entry in group.fsdp_params:
             if entry.grad_offload_event is not None:
-                module = torch.get_device_module(self._device)
-                copies.append(Copy(entry.grad_offload_event, module))
+                device_module = torch.get_device_module(self._device)
+                copies.append(Copy(entry.grad_offload_event, device_module))
                 entry.grad_offload_event = None
         return copies
 
 
-# Access to private parts of torch's FSDP2, for which a unit has no public methods.
+# Functions that use private parts of FSDP2, where a unit has no public methods.
 
 
 def get_param_group(unit: FSDPModule) -> Any:
     """Return FSDP's parameter group of a unit, which gathers and reduces its parameters together.
 
-    None for a unit without parameters.
+    Return None for a unit without parameters.
     """
     return unit._get_fsdp_state()._fsdp_param_group
 
 
 def list_param_entries(unit: FSDPModule) -> list[Any]:
-    """Return the `FSDPParam` of each parameter of a unit; its `sharded_param` is the model's."""
+    """Return the `FSDPParam` of each parameter of a unit.
+
+    Its `sharded_param` is the model's parameter, its `_unsharded_param` the gathered one, which
+    exists from the first gather on.
+    """
     group = get_param_group(unit)
     return [] if group is None else group.fsdp_params
 
 
 def reduce_kept_gradients(unit: FSDPModule) -> None:
-    """Reduce a unit's gradients; if its gradient sync is off, add them to its unsharded sums."""
+    """Reduce the unsharded gradients that a unit has kept; if its gradient sync is off, keep them.
+
+    With the sync off they are added to the unit's unsharded sums.
+    """
     for entry in list_param_entries(unit):
         # Newer torch lets autograd add them up in the dtype of the reduction, and can reduce
         # gradients of several dtypes at once.
@@ -321,7 +337,7 @@ def reduce_kept_gradients(unit: FSDPModule) -> None:
 
 
 def end_backward(root: FSDPModule) -> None:
-    """Run what FSDP's root runs at the end of backward, some time after a backward has ended."""
+    """End a backward as FSDP's root does, some time later: reduce what is left, wait for all."""
     state = root._get_fsdp_state()
     context = state._state_ctx
     # Newer torch notes when backward begins whether its caller ends it, and forgets that at the
@@ -333,28 +349,29 @@ def end_backward(root: FSDPModule) -> None:
 
 # When FSDP reduces the gradients of a pipeline's stages.
 #
-# Zero-bubble schedules compute weight gradients some time after the backward for the input; they
-# are reduced then, unit by unit. With `parallel.reduce_gradients: step` the gradients of a stage
-# are reduced in the last of its actions that makes gradients.
+# Zero-bubble schedules defer weight gradients: they compute them some time after the gradient of
+# the input, and reduce them then, unit by unit. With `parallel.reduce_gradients: step` the
+# gradients of a stage are reduced in the last of its actions that makes gradients.
 
 
 class DeferredReduction:
-    """The FSDP units of a rank's stages, and when each reduces its gradients in one step.
+    """Decides when each FSDP unit of a rank's stages reduces its gradients in one step.
 
-    Without FSDP it has no units and does nothing but compute the deferred gradients. `Pipeline`
-    makes one for each training step.
+    Without FSDP it has no units, and only computes the deferred gradients. `Pipeline` makes one for
+    each training step.
     """
 
     def __init__(self, model: nn.Module, accumulation: GradientAccumulation | None) -> None:
         """Find the units whose linears' weight gradients may be deferred.
 
-        accumulation: its `once` says whether units reduce once a step; None: in each micro-batch.
+        accumulation: units reduce once a step if its `once` is True; None: in each micro-batch.
         """
         self._root: Any = model if isinstance(model, FSDPModule) else None
         # The accumulation of a model whose units reduce once a step, else None.
         self._once = accumulation if accumulation is not None and accumulation.once else None
-        # Set by the driver: the current action is one of those that `begin` has returned.
+        # The current action is one of those that `begin` has returned. Set by the driver.
         self.is_last = False
+        # The units with a linear that is trained.
         self._units = [
             unit
             for unit in _list_units([model])
@@ -367,7 +384,7 @@ class DeferredReduction:
 
     @contextmanager
     def postpone_reduction(self) -> Iterator[None]:
-        """Let units keep the gradients that the block makes unsharded, to be reduced by `add`."""
+        """Let units keep the block's gradients unsharded, until `add` reduces them."""
         if self._once is not None:  # units keep them through the whole step
             yield
             return
@@ -382,7 +399,8 @@ class DeferredReduction:
     def add(self, deferred: list[DeferredGradients]) -> None:
         """Compute deferred weight gradients; reduce a unit's before the next unit's are computed.
 
-        deferred: the entries in the order of backward, the last layer's first; emptied here.
+        deferred: those of one stage and micro-batch in the order of backward, the last layer's
+        first; emptied here.
         """
         unit_by_parameter = {  # by the id of the unsharded parameter
             id(entry._unsharded_param): unit
@@ -390,16 +408,17 @@ class DeferredReduction:
             for entry in list_param_entries(unit)
             if hasattr(entry, "_unsharded_param")
         }
-        current: FSDPModule | None = None
+        current_unit: FSDPModule | None = None
         deferred.reverse()
-        while deferred:  # popped, so that what an entry holds is freed after it has run
+        while deferred:  # popped, so that the tensors of an entry are freed after it has run
             entry = deferred.pop()
-            unit = unit_by_parameter.get(id(_find_parameter(entry.weights[0])), current)
-            if current is not None and unit is not current:
-                reduce_kept_gradients(current)
-            current = unit
+            unit = unit_by_parameter.get(id(_find_parameter(entry.weights[0])), current_unit)
+            if current_unit is not None and unit is not current_unit:
+                reduce_kept_gradients(current_unit)
+            current_unit = unit
             entry.run()
         if self._root is not None:
+            # The last one, and those of which nothing was deferred.
             for unit in self._units:
                 reduce_kept_gradients(unit)
             end_backward(self._root)
@@ -407,7 +426,7 @@ class DeferredReduction:
     def begin(self, actions: Sequence[Action]) -> set[int]:
         """Begin a step's actions; return the indices of those in which a stage reduces its sums.
 
-        If gradients are reduced once a step, that is the last action of each stage that makes
+        If gradients are reduced once a step, these are the last action of each stage that makes
         gradients, and until then no unit reduces. Otherwise the set is empty.
         """
         if self._once is None:
@@ -433,7 +452,10 @@ class DeferredReduction:
                 unit.set_reshard_after_backward(True, recurse=False)
 
     def end(self) -> None:
-        """End a step's actions: reduce the gradients in the root's unit and what stages share."""
+        """End a step's actions: reduce the gradients of the root and of units that stages share.
+
+        Only if gradients are reduced once a step.
+        """
         if self._once is not None:
             self._root.set_requires_gradient_sync(True)
             self._root.set_reshard_after_backward(True)
@@ -446,7 +468,7 @@ def _list_units(modules: Sequence[nn.Module]) -> list[FSDPModule]:
 
 def _find_parameter(weight: Tensor) -> Any:
     """Return the parameter that a weight is, or is a view of."""
-    node = weight.grad_fn
+    node = weight.grad_fn  # of a view; the node of its parameter has the parameter as `variable`
     while node is not None and not hasattr(node, "variable"):
         node = node.next_functions[0][0] if node.next_functions else None
     return weight if node is None else node.variable

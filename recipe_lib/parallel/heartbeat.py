@@ -1,19 +1,10 @@
 """End all ranks of a run, in bounded time and with one line, when one fails, is gone, or hangs.
 
-`meet_ranks` makes a `Heartbeat`, and a recipe trains inside its block. A rank's main thread may be
-stuck in a collective, where no Python runs, so each rank has two more threads:
-
-- `_talk` writes a beat to the rendezvous store twice a second, over a connection of its own: that
-  this rank lives, and where its main thread is. It reads there whether another rank has failed.
-- `_look` reads the main thread's stack, without a call to the device. If that has not changed for
-  `parallel.heartbeat_timeout_seconds`, it finds the rank that the others wait for, and ends the
-  run. A rank whose own main thread moves never ends a run.
-
-A rank that waits in a collective has entered more collectives of that process group than the rank
-it waits for; so it is with the exchanges between two ranks of a pipeline. The rank that holds up
-the others is therefore behind in one group and ahead in none, whatever it does itself: it sleeps,
-loops for ever, or is in a call that does not return. A process ends by os._exit, which a stuck
-kernel or collective cannot hold up.
+`meet_ranks` makes a `Heartbeat`, and a recipe trains inside its block. Two more threads of a rank
+write its beat (that it lives, and where its main thread is) to the rendezvous store, and judge the
+other ranks by theirs. A phase is a part of a run, such as a step; its patience is how long a rank
+may be in it, in timeouts of `parallel.heartbeat_timeout_seconds`. An exchange is a send or receive
+between two ranks of a pipeline.
 """
 
 import json
@@ -47,8 +38,7 @@ from recipe_lib.redaction import redact
 from recipe_lib.report.phases import Phase
 from recipe_lib.report.phases import phase as show_phase
 
-# The patience for a phase: how many times `parallel.heartbeat_timeout_seconds` a rank may be in it
-# before the others stop waiting for it.
+# The patience for a phase, in timeouts.
 STEP_TIMEOUTS = 1.0  # a training step
 FIRST_STEP_TIMEOUTS = 10.0  # a first step, in which communicators and kernels are made
 # Loading, quantizing, compiling, validation, saving, export. They may take any time while the main
@@ -61,17 +51,18 @@ SILENT_TIMEOUTS = 5.0
 
 BEAT_SECONDS = 0.5  # between two beats
 OWN_STALL_SECONDS = 2.0  # a look that is later than this was held up: the process was stopped
-FAILURE_GRACE_SECONDS = 2.5  # a rank that fails waits as long for the others to have seen it
-# The others wait as long while it writes why: a launcher ends all ranks when the first one ends.
+FAILURE_GRACE_SECONDS = 2.5  # the most that a failed rank waits until the others have seen it
+# The others wait so long while it writes why: a launcher ends all ranks when the first one ends.
 REPORT_SECONDS = 2.0
-SHUTDOWN_SECONDS = 60.0  # a rank whose exception is on its way out may write files as long
-PRINTING_SECONDS = 0.5  # a rank without a line of its own waits for the one that prints
-LINE_SECONDS = 2.0  # the last line may take as long to be written
+SHUTDOWN_SECONDS = 60.0  # the most for a rank to write files while its exception is on its way out
+PRINTING_SECONDS = 0.5  # a rank without a line of its own waits so long for the one that prints
+LINE_SECONDS = 2.0  # the most that writing the last line may take
 PEER_LOST_SECONDS = 3.0  # without a beat: the rank is gone, once a connection has failed
 
 # Numbers the heartbeats of a process, for their keys in the store; all ranks make as many.
 _heartbeat_numbers = count(1)
-_RUN = ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")  # the same on the ranks of one machine
+# Environment variables with the same values in all processes of a run on one machine.
+_RUN = ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 # Messages of gloo, NCCL and the store when the process at the other end is gone.
 _GONE = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|ncclRemoteError|Socket Timeout|Timed out"
@@ -80,18 +71,19 @@ _GONE = re.compile(
 
 
 class PeerFailedError(RuntimeError):
-    """Raised by a rank that is well, because another one has failed by a defect and reports it."""
+    """Raised by a rank that works, because another one has failed by a bug and reports it."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The last message of a rank, as it is in the store (JSON)."""
+    """A message of a rank to the others, as it is in the store (JSON)."""
 
     at: str = "starting"  # where it is: `step 12, at recipe.py:120 (train_step)`
-    patience: float = LONG_TIMEOUTS  # how many timeouts that may take
+    patience: float = LONG_TIMEOUTS  # for that phase, in timeouts
     still: float = 0.0  # seconds since the stack of its main thread last changed
     quiet: float = 0.0  # seconds since it last entered a collective, an exchange or a phase
-    # Number of collectives entered by process group, and of exchanges by pair of ranks.
+    # By name of a process group, the number of its collectives that the rank has entered; by pair
+    # of ranks ("0 with 2"), that of its exchanges.
     entered: dict[str, int] = field(default_factory=dict)
     node: str = ""  # its machine; "": it has not sent a beat yet
     left: bool = False  # it has ended without an error, or knows already why the run ends
@@ -104,18 +96,19 @@ class Failure:
 
     rank: int  # the rank that reports it
     lines: list[str]  # for standard error, without `error: `
-    nodes: list[str] = field(default_factory=list)  # machines that report it by themselves
+    # Machines on which a rank or the launcher writes it anyway, so that others there do not.
+    nodes: list[str] = field(default_factory=list)
     code: int = PEER_FAILED  # exit code of all processes
 
 
 def find_silent(
     beats: Mapping[int, Beat], timeout: float, stopped: Collection[int] = ()
 ) -> list[int]:
-    """Return the ranks that have not been heard of for too long.
+    """Return the ranks whose beats have not changed for too long.
 
-    timeout: seconds. stopped: ranks whose process is known to be stopped; they have one timeout,
-    whatever they are at. Others may be on a machine that cannot be reached, or busy in a call that
-    lets no thread beat; a rank that has not sent a beat yet may still import.
+    timeout: seconds. stopped: ranks whose process is known to be stopped; they have one timeout in
+    any phase. Others may be on a machine that cannot be reached, or busy in a call that lets no
+    thread beat. A rank that has not sent a beat yet may still import.
     """
     patience = {
         rank: min(beat.patience, SILENT_TIMEOUTS) if beat.node else LONG_TIMEOUTS
@@ -126,10 +119,11 @@ def find_silent(
 
 
 def find_behind(beats: Mapping[int, Beat]) -> list[int]:
-    """Return the ranks that have entered fewer collectives than others in a group, in none more.
+    """Return the ranks that the others wait for: behind in a process group, and ahead in none.
 
-    Exchanges count as collectives of two ranks. A rank that is behind in one group only because it
-    waits for another rank in a second group is ahead of that one there, so it is not returned.
+    A rank that waits in a collective has entered more of its group than the rank it waits for. A
+    rank that is behind in one group because it waits in a second one is ahead in the second, so it
+    is not returned. Exchanges count as collectives of two ranks.
     """
     behind: set[int] = set()
     ahead: set[int] = set()
@@ -143,17 +137,18 @@ def find_behind(beats: Mapping[int, Beat]) -> list[int]:
 def is_overdue(beat: Beat, timeout: float) -> bool:
     """Return True if a rank that others wait for has used up the patience for its phase.
 
-    In a step the time counts since it last entered a collective, exchange or phase; in phases that
-    may take long, since its main thread last moved.
+    In a step the time counts since the rank last entered a collective, exchange or phase, so that
+    an endless loop is found too. In phases that may take long it counts since its main thread last
+    moved. timeout: seconds.
     """
     seconds = beat.quiet if beat.patience <= FIRST_STEP_TIMEOUTS else beat.still
     return seconds >= timeout * beat.patience
 
 
 def are_all_stuck(beats: Mapping[int, Beat], timeout: float) -> bool:
-    """Return True if no rank has moved for so long that none will.
+    """Return True if no rank has moved for so long that none will. timeout: seconds.
 
-    That is SILENT_TIMEOUTS at least, since work that is queued on GPUs may take longer than the
+    It takes SILENT_TIMEOUTS at least, since work that is queued on GPUs may take longer than the
     patience for a step.
     """
     return all(
@@ -162,7 +157,7 @@ def are_all_stuck(beats: Mapping[int, Beat], timeout: float) -> bool:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 3 is` or `ranks 0, 2 are`; of more than eight, the first eight and `...`."""
+    """Return `rank 3 is` or `ranks 0, 2 are`. Of more than eight it names the first eight."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} is"
     return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''} are"
@@ -174,8 +169,8 @@ class Heartbeat:
         with Heartbeat(store, rank, size, 60.0) as heartbeat:
             heartbeat.enter("step 1", STEP_TIMEOUTS)
 
-    An exception that leaves the block ends the other ranks too. With one rank, or without a store,
-    no threads run and nothing is watched.
+    An `Exception` that leaves the block ends the other ranks too; SystemExit and KeyboardInterrupt
+    do not. With one rank, or without a store, no threads run and nothing is watched.
     """
 
     def __init__(
@@ -188,8 +183,9 @@ class Heartbeat:
         """
         self.is_ending = False  # an exception is on its way out
         self.action = ""  # the action of a pipeline's schedule that this rank is at, in words
-        self._store: dist.Store | None = None  # over a connection of its own
+        self._store: dist.Store | None = None  # None: nothing is watched
         if store is not None and size > 1:
+            # A connection of its own: the main thread's may be in a call that waits for long.
             self._store = dist.PrefixStore(f"heartbeat {next(_heartbeat_numbers)}", store.clone())
         self._rank = rank
         self._size = size
@@ -204,7 +200,7 @@ class Heartbeat:
         self._exchanges = Counter[str]()  # number by pair of a pipeline's ranks
         # By process group, the number of its counted collectives that were such exchanges.
         self._not_collective = Counter[str]()
-        # Phase, action and counts at the last look; and the main thread's stack then.
+        # Phase, action and `Beat.entered` at the last look; and the main thread's stack then.
         self._last_entered: tuple[str, str, dict[str, int]] = ("", "", {})
         self._stack: list[StackLine] = []
         self._is_store_lost = False  # the store does not answer any more
@@ -213,10 +209,10 @@ class Heartbeat:
         self._moved_at = self._advanced_at = self._answered_at = time.monotonic()
         self._wake = threading.Event()  # lets `_talk` run at once
         self._closed = threading.Event()  # ends both threads
-        self._has_parted = False  # all ranks have left, or none can be heard of any more
+        self._has_parted = False  # the beats of all ranks say `left`, or the store is lost
         self._has_left = False  # this rank has left the block without an error
-        self._failure: Failure | None = None  # the run's first one, of whatever rank
-        self._own_failure: Failure | None = None  # what this rank has reported
+        self._failure: Failure | None = None  # the run's first one, of any rank
+        self._own_failure: Failure | None = None  # the one that this rank reports
         # By rank, its last beat, and when that changed, by time.monotonic().
         self._seen: dict[int, tuple[Beat, float]] = {}
         self._threads: list[threading.Thread] = []
@@ -254,7 +250,7 @@ class Heartbeat:
             thread.join(timeout=2 * BEAT_SECONDS)
 
     def enter(self, phase: str, patience: float = LONG_TIMEOUTS) -> None:
-        """Note that the main thread begins a phase. patience: how many timeouts it may take."""
+        """Note that the main thread begins a phase. patience: for it, in timeouts."""
         self._phase = phase
         self._patience = patience
 
@@ -269,9 +265,7 @@ class Heartbeat:
     def name_action_in_errors(self) -> Iterator[None]:
         """Add to an exception of the block the pipeline action that this rank was at.
 
-        The driver is a generator: while the loop's body has a micro-batch, the action that the
-        generator has begun is still the rank's. So around the loop over it, this also names the
-        action in which the loop's body has raised.
+        Around a loop over the driver's generator it names the action of the loop's body too.
         """
         try:
             yield
@@ -288,10 +282,10 @@ class Heartbeat:
 
     @contextmanager
     def exchange(self, peer: int) -> Iterator[None]:
-        """Count what begins inside as one exchange with the rank `peer`, and as no collective.
+        """Count the send or receive that the block starts as an exchange with the rank `peer`.
 
-        A backend counts sends and receives as collectives of the group, but only two ranks have
-        them, so the others would seem to be behind.
+        A backend counts it as a collective of the group, but only two ranks have it: the group's
+        other ranks would seem to be behind.
         """
         before = Counter(count_collectives())
         yield
@@ -303,8 +297,8 @@ class Heartbeat:
         """End this process with a line if the block, which connects to the store, takes too long.
 
         torch waits half an hour for a store that is not there, and for ever for one that takes a
-        connection and is silent. is_made: the store existed before this rank, and has to answer in
-        one timeout. Otherwise rank 0 makes it, and may still import.
+        connection and is silent. is_made: True if the store existed before this rank, so that it
+        has to answer in one timeout. Otherwise rank 0 makes it, and may still import.
         """
         seconds = self._timeout * (STEP_TIMEOUTS if is_made else LONG_TIMEOUTS)
         self.enter("connecting to the store")
@@ -316,16 +310,16 @@ class Heartbeat:
         finally:
             timer.cancel()
 
-    # The thread that looks at the main thread and judges the others. It makes no call that might
-    # not return, such as one to the store or the device. It runs until the block has ended, or ends
-    # the process.
-
+    # The thread that looks at the main thread. If that has not moved for a timeout, it finds the
+    # rank that this one waits for, and ends the run; a rank that moves judges no other. It makes no
+    # call that might not return, such as one to the store or the device. It runs until the block
+    # has ended, or ends the process.
     def _look(self) -> None:
         last_look = time.monotonic()
         while not self._closed.wait(BEAT_SECONDS):
             now = time.monotonic()
             if now - last_look > BEAT_SECONDS + OWN_STALL_SECONDS:
-                # This process was stopped itself: what it knows of the others is old.
+                # This process was stopped itself, and the beats that it has read are old.
                 self._moved_at = self._advanced_at = self._answered_at = now
                 self._seen.clear()
             last_look = now
@@ -334,14 +328,14 @@ class Heartbeat:
                 return
             self._observe_main_thread(now)
             is_due = self._own_failure is None and now - self._moved_at >= self._timeout
-            verdict = self._find_verdict(now) if is_due else None
-            if verdict is not None:
-                failure = self._report_failure(verdict)
+            failure = self._find_verdict(now) if is_due else None
+            if failure is not None:
+                first_failure = self._report_failure(failure)
                 self._wait(lambda: self._has_parted, FAILURE_GRACE_SECONDS)
-                self._end_run(failure)
+                self._end_run(first_failure)
 
     def _observe_main_thread(self, now: float) -> None:
-        """Look where the main thread is, and note whether it has moved since the last look."""
+        """Read where the main thread is, and note if it has moved since the last look."""
         counts = {
             name: entered - self._not_collective[name]
             for name, entered in count_collectives().items()
@@ -359,6 +353,7 @@ class Heartbeat:
         now = time.monotonic()
         return Beat(
             at=", ".join(filter(None, (self._phase, self.action, describe_place(self._stack)))),
+            # A step compiles when it meets new shapes.
             patience=LONG_TIMEOUTS if is_compiling(self._stack) else self._patience,
             still=now - self._moved_at,
             quiet=now - self._advanced_at,
@@ -368,42 +363,42 @@ class Heartbeat:
         )
 
     def _find_verdict(self, now: float) -> Failure | None:
-        """Return a failure that names what this rank waits for in vain, or None.
+        """Return a failure that names the rank, or store, that this one waits for in vain, or None.
 
-        It is never this rank itself, which the others judge. Called when the main thread has not
+        If this rank is behind itself, the others judge it. Called when the main thread has not
         moved for a timeout. now: by time.monotonic().
         """
-        known = self._read_others(now)
+        beats = self._read_others(now)
         timeout = self._timeout
         if now - self._answered_at >= timeout:
-            # Whatever the phase: the store answers without a thread of Python.
+            # In any phase: the store answers without a thread of Python.
             return self._make_store_failure(now - self._answered_at)
-        is_any_unheard = any(beat.unheard >= timeout for beat in known.values())
+        is_any_unheard = any(beat.unheard >= timeout for beat in beats.values())
         stopped = find_stopped_ranks() if is_any_unheard else set()
-        silent = find_silent(known, timeout, stopped)
+        silent = find_silent(beats, timeout, stopped)
         if silent:
             state = "stopped" if stopped.issuperset(silent) else "stopped or unreachable"
-            seconds = max(known[rank].unheard for rank in silent)
+            seconds = max(beats[rank].unheard for rank in silent)
             return self._make_failure(f"{name_ranks(silent)} {state} for {seconds:.0f} s")
-        behind = find_behind(known)
+        behind = find_behind(beats)
         if (
             behind
             and self._rank not in behind
-            and all(is_overdue(known[rank], timeout) for rank in behind)
+            and all(is_overdue(beats[rank], timeout) for rank in behind)
         ):
             lines = [
-                f"rank {rank} has made no progress for {known[rank].quiet:.0f} s in"
-                f" {known[rank].at}"
+                f"rank {rank} has made no progress for {beats[rank].quiet:.0f} s in"
+                f" {beats[rank].at}"
                 for rank in behind[:4]
             ]
             return self._make_failure("; ".join(lines))
-        if known and are_all_stuck(known, timeout):
-            seconds = min(beat.still for beat in known.values())
+        if beats and are_all_stuck(beats, timeout):
+            seconds = min(beat.still for beat in beats.values())
             return self._make_failure(f"no rank has moved for {seconds:.0f} s")
         return None
 
     def _make_failure(self, text: str) -> Failure:
-        """Return a failure of this text, with where this rank waits and what to set."""
+        """Return a failure of this text, with the place where this rank waits and a remedy."""
         key = f"parallel.heartbeat_timeout_seconds={self._timeout:g}"
         wait = self._describe_own_wait()
         return Failure(self._rank, [f"{text}; {wait}; set {key} higher if the run is only slow"])
@@ -419,9 +414,8 @@ class Heartbeat:
         beat = self._make_beat()
         return f"rank {self._rank} waits for {beat.still:.0f} s in {beat.at}"
 
-    # The thread that talks with the store, which others do in `_is_first_to_say` alone. It runs
-    # until the block has ended, or the store is gone.
-
+    # The thread that exchanges beats and failures over the store, until the block has ended or the
+    # store is gone. Other threads call the store in `_is_first_to_say` only.
     def _talk(self) -> None:
         while True:
             try:
@@ -433,13 +427,14 @@ class Heartbeat:
                 return
             self._answered_at = time.monotonic()
             is_ending = self._has_left or self._own_failure is not None or self._failure is not None
+            # More often at the end, where ranks wait for each other to have left.
             self._wake.wait(BEAT_SECONDS / 10 if is_ending else BEAT_SECONDS)
             self._wake.clear()
 
     def _exchange_beats(self) -> None:
-        """Write this rank's beat to the store, and read the others' if something may be wrong.
+        """Write this rank's beat and failure to the store, and read the run's failure from it.
 
-        Also write this rank's failure, and read the run's.
+        All beats are read only while this rank ends, or its main thread stands still.
         """
         store = self._store
         assert store is not None
@@ -464,17 +459,17 @@ class Heartbeat:
         self._has_parted = len(beats) == self._size and all(beat.left for beat in beats)
 
     def _read_others(self, now: float) -> dict[int, Beat]:
-        """Return the last beats of the ranks that have not left, this one's too, as far as known.
+        """Return by rank the last beats of all ranks that have not left, of this one too.
 
-        now: by time.monotonic(), for `unheard`.
+        Empty while `_exchange_beats` does not read them. now: by time.monotonic(), for `unheard`.
         """
-        seen = {
+        beats = {
             rank: replace(beat, unheard=now - since)
-            for rank, (beat, since) in list(self._seen.items())
+            for rank, (beat, since) in list(self._seen.items())  # a copy: `_talk` changes it
         }
-        if seen:
-            seen[self._rank] = self._make_beat()
-        return {rank: beat for rank, beat in seen.items() if not beat.left}
+        if beats:
+            beats[self._rank] = self._make_beat()
+        return {rank: beat for rank, beat in beats.items() if not beat.left}
 
     # The end of a run.
 
@@ -486,10 +481,11 @@ class Heartbeat:
         """
         self.is_ending = True
         self._wake.set()
-        # Errors of gloo can be told apart by their text alone.
+        # Errors of gloo have no class of their own: only their text tells them apart.
         is_connection_lost = isinstance(error, RuntimeError) and bool(_GONE.search(str(error)))
         is_lost = isinstance(error, PeerFailedError) or is_connection_lost
         if is_lost:  # the rank that is the cause reports it, or is not heard of any more
+            # The beats are read from now on, and `unheard` counts from the first reading.
             self._wait(
                 lambda: self._failure is not None or self._is_store_lost or bool(self._find_gone()),
                 PEER_LOST_SECONDS + 4 * BEAT_SECONDS,
@@ -513,7 +509,7 @@ class Heartbeat:
             time.sleep(PRINTING_SECONDS)  # a launcher that sees a rank end ends the others
 
     def _describe_error(self, error: Exception) -> Failure:
-        """Return the failure that this rank's exception is, with the lines for other machines."""
+        """Return the failure to report for this rank's exception, with the lines for all ranks."""
         if isinstance(error, UserError):
             return Failure(
                 rank=self._rank,
@@ -534,7 +530,7 @@ class Heartbeat:
         )
 
     def _describe_lost(self, error: Exception) -> Failure:
-        """Return the failure that another rank, or the store, is gone without a report."""
+        """Return the failure to report when another rank, or the store, is gone without a word."""
         gone = self._find_gone()
         text = f"rank {self._rank} has lost a connection"
         if gone:
@@ -547,9 +543,9 @@ class Heartbeat:
         return Failure(self._rank, [line], nodes=sorted(nodes))
 
     def _find_gone(self) -> dict[int, Beat]:
-        """Return the ranks that are not heard of any more, with their last beats."""
-        known = self._read_others(time.monotonic())
-        return {rank: beat for rank, beat in known.items() if beat.unheard >= PEER_LOST_SECONDS}
+        """Return by rank the last beats of the ranks that are not heard of any more."""
+        beats = self._read_others(time.monotonic())
+        return {rank: beat for rank, beat in beats.items() if beat.unheard >= PEER_LOST_SECONDS}
 
     def _report_failure(self, failure: Failure) -> Failure:
         """Report a failure; return the run's first one, which may be another rank's."""
@@ -570,6 +566,7 @@ class Heartbeat:
         if self._own_failure is None:
             self._end_run(failure)
 
+    # Ends by os._exit (`end_process`), which a stuck kernel or collective cannot hold up.
     def _end_run(self, failure: Failure) -> None:
         # Never released: of two threads the first one ends the process.
         self._end_lock.acquire()
@@ -584,10 +581,10 @@ class Heartbeat:
         errors.end_process(failure.code)
 
     def _is_first_to_say(self) -> bool:
-        """Return True on one rank of a machine, which writes the lines, as far as can be known."""
+        """Return True on one rank of a machine, which writes the lines; without a store on all."""
         if self._folder:
             try:
-                open(Path(self._folder, errors.SAID_FILE), "x").close()
+                open(Path(self._folder, errors.SAID_FILE), "x").close()  # one rank can make it
             except OSError as error:  # a full disk must not swallow the lines
                 return not isinstance(error, FileExistsError)
         elif (
@@ -600,7 +597,7 @@ class Heartbeat:
         return True
 
     def _wait(self, is_ready: Callable[[], bool], seconds: float) -> None:
-        # Polls, since what is waited for is changed by several threads.
+        # Polls, since several threads change what `is_ready` reads.
         deadline = time.monotonic() + seconds
         while not is_ready() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -609,13 +606,15 @@ class Heartbeat:
 def find_stopped_ranks() -> set[int]:
     """Return the ranks of this run on this machine whose process is stopped, as by SIGSTOP.
 
-    They are found in /proc, so on Linux alone, by the environment of each process, so also before
-    they have imported anything. A process that is busy in a call which lets no thread of Python run
-    is not among them, nor one that a debugger holds.
+    They are found in /proc, on Linux only, by the environment of each process: so also before they
+    have imported anything. A process that is busy in a call which lets no thread of Python run is
+    not among them, nor one that a debugger holds.
     """
     stopped = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError):  # it has ended, or is another user's
+        # OSError: it has ended, or is another user's. ValueError: it has no RANK.
+        with suppress(OSError, ValueError):
+            # The state is the first field after the name, which may itself hold parentheses.
             if (process / "stat").read_text().rpartition(")")[2].split()[0] == "T":
                 entries = os.fsdecode((process / "environ").read_bytes()).split("\0")
                 variables = dict(entry.split("=", 1) for entry in entries if "=" in entry)
@@ -625,11 +624,12 @@ def find_stopped_ranks() -> set[int]:
 
 
 def count_collectives() -> dict[str, int]:
-    """Return by process group how many collectives this rank has entered.
+    """Return by name of a process group how many collectives this rank has entered.
 
     By private methods of torch.distributed, which has no public ones.
     """
     counts = {}
+    # A copy: the main thread may make a group meanwhile.
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
         with suppress(RuntimeError):  # of a backend that does not count
             backends = [group._get_backend(device) for device in group._device_types]

@@ -1,14 +1,10 @@
 """Divide a model among the ranks and apply the config's memory settings, in place.
 
-A recipe calls `parallelize` once, on the meta model, and the rest in each training step:
-
-    parallel = parallelize(model, cfg, world)
-    for micro_batch in parallel.micro_batches(batches):
-        parallel.backward(compute_loss(micro_batch))
-    all_reduce_gradients(model, parallel, world)
-
-A memory lever is a setting of the section `memory` that trades device memory for time, such as
-activation checkpointing or offload.
+A recipe calls `parallelize` once, on the meta model. In each step it loops over
+`Parallel.micro_batches`, calls `backward` in the loop's body, and `all_reduce_gradients` after it.
+A lever is a setting of the section `memory` that trades device memory for time, such as activation
+checkpointing. A unit is the modules whose parameters FSDP gathers together, the root the unit of
+the model itself. A stage is consecutive layers that one rank of a pipeline runs.
 """
 
 from collections.abc import Iterator
@@ -48,7 +44,7 @@ class Parallel:
     Functions that train, evaluate or save the model take it as an argument.
     """
 
-    # Runs this rank's stages; None without a pipeline.
+    # Runs micro-batches through this rank's stages; None without a pipeline.
     pipeline: Pipeline | None = None
     # By parameter name, the kind of its gradient on a rank of a tensor-parallel group: `sharded`,
     # the gradient of this rank's part, or `partial`, this rank's summand of the whole gradient.
@@ -56,10 +52,10 @@ class Parallel:
     tensor_gradients: dict[str, str] = field(default_factory=dict)
     # The FSDP units, without the root; empty where FSDP does not shard the model.
     units: list[Unit] = field(default_factory=list)
-    # Set if every data rank has the whole model (`parallel.strategy: ddp`); else None, see
-    # `find_replicas`.
+    # How gradients are summed if every data rank has the whole model (`parallel.strategy: ddp`).
+    # None for another strategy, and where there is nothing to sum.
     replicas: Replicas | None = None
-    # What the section `memory` of the config has set up in the model.
+    # The objects that the section `memory` of the config has set up in the model.
     levers: MemoryLevers = field(default_factory=MemoryLevers)
     # Adds up the gradients of a step's micro-batches; None for a model that is not trained.
     accumulation: GradientAccumulation | None = None
@@ -74,7 +70,7 @@ class Parallel:
     def tied_copy(self) -> nn.Parameter | None:
         """Return the tied embedding if it is a copy that a norm of gradients is to leave out.
 
-        It is the one on the last rank of a pipeline; the first rank counts it. Otherwise None.
+        That is so on the last rank of a pipeline, as the first rank counts it. Otherwise None.
         """
         return None if self.pipeline is None else self.pipeline.tied_copy
 
@@ -87,26 +83,28 @@ class Parallel:
         model there computes the output head alone; on other ranks the body never runs. After the
         loop only the sums of `all_reduce_gradients` are missing. A collective: all ranks call it.
 
-        Raise ConfigError for a body that does not call `backward` exactly once.
+        Raise ConfigError for a body that does not call `backward` exactly once, and ValueError for
+        a model that is not trained.
         """
         if self.accumulation is None:
             raise ValueError("this model was made with for_training=False, so it has no backward")
-        if self.levers.quantization is not None:
+        if self.levers.quantization is not None:  # quantization-aware training may begin later
             self.levers.quantization.begin(batches.step)
         if self.balance is not None:
+            # The loss is a mean over all micro-batches of the step.
             self.balance.begin(len(batches.micro_batches) * self.data_ranks)
         if self.pipeline is not None:
-            scheduled = self.pipeline.train(batches.micro_batches, self.accumulation)
+            micro_batches = self.pipeline.train(batches.micro_batches, self.accumulation)
         else:
-            scheduled = self.accumulation.take_in_turn(batches.micro_batches)
-        yield from self.accumulation.lend(scheduled)
+            micro_batches = self.accumulation.take_in_turn(batches.micro_batches)
+        yield from self.accumulation.lend(micro_batches)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of a micro-batch's loss and add them to the parameters'.
+        """Compute the gradients of a micro-batch's loss `[]` and add them to the parameters'.
 
         In a pipeline only those of the head and of its hidden states; the gradients of the stages
-        follow when the loop over `micro_batches` goes on. Raise ConfigError outside of that loop,
-        and for a second call.
+        follow when the loop over `micro_batches` goes on. Raise ConfigError outside of that loop
+        and for a second call on a micro-batch, and ValueError for a model that is not trained.
         """
         if self.accumulation is None:
             raise ValueError("this model was made with for_training=False, so it has no backward")
@@ -126,8 +124,8 @@ def parallelize(
     before `materialize`, which allocates the parameters. Parameters keep their names. for_training:
     False for a model that has no backward, such as a frozen reference.
 
-    Raise ConfigError for a model that the config's settings do not fit; see `split_pipeline`,
-    `shard_tensors`, `shard_sequences`, `apply_memory_levers` and `shard_model`.
+    Raise ConfigError for a model that does not fit the config's sizes and settings, or that a
+    recipe has changed in a way that they do not allow.
     """
     # In this order: each call takes the modules as those before it have left them.
     pipeline = split_pipeline(model, cfg, world)
@@ -178,7 +176,8 @@ def _add_balance_loss(
 ) -> BalanceLoss | None:
     """Give each layer's router the auxiliary loss of `router_aux_loss_coef`, and return the loss.
 
-    None for a coefficient of 0. Raise ConfigError for a model without routers.
+    Return None for a coefficient of 0. Raise ConfigError for a model without routers, and for an
+    external model.
     """
     if not cfg.router_aux_loss_coef:
         return None
@@ -188,6 +187,7 @@ def _add_balance_loss(
             f"router_aux_loss_coef: found {cfg.router_aux_loss_coef:g} for a model without experts"
             " of ours, expected 0; remove router_aux_loss_coef"
         )
+    # `mixture.layers`: True for each layer that has experts.
     balance = BalanceLoss(cfg.router_aux_loss_coef, sum(spec.mixture.layers), world.context)
     for module in model.modules():
         if isinstance(module, Mixture):
@@ -200,7 +200,7 @@ def describe_units(model: nn.Module, parallel: Parallel) -> str:
 
     It may be called before or after the model is sharded.
     """
-    # Layers that `memory.stream_layers` keeps in host memory.
+    # A text on the layers that `memory.stream_layers` keeps in host memory, with its own separator.
     hosted = "" if parallel.levers.layers is None else parallel.levers.layers.describe()
     if parallel.replicas is not None:
         num_trained_elements = sum(
@@ -218,20 +218,23 @@ def describe_units(model: nn.Module, parallel: Parallel) -> str:
 
 
 def _describe_sizes(model: nn.Module, parallel: Parallel) -> str:
-    """Return the units by size, largest first, and which collectives run once a step only."""
+    """Return the units by size, largest first, and which collectives run once a step only.
+
+    As in "32 x 416 MiB, lm_head 1 GiB; always gathered: 8 KiB; gradients reduced once a step".
+    """
     units_by_size: dict[int, list[Unit]] = {}  # by bytes
     for unit in parallel.units:
         units_by_size.setdefault(unit.bytes, []).append(unit)
-    parts: list[str] = []
+    size_texts: list[str] = []
     for size, units in sorted(units_by_size.items(), reverse=True):
         if len(units) > 2:
-            parts.append(f"{len(units)} x {format_bytes(size)}")
+            size_texts.append(f"{len(units)} x {format_bytes(size)}")
         else:
-            parts += [f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in units]
+            size_texts += [f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in units]
     root_bytes = count_parameter_bytes(model) - sum(unit.bytes for unit in parallel.units)
-    if parallel.levers.layers is not None:
+    if parallel.levers.layers is not None:  # in no unit, and not in the root either
         root_bytes -= parallel.levers.layers.num_bytes()
-    line = f"{', '.join(parts)}; always gathered: {format_bytes(root_bytes)}"
+    line = f"{', '.join(size_texts)}; always gathered: {format_bytes(root_bytes)}"
     if parallel.accumulation is not None and parallel.accumulation.once:
         line += "; gradients reduced once a step"
         if parallel.accumulation.keeps_weights:
@@ -269,6 +272,7 @@ def _sum_partial_gradients(model: nn.Module, parallel: Parallel, world: World) -
     fp64), all of one dtype and device in one all-reduce. Raise ValueError for a trained parameter
     that was added after `parallelize`.
     """
+    # Gradients that one all-reduce sums, by their dtype and device.
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -303,16 +307,17 @@ def _sum_partial_gradients(model: nn.Module, parallel: Parallel, world: World) -
 def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) -> Pipeline | None:
     """Remove other ranks' stages from a meta model, in place; return the runner of this rank's.
 
-    Return None without a pipeline. A tied embedding is on the first and on the last stage; see
-    `Pipeline.sum_tied_gradients`. Raise ConfigError: see `split_layers`, `refuse_for_pipeline`,
-    `LanguageModel.find_stage_parts`.
+    Return None without a pipeline. A tied embedding is on the first and on the last stage, which
+    sum their gradients (`Pipeline.sum_tied_gradients`). Raise ConfigError for a model with fewer
+    layers than stages, for numbers of layers that do not fit it, for an external model that cannot
+    be divided, and for a recipe's own tensors that are not on one stage.
     """
     if world.pipeline is None:
         return None
     layers = split_layers(model.spec, cfg, world.mesh["data_shard"].size())
     refuse_for_pipeline(model, layers)
     stages = list_rank_stages(cfg.parallel, world.pipeline.rank)
-    # The dtype the model was built with; adapters and quantized weights have other ones.
+    # The model's own dtype, as that of the final norm: adapters and quantized weights have others.
     dtype = next(model.get_submodule(model.find_stage_parts().last[0]).parameters()).dtype
     model.keep_stages(
         set(chain.from_iterable(layers[stage] for stage in stages)),
@@ -321,9 +326,8 @@ def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) 
     )
     if SCHEDULES[cfg.parallel.pipeline_schedule].splits:  # backward into input and weight gradients
         for module in model.modules():
+            # By type: a subclass, such as a linear with adapters, keeps its forward.
             if type(module) is nn.Linear:
-                # So that its weight gradient can be deferred. Of a subclass, such as a linear with
-                # adapters, the forward stays.
                 module.forward = MethodType(_run_linear, module)  # type: ignore[method-assign]
     pipeline = Pipeline(
         model, cfg=cfg, world=world, layers={stage: layers[stage] for stage in stages}, dtype=dtype
@@ -335,13 +339,13 @@ def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) 
 def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
     """Raise ConfigError for a recipe's own tensors that no stage, or more than one, would have.
 
-    Called while the model still has all stages. stages: of each stage, the numbers of its layers.
+    Called while the model still has all stages. stages: of each stage, the indices of its layers.
     """
     extras = find_extra_tensors(model)
     if not extras:
         return
     parts = model.find_stage_parts()
-    # By the beginning of a tensor's name.
+    # The stage of a module, by the name of the module and a dot.
     stage_by_prefix = {f"{name}.": len(stages) - 1 for name in parts.last}
     for stage, layers in enumerate(stages):
         stage_by_prefix |= {f"{parts.layers[layer]}.": stage for layer in layers}
@@ -371,5 +375,5 @@ def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
 
 
 def _run_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
-    # By the op whose weight gradient can be deferred.
+    """Run a linear by the op whose weight gradient can be deferred."""
     return linear(hidden, module.weight, module.bias)

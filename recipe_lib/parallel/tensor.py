@@ -1,16 +1,9 @@
 """Shard a decoder over tensor-parallel groups, with sequence parallelism (arXiv 2205.05198).
 
 `parallelize` calls `shard_tensors` on the meta model; the forwards are in `tensor_forwards`.
-Sizes here: t ranks, N tokens of a micro-batch, n = N / t of a rank, h heads, f MLP channels.
-
-Between layers a rank has n tokens `[n, d]`, in the order of the flattened batch, for norms and
-residual sums. Attention and MLP gather all N tokens, compute h / t heads and f / t channels, and
-reduce-scatter their outputs to the n tokens of each rank (`recipe_lib.ops.gathered`).
-
-Parameters become DTensors under their own names. q, k, v, gate, up, embedding and output are
-column-parallel: a rank has some outputs of each. o and down are row-parallel: some inputs. Norms,
-the biases of o and down, and the halves of adapters that work on the n tokens are whole on every
-rank; each rank has a summand of their gradients, which `all_reduce_gradients` sums.
+Between layers each of t ranks has n = N / t of a micro-batch's N tokens, `[n, d]`. Attention and
+MLP gather all N, compute a part of the heads and channels, and reduce-scatter their outputs. A
+mixture is an MLP of experts. A fault is one line of an error.
 """
 
 from collections.abc import Callable
@@ -43,12 +36,17 @@ from recipe_lib.ops.gathered import Group
 from recipe_lib.parallel import tensor_forwards as forwards
 from recipe_lib.parallel.world import World
 
+# Parameters become DTensors under their own names. Norms, the biases of row-parallel linears, and
+# the halves of adapters that work on the n tokens are whole on every rank. Each rank has a summand
+# of their gradients, which `all_reduce_gradients` sums.
+
 # Linears of a layer by their name in it.
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # some outputs on a rank
 ROW_PARALLEL = ("o_proj", "down_proj")  # some inputs on a rank
-# All matrices that are divided; `gate_up_proj` is that of experts.
+# All matrices that are divided. Those behind ROW_PARALLEL are divided by outputs (rows):
+# `gate_up_proj` of the experts, the embedding and the output head by entries of the vocabulary.
 _MATRICES = (*COLUMN_PARALLEL, *ROW_PARALLEL, "gate_up_proj", "embed_tokens", "lm_head")
-# The forwards that `tensor_forwards` has a replacement for.
+# The forwards of decoder modules that `tensor_forwards` has a replacement for.
 _REPLACED_FORWARDS = tuple(
     kind.forward for kind in (Attention, MLP, Mixture, DecoderLayer, SandwichLayer, Norm, WidthNorm)
 )
@@ -64,8 +62,8 @@ def shard_tensors(
 
     Return by parameter name the kind of its gradient on a rank: `sharded`, the gradient of this
     rank's part, or `partial`, a summand of the whole gradient. Without tensor parallelism the dict
-    is empty and the model left as it is. Raise ConfigError: see `check_tensor`,
-    `refuse_for_tensor`.
+    is empty and the model left as it is. Raise ConfigError for a model that the ranks cannot share
+    evenly, and for one that a recipe has changed (`check_tensor`, `refuse_for_tensor`).
     """
     if world.tensor is None:
         return {}
@@ -74,11 +72,13 @@ def shard_tensors(
         return model.spec.shard_tensors(model, parallel, world)
     spec = model.spec
     group = world.tensor
+    # "nf4" or "int8", one for all linears of a model.
     quantized_kinds = [
         module.kind for module in model.modules() if isinstance(module, QuantizedLinear)
     ]
     check_tensor(spec, parallel, min(quantized_kinds, default="none"))
-    # Where there are more ranks than kv heads, each rank has the weights of all of them.
+    # Where there are more ranks than kv heads, each rank has the weights of all of them, and
+    # computes one.
     copies_kv_heads = spec.num_kv_heads % group.size != 0
     keep_gathered = parallel.tensor_regather_in_backward == "false"
     if parallel.tensor_regather_in_backward == "auto":
@@ -86,7 +86,8 @@ def shard_tensors(
         keep_gathered = memory.activation_checkpointing != "none"
     kv_head = group.rank * spec.num_kv_heads // group.size if copies_kv_heads else None
     sharing = forwards.Sharing(group, keep_gathered, kv_head)
-    # Parameters of quantized modules are divided with all others, below.
+    # Quantized modules are told which part they compute with. Their parameters are divided with
+    # all others, below.
     for name, module in model.named_modules():
         if isinstance(module, QuantizedExperts) and spec.mixture is not None:
             _share_quantized_experts(module, name=name, group=group, mixture=spec.mixture)
@@ -103,7 +104,7 @@ def shard_tensors(
         model, world.mesh["tensor"], ("k_proj", "v_proj") if copies_kv_heads else ()
     )
     if spec.mixture is not None:
-        # For loading and saving: which parts of a full tensor a rank's shard consists of.
+        # For loading and saving: the ranges of a full tensor that the ranks' shards consist of.
         model.runs = _list_expert_runs(model, spec.mixture, group.size)
     # Derived classes stand before their bases, as the first match counts.
     replacements: tuple[tuple[type[nn.Module], Callable[..., Any]], ...] = (
@@ -133,10 +134,11 @@ def shard_tensors(
 
 
 def refuse_for_tensor(model: Decoder) -> None:
-    """Raise ConfigError for a model with a recipe's own parameters, or with forwards or hooks that
-    tensor parallelism would replace or skip.
+    """Raise ConfigError for a model that a recipe has changed in ways that the ranks cannot share.
 
-    They would see a part of the tokens, heads and channels only, in inputs of other shapes.
+    These are parameters of a recipe's own, and forwards and hooks of attention, MLPs, layers and
+    norms. They would be replaced or skipped, or see inputs of other shapes: a part of the tokens,
+    heads and channels.
     """
     additions = [*find_extra_tensors(model), *_list_changes(model)]
     if additions:
@@ -148,10 +150,10 @@ def refuse_for_tensor(model: Decoder) -> None:
 
 
 def _list_changes(model: Decoder) -> list[str]:
-    """Return a description of each forward that a recipe has replaced, and each skipped hook."""
+    """Return the words for each forward that a recipe has replaced, and each hook to be skipped."""
     changes = []
-    # Ids of modules in attention and MLPs: the replaced forwards use their weights without calling
-    # them, so their hooks would not run.
+    # Ids of attention, MLPs and the modules in them: `tensor_forwards` uses the weights of most
+    # without calling the module, so hooks would not run.
     skipped_ids: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, (Attention, MLP, Mixture)):
@@ -165,7 +167,7 @@ def _list_changes(model: Decoder) -> list[str]:
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Let a module run another forward; its parameters and hooks stay what they are."""
+    """Let a module run another forward; its parameters and hooks stay as they are."""
     # A method of one function for all modules of a kind: with a callable object for each module
     # torch.compile would compile each layer anew.
     module.forward = MethodType(forward, module)
@@ -190,8 +192,8 @@ def _take_part(
 ) -> None:
     """Tell a quantized linear which part of its weight this rank computes with.
 
-    kv_head: the only head that this rank computes of a k or v projection whose weight it has whole;
-    None: the rank's even part of the rows or columns.
+    kv_head: index of the only head that this rank computes of a k or v projection whose weight it
+    has whole; None: the rank's even part of the rows or columns. head_width: rows of a head.
     """
     rows = (0, linear.out_features)
     columns = (0, linear.in_features)
@@ -216,28 +218,31 @@ def _place_parameters(
     """Make each parameter a DTensor over the group; one that several modules own stays one.
 
     copied: names of matrices that every rank has whole. Return the kinds of gradients, as
-    `shard_tensors`.
+    `shard_tensors` does.
     """
-    placed: dict[int, nn.Parameter] = {}  # new parameters by the id of the old one
-    gradients = {}
+    new_parameters: dict[int, nn.Parameter] = {}  # by the id of the old one
+    gradient_kinds = {}  # by parameter name
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in placed:
+            if id(parameter) not in new_parameters:
                 placement = _choose_placement(
                     f"{path}.{name}", copied, getattr(module, "kind", None)
                 )
-                placed[id(parameter)] = place_parameter(parameter, placement, mesh)
-                gradients[f"{path}.{name}"] = "partial" if placement.is_replicate() else "sharded"
-            setattr(module, name, placed[id(parameter)])
-    return gradients
+                new_parameters[id(parameter)] = place_parameter(parameter, placement, mesh)
+                gradient_kinds[f"{path}.{name}"] = (
+                    "partial" if placement.is_replicate() else "sharded"
+                )
+            setattr(module, name, new_parameters[id(parameter)])
+    return gradient_kinds
 
 
 def _choose_placement(name: str, copied: tuple[str, ...], kind: str | None) -> Placement:
     """Return the placement of a parameter over the group, by the matrix that it belongs to.
 
     Matrices are `[o, i]`, those of experts `[E, o, i]`: sharded along their outputs o, those of
-    ROW_PARALLEL along their inputs i. name: dotted. copied: names of matrices that every rank has
-    whole. kind: "nf4" or "int8" of a quantized module, else None.
+    ROW_PARALLEL along their inputs i. A quantized weight is parameters `weight_codes`,
+    `weight_scales` and `weight_factors`. name: dotted. copied: names of matrices that every rank
+    has whole. kind: "nf4" or "int8" of a quantized module, else None.
     """
     parts = name.split(".")
     leaf = parts[-1]
@@ -249,8 +254,8 @@ def _choose_placement(name: str, copied: tuple[str, ...], kind: str | None) -> P
     is_of_experts = "experts" in parts
     output_dim = 1 if is_of_experts else 0
     if matrix not in ROW_PARALLEL:
-        # The adapter's A works on the n tokens of the rank. Each rank has all factors of NF4, which
-        # are few.
+        # Whole are the adapter's A, which works on the n tokens of the rank, and the factors of
+        # NF4, which are few.
         is_whole = "lora_A" in parts or (
             leaf == "weight_factors" and (is_of_experts or kind == "nf4")
         )
@@ -264,7 +269,7 @@ def _choose_placement(name: str, copied: tuple[str, ...], kind: str | None) -> P
 def place_parameter(
     parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh
 ) -> nn.Parameter:
-    """Return a meta parameter as a DTensor over the group; a shard has an even part of it."""
+    """Return a meta parameter as a DTensor over the group; a rank's shard is an even part of it."""
     shape = list(parameter.shape)
     if isinstance(placement, Shard):
         shape[placement.dim] //= mesh.size()
@@ -275,10 +280,10 @@ def place_parameter(
 
 
 def _list_expert_runs(model: nn.Module, mixture: MixtureSpec, size: int) -> dict[str, Runs]:
-    """Return dimension and index ranges by name of the parameters of experts that hold gate and up.
+    """Return by name of the experts' gate and up parameters the dimension and ranges of the shards.
 
-    Gate stands above up, and each rank has a part of either, so a rank's shard is two ranges of the
-    whole dimension. The ranges are listed rank by rank. size: of the group.
+    Gate stands above up, and each rank has a part of either, so a rank's shard is two ranges
+    (start, end) of the whole dimension. They are listed rank by rank. size: number of ranks.
     """
     if mixture.interleaved:  # rows of gate and up alternate, so a rank's part is one range
         return {}
@@ -300,17 +305,19 @@ def _share_quantized_experts(
 ) -> None:
     """Tell quantized experts which part of their weights this rank computes with.
 
-    name: of the module, which says whether it is `down_proj` or `gate_up_proj`.
+    name: of the module, to tell `down_proj` from `gate_up_proj`.
     """
     if name.endswith("experts.down_proj"):
         module.take_part((0, module.out_features), _get_part(module.in_features, group))
     else:
+        # A run is the rows of one expert, or if not interleaved of its gate or its up: each rank
+        # has a part of every run.
         module.take_part_of_runs(
             module.num_experts * (1 if mixture.interleaved else 2), group.rank, group.size
         )
 
 
-# Check by a model's shape alone which sizes of a group can divide it.
+# Checks by the sizes of a model: which sizes of a group can divide it.
 
 
 def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "none") -> None:
@@ -320,13 +327,14 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
     that fit. quantize: `lora.quantize_base`; its blocks of weights cannot be divided among ranks.
     """
     size = parallel.tensor
-    counts = {
+    counts = {  # sizes that the ranks have to divide, by their names in the error
         "attention heads": spec.num_heads,
         "tokens of the vocabulary": spec.vocab_size,
         **_get_widths(spec),
     }
+    # Norms over the channels of all heads would count a copied head several times.
     copies = parallel.tensor_replicate_kv_heads and not spec.width_norms
-    legal = [
+    fitting_sizes = [
         ranks
         for ranks in range(1, spec.num_heads + 1)
         if all(count % ranks == 0 for count in counts.values())
@@ -335,7 +343,7 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
     ]
     if not _copies_kv_heads(spec, copies, size):
         counts["key and value heads"] = spec.num_kv_heads
-    sizes = f"sizes that fit: {', '.join(map(str, legal))}"
+    sizes = f"sizes that fit: {', '.join(map(str, fitting_sizes))}"
     faults = [
         f"parallel.tensor={size}: the model has {count} {name}, which {size} ranks cannot share"
         f" evenly; {sizes}"
@@ -344,6 +352,7 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
     ]
     helps_to_copy = not copies and not spec.width_norms and _copies_kv_heads(spec, True, size)
     if helps_to_copy and spec.num_kv_heads % size and spec.num_heads % size == 0:
+        # The last fault is that of the kv heads, the last entry of `counts`.
         faults[-1] += "; parallel.tensor_replicate_kv_heads=true gives every rank their weights"
     uncuttable = (
         [] if faults else _list_uncuttable(spec, quantize=quantize, size=size, copies=copies)
@@ -359,7 +368,7 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
 
 
 def _get_widths(spec: DecoderSpec) -> dict[str, int]:
-    """Return the number of channels of MLPs, of experts, or of both, by its name in messages."""
+    """Return the channels of MLPs, of an expert, or of both, by their names in messages."""
     mixture = spec.mixture
     widths = {} if mixture is not None and all(mixture.layers) else {"MLP channels": spec.mlp_width}
     return widths if mixture is None else widths | {"channels of an expert": mixture.mlp_width}
@@ -376,13 +385,13 @@ def _copies_kv_heads(spec: DecoderSpec, copies: bool, size: int) -> bool:
 def _list_uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> list[str]:
     """Return the names of a layer's linears whose quantized weight `size` ranks cannot divide.
 
-    quantize and copies are those of `check_tensor` and `_copies_kv_heads`.
+    quantize: `lora.quantize_base`. copies: True if each rank may have all kv heads.
     """
     if quantize == "none" or size == 1:
         return []
     q_width = spec.num_heads * spec.head_width
     kv_width = spec.num_kv_heads * spec.head_width
-    # Numbers of features that are not the model's width, or of the outputs the MLP's.
+    # Features that differ from the default: the model's width, and for outputs the MLP's.
     inputs = {"o_proj": q_width, "down_proj": spec.mlp_width}
     outputs = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
     uncuttable = _list_uncuttable_experts(spec, quantize, size)
@@ -411,7 +420,7 @@ def _list_uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) 
 def _list_uncuttable_experts(spec: DecoderSpec, quantize: str, size: int) -> list[str]:
     """Return the names of the experts' matrices that `size` ranks cannot divide.
 
-    Gate and up are one matrix, which is never divided in int8.
+    Gate and up are one matrix, which is never divided in int8. quantize: `lora.quantize_base`.
     """
     mixture = spec.mixture
     if mixture is None or not can_quantize(spec.width, mixture.mlp_width, quantize):
@@ -419,6 +428,7 @@ def _list_uncuttable_experts(spec: DecoderSpec, quantize: str, size: int) -> lis
     can_cut_down = can_cut(
         mixture.mlp_width, out_features=spec.width, kind=quantize, parts=size, by_columns=True
     )
+    # Rows of a run: gate and up are divided one by one, or together where their rows alternate.
     height = mixture.mlp_width * (2 if mixture.interleaved else 1)
     can_cut_gate_up = quantize == "nf4" and can_cut(
         spec.width, out_features=height, kind=quantize, parts=size, by_columns=False

@@ -1,11 +1,9 @@
 """Run a decoder's modules on the ranks of a tensor-parallel group.
 
 `tensor.shard_tensors` puts these functions in place of the modules' own forwards; each takes the
-module first. Sizes here: t ranks, N tokens `[b, s]` of a micro-batch, n = N / t of a rank.
-
-A layer takes and returns this rank's tokens of the residual stream, `[n, d]`. Attention, MLP and
-mixture get the stream and the norm before them, so that autograd keeps the stream, and not the
-normed tokens beside it: these are computed again in backward.
+module first. Sizes here: t ranks, N tokens `[b, s]` of a micro-batch, n = N / t of a rank, d the
+model's width, o outputs of a linear, r an adapter's rank, h heads of width e, E experts. `gather`
+makes `[n, ...]` of each rank `[N, ...]` on all. `scatter` sums `[N, ...]` over ranks to `[n, ...]`.
 """
 
 from collections.abc import Callable
@@ -69,6 +67,10 @@ from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.rope import apply_rotation
 from recipe_lib.ops.sequence_shards import gather_tokens
 
+# A layer takes and returns this rank's tokens of the residual stream, `[n, d]`. Attention, MLP and
+# mixture get the stream and the norm before them, so that autograd keeps the stream, and not the
+# normed tokens beside it: these are computed again in backward.
+
 Rotation = tuple[Tensor, Tensor]  # cosine and sine, each fp32 [b, s, 1, rotated channels / 2]
 
 
@@ -76,7 +78,7 @@ Rotation = tuple[Tensor, Tensor]  # cosine and sine, each fp32 [b, s, 1, rotated
 class Sharing:
     """The settings by which the ranks of a group share attention and MLP."""
 
-    group: Group  # the ranks
+    group: Group  # name, size and this rank's index
     keep_gathered: bool  # keep gathered tokens for backward; False: gather them again there
     kv_head: int | None  # index of the only kv head of this rank; None: its even share of them
 
@@ -87,7 +89,7 @@ def run_norm(module: Norm, hidden: Tensor) -> Tensor:
 
 
 def run_width_norm(norm: WidthNorm, group: Group, heads: Tensor) -> Tensor:
-    """Return heads `[..., h / t, e]` normed over the channels of all heads, of all ranks.
+    """Return heads `[..., h / t, e]` normed over the channels of the heads of all ranks.
 
     All ranks have the whole weight `[h e]`, and use the part of their heads.
     """
@@ -98,15 +100,19 @@ def run_width_norm(norm: WidthNorm, group: Group, heads: Tensor) -> Tensor:
     # An all-reduce, in backward too.
     total = gather(scatter(square_sums, group), group).view(*flat.shape[:-1], 1)
     width = flat.shape[-1]
-    part = weight[group.rank * width : (group.rank + 1) * width]
+    local_weight = weight[group.rank * width : (group.rank + 1) * width]
     normed = (wide * torch.rsqrt(total / weight.shape[0] + norm.eps)).to(flat.dtype)
-    return (normed * part).view_as(heads)
+    return (normed * local_weight).view_as(heads)
 
 
 def run_layer(
     layer: DecoderLayer, hidden: Tensor, rotation: Rotation, info: AttentionInfo, cache: None = None
 ) -> Tensor:
-    """Return the stream `[n, d]` after this layer. cache: always None."""
+    """Return the stream `[n, d]` after this layer.
+
+    hidden: the stream before it. info: masks and documents of all tokens, and in `info.real` which
+    of them are no padding. cache: always None, as in training.
+    """
     hidden = hidden + layer.self_attn(hidden, rotation, info, layer.input_layernorm)
     return hidden + layer.mlp(hidden, layer.post_attention_layernorm, info.real)
 
@@ -118,7 +124,10 @@ def run_sandwich_layer(
     info: AttentionInfo,
     cache: None = None,
 ) -> Tensor:
-    """Return the stream `[n, d]` after a layer that norms attention's and MLP's outputs too."""
+    """Return the stream `[n, d]` after a layer that norms attention's and MLP's outputs too.
+
+    The arguments are those of `run_layer`.
+    """
     attended = layer.self_attn(hidden, rotation, info, layer.input_layernorm)
     hidden = hidden + layer.post_attention_layernorm(attended)
     return hidden + layer.post_feedforward_layernorm(
@@ -137,6 +146,7 @@ def run_attention(
     """Return attention's output for this rank's tokens, `[n, d]`.
 
     Each rank computes some of the heads for all tokens. hidden: the stream `[n, d]` before `norm`.
+    info: masks and documents of all tokens.
     """
     rows, length = rotation[0].shape[:2]
     projected = _run_column_parallel(
@@ -153,6 +163,7 @@ def run_attention(
     q = apply_rotation(module.clamp(module.q_norm(q)), *rotation).transpose(1, 2)
     k = apply_rotation(module.clamp(module.k_norm(k)), *rotation).transpose(1, 2)
     v = module.clamp(v).transpose(1, 2)
+    # `to_heads` and `to_tokens` exchange tokens for heads under context parallelism.
     q, k, v, sinks = module.to_heads(q, k, v, get_local(module.sinks))
     attended = module.to_tokens(module.attend(q, k, v, info, sinks=sinks))
     return _run_row_parallel(
@@ -171,7 +182,7 @@ def run_mlp(
     """Return the MLP's output for this rank's tokens, `[n, d]`.
 
     Each rank computes some of the channels for all tokens. hidden: the stream `[n, d]` before
-    `norm`. real: not used here, as a mixture alone reads it.
+    `norm`. real: not read; it is here as in `run_mixture`.
     """
     gate, up = _run_column_parallel(
         [module.gate_proj, module.up_proj], hidden=hidden, norm=norm, sharing=sharing
@@ -180,17 +191,21 @@ def run_mlp(
     if isinstance(down, QuantizedLinear):
         plain = scatter(down.product(gated_activation(gate, up, activation)), sharing.group)
     else:
+        # One op keeps gate and up for backward, and not their product.
         plain = scatter(
             gated_linear(gate, up=up, weight=get_local(down.weight), activation=activation),
             sharing.group,
         )
+    # After the sum over the ranks, which would count the bias t times.
     plain = plain if down.bias is None else plain + get_local(down.bias)
     if not _is_adapted(down):
         return plain
-    rate = down.settings.dropout if down.training else 0.0
-    if rate or down.settings.dtype != gate.dtype:
+    dropout_rate = down.settings.dropout if down.training else 0.0
+    # Dropout or a cast between activation and A needs the product as a tensor.
+    if dropout_rate or down.settings.dtype != gate.dtype:
         narrow = cast_linear(
-            F.dropout(gated_activation(gate, up, activation), rate), get_local(down.lora_A.weight)
+            F.dropout(gated_activation(gate, up, activation), dropout_rate),
+            get_local(down.lora_A.weight),
         )
     else:
         narrow = gated_linear(
@@ -202,31 +217,33 @@ def run_mlp(
 def _run_column_parallel(
     linears: list[Any], hidden: Tensor, norm: Norm, sharing: Sharing, head_width: int = 0
 ) -> list[Tensor]:
-    """Return the normed tokens of all ranks through column-parallel linears: `[N, o / t]` each.
+    """Return the outputs of column-parallel linears for all tokens: `[N, o / t]` each.
 
     hidden: the stream `[n, d]` before `norm`. head_width: channels of a kv head, where linears may
-    be k and v projections that every rank has whole.
+    be k and v projections that every rank has whole; else 0.
     """
     group = sharing.group
-    shard = norm(hidden)
+    normed_tokens = norm(hidden)  # this rank's, [n, d]
     # By linear, a function that returns this rank's rows of a parameter of it.
     take_rows = [_choose_rows(linear, sharing, head_width) for linear in linears]
     if not any(_is_adapted(linear) or isinstance(linear, QuantizedLinear) for linear in linears):
+        # Backward computes the normed tokens again by this, instead of keeping them.
         kind = "offset" if norm.norm is offset_rms_norm else "rms"
-        normed = NormedFrom(
+        normed_from = NormedFrom(
             hidden.detach(), weight=get_local(norm.weight).detach(), eps=norm.eps, kind=kind
         )
         weights = [rows(linear.weight) for linear, rows in zip(linears, take_rows, strict=True)]
         biases = [rows(linear.bias) for linear, rows in zip(linears, take_rows, strict=True)]
         return gather_linears(
-            shard,
+            normed_tokens,
             weights=weights,
             biases=biases,
             group=group,
             keep_gathered=sharing.keep_gathered,
-            normed=normed,
+            normed=normed_from,
         )
-    gathered = gather(shard, group)
+    gathered = gather(normed_tokens, group)
+    # The outputs of the linears without their adapters.
     plain = [
         _run_frozen(linear, gathered, rows) for linear, rows in zip(linears, take_rows, strict=True)
     ]
@@ -234,7 +251,7 @@ def _run_column_parallel(
     if not adapted:
         return plain
     # The adapters' A work on the n tokens, and their outputs `[n, r]` are gathered in one call.
-    narrow = torch.cat([_apply_lora_down(linear, shard) for linear in adapted], dim=-1)
+    narrow = torch.cat([_apply_lora_down(linear, normed_tokens) for linear in adapted], dim=-1)
     narrow_parts = iter(
         gather(narrow, group).split([linear.settings.rank for linear in adapted], dim=-1)
     )
@@ -247,11 +264,15 @@ def _run_column_parallel(
 
 
 def _run_row_parallel(linear: Any, inputs: Tensor, group: Group) -> Tensor:
-    """Return inputs `[N, i / t]` through a row-parallel linear, reduce-scattered: `[n, d]`."""
+    """Return a row-parallel linear's output for this rank's tokens, `[n, d]`.
+
+    inputs: this rank's channels of all tokens, `[N, i / t]` of i in all.
+    """
     if isinstance(linear, QuantizedLinear):
         plain = scatter(linear.product(inputs), group)
     else:
         plain = scatter(linear_of(inputs, get_local(linear.weight)), group)
+    # After the sum over the ranks, which would count the bias t times.
     plain = plain if linear.bias is None else plain + get_local(linear.bias)
     if not _is_adapted(linear):
         return plain
@@ -274,18 +295,25 @@ def _choose_rows(linear: Any, sharing: Sharing, head_width: int) -> Callable[[Te
 
 
 def _run_frozen(linear: Any, tokens: Tensor, rows: Callable[[Tensor | None], Any]) -> Tensor:
-    """Return all tokens `[N, d]` through a column-parallel linear, without its adapter."""
+    """Return a column-parallel linear's output for all tokens `[N, d]`, without its adapter.
+
+    rows: takes this rank's rows of a parameter, as `_choose_rows` returns it.
+    """
     if isinstance(linear, QuantizedLinear):
         return linear.product(tokens, rows(linear.bias))
     return F.linear(tokens, rows(linear.weight), rows(linear.bias))
 
 
+# is_off: the adapter is switched off, as for a reference model.
 def _is_adapted(linear: nn.Module) -> bool:
     return isinstance(linear, AdaptedMatrix) and not linear.is_off
 
 
 def _apply_lora_down(linear: AdaptedMatrix, hidden: Tensor) -> Tensor:
-    """Return hidden `[..., in]` through the adapter's A: `[..., r]`."""
+    """Return the output `[..., r]` of the adapter's A, with dropout before it in training.
+
+    hidden: `[..., i]`, the inputs of the linear that this rank has.
+    """
     rate = linear.settings.dropout
     dropped = F.dropout(hidden, rate) if rate and linear.training else hidden
     return cast_linear(dropped, get_local(linear.lora_A.weight))
@@ -300,7 +328,7 @@ def _add_lora_up(
     """Return `plain + scaling * narrow B^T`, in the dtype of `plain`.
 
     plain: the linear's output without its adapter. narrow: the output of the adapter's A,
-    `[..., r]`. rows: takes this rank's rows of B, as `_choose_rows`.
+    `[..., r]`. rows: takes this rank's rows of B, as `_choose_rows` returns it.
     """
     update = F.linear(narrow * linear.settings.scaling, rows(linear.lora_B.weight))
     return (plain + update).to(plain.dtype)
@@ -309,9 +337,9 @@ def _add_lora_up(
 def run_embedding(module: Any, group: Group, tokens: Tensor) -> Tensor:
     """Return the embeddings `[n, d]` of this rank's part of the tokens `[b, s]`.
 
-    Each rank looks up those of all tokens whose rows it has, with zeros for the rest, and the
-    group's are summed. Raise ValueError for a number of tokens that the group's size does not
-    divide.
+    A rank has some rows of the matrix. It looks up the tokens of these rows, with zeros for the
+    rest, and the ranks' results are summed. Raise ValueError for a number of tokens that the
+    group's size does not divide.
     """
     weight = get_local(module.weight)
     if tokens.numel() % group.size:
@@ -336,12 +364,14 @@ def run_head(
 ) -> Tensor:
     """Run `OutputHead.forward` on this rank's hidden states `[n, d]`; the vocabulary is divided.
 
-    Without labels return the logits `[N, v]` of all tokens on every rank, for short texts only.
-    With labels `[b, s]` of all tokens return the loss that `head_loss` computes of them.
+    Without labels return the logits `[N, v]` of all tokens and v entries of the vocabulary, on
+    every rank: for short texts only. With labels `[b, s]` of all tokens return the loss that
+    `head_loss` computes of them.
     """
     weight = get_local(head.weight)
     if labels is None:
         logits = F.linear(gather(hidden, group), weight)
+        # `gather` joins the first dimension, and the ranks divide the vocabulary.
         return head.finish(gather(logits.t(), group).t())
     return run_head_loss(
         head_loss, hidden=hidden, weight=weight, labels=labels, softcap=head.softcap, group=group
@@ -358,8 +388,9 @@ def run_score_head(
 ) -> Tensor:
     """Run `ScoreHead.forward` on this rank's hidden states `[n, d]`.
 
-    Each rank computes the scores of its own tokens. Return those of all tokens, `[N, labels]`; with
-    labels `[b, s]`, whose values are not read, `[b, s, labels]`.
+    Each rank computes the scores of its own tokens. Return those of all tokens, `[N, scores]`, on
+    every rank. labels: `[b, s]`, whose values are not read; with them return `[b, s, scores]`.
+    head_loss: not read.
     """
     weight = get_local(head.weight)
     scores = gather_tokens(F.linear(hidden.to(weight.dtype), weight).unsqueeze(0), group).squeeze(0)
@@ -367,7 +398,7 @@ def run_score_head(
 
 
 def restore_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a forward of tokens `[b, s]` that returns its logits `[N, v]` as `[b, s, v]`.
+    """Wrap a model's forward of tokens `[b, s]` to return its logits `[N, v]` as `[b, s, v]`.
 
     Other outputs, such as a loss, are returned as they are.
     """
@@ -388,18 +419,20 @@ def run_mixture(
     Each rank computes some channels of every expert, for all tokens. hidden: the stream `[n, d]`
     before `norm`. real: which of all N tokens are no padding; None: all.
     """
-    shard = norm(hidden)
-    logits = _compute_router_logits(module.router, shard)
-    scores, chosen = module.choose(logits)
+    normed_tokens = norm(hidden)
+    logits = _compute_router_logits(module.router, normed_tokens)
+    scores, chosen = module.choose(logits)  # of the k experts of each of the n tokens, [n, k]
+    # By the choices of all tokens, the tokens of each expert. Indices have no gradient, so they are
+    # gathered without autograd.
     groups = group_tokens(wait(start_gather(chosen, group)), logits.shape[1])
-    own_real = None  # the same of this rank's tokens
+    own_real = None  # as `real`, of this rank's tokens
     if real is not None:
-        num_tokens = shard.shape[0]
+        num_tokens = normed_tokens.shape[0]
         own_real = real.take(
             slice(group.rank * num_tokens, (group.rank + 1) * num_tokens), real.count
         )
     scores = module.record_choices(logits, scores, groups, real=real, own_real=own_real)
-    tokens = gather(shard, group)
+    tokens = gather(normed_tokens, group)
     all_scores = gather(scores, group)
     partial, bias = module.experts(tokens, all_scores, groups, scores, chosen)
     summed = scatter(partial, group)
@@ -407,7 +440,7 @@ def run_mixture(
 
 
 def _compute_router_logits(router: Any, tokens: Tensor) -> Tensor:
-    """Return the router's logits `[n, E]` of tokens `[n, d]`, with its adapter if it has one."""
+    """Return the router's logits `[n, E]` of normed tokens `[n, d]`, with its adapter if any."""
     logits = wide_linear(tokens, get_local(router.weight), get_local(router.bias))
     if not isinstance(router, AdaptedRouter) or router.is_off:
         return logits
@@ -423,20 +456,23 @@ def run_experts(
     own_scores: Tensor,
     own_chosen: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's summand of the experts' output for all tokens, `[N, d]`.
+    """Return (this rank's summand of the experts' output, the scored biases of `down_proj`).
 
-    Second, return the scored biases of `down_proj` for the rank's own tokens, `[n, d]`; None
-    without biases. They are not in the first, whose summands are added over the ranks.
+    The summand is for all tokens, `[N, d]`. The biases, times the scores, are for the rank's own
+    tokens, `[n, d]`; None without biases. They are apart, as the sum over the ranks would count
+    them t times.
 
-    tokens: `[N, d]`, normed. scores: `[N, k]` of their k choices. own_scores, own_chosen: scores
-    and expert indices of the rank's own tokens, `[n, k]`. It replaces the forward of `Experts`, and
-    is called through the module, so that FSDP gathers its weights.
+    tokens: `[N, d]`, normed. scores: `[N, k]` of their k choices. groups: the tokens of each
+    expert. own_scores, own_chosen: scores and expert indices of the rank's own tokens, `[n, k]`.
+    The function replaces the forward of `Experts`, and is called through the module, so that FSDP
+    gathers its weights.
     """
     inner = _run_expert_matrix(experts.gate_up_proj, tokens, groups, of_tokens=True)
     if experts.gate_up_proj.bias is not None:
         inner = inner + gather_row_biases(get_local(experts.gate_up_proj.bias), groups)
+    # The scores are applied before `down_proj`, which is linear.
     product = scored_product(inner, order_by_expert(scores, groups), experts.gate)
-    del inner
+    del inner  # freed before the next product, unless autograd keeps it
     summed = sum_choices(
         _run_expert_matrix(experts.down_proj, product, groups, of_tokens=False), groups
     )
@@ -446,10 +482,10 @@ def run_experts(
 
 
 def _run_expert_matrix(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tensor:
-    """Return rows through this rank's part of the experts' matrices, with their adapters.
+    """Return the products of rows with this rank's part of the experts' matrices and adapters.
 
-    of_tokens: True if `rows` are the tokens `[N, d]`, to be gathered by expert; False if they are
-    gathered, one for each token and choice.
+    of_tokens: True if `rows` are the tokens `[N, d]`, to be ordered by expert first; False if they
+    are in that order, one for each token and choice, `[N k, ...]`.
     """
     if isinstance(module, QuantizedExperts):
         plain = module.grouped_product(rows, groups, of_tokens)

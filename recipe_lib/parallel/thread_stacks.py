@@ -1,4 +1,8 @@
-"""See from another thread what a thread is at: read its stack as faulthandler does."""
+"""Read the stack of a thread from another thread, as faulthandler does.
+
+The heartbeat, which ends a run that hangs, calls `get_current_thread` in the main thread, and
+`read_stack` in a thread of its own.
+"""
 
 import ctypes
 import faulthandler
@@ -10,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-# What is among the innermost calls while something is compiled, and in no step after that.
+# Parts of the names of files of torch and Triton that run while something is compiled, and not in a
+# step after that.
 _COMPILERS = (
     "/_dynamo/convert_frame.py",
     "/_dynamo/symbolic_convert.py",
@@ -23,19 +28,20 @@ _COMPILERS = (
     "/triton/compiler/",
     "/triton/runtime/autotuner.py",
 )
+# A line that faulthandler writes for a call: file, line and function.
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 class StackLine(NamedTuple):
-    """A line of a stack."""
+    """A call of a stack."""
 
-    file: str
+    file: str  # its path
     line: int
     function: str
 
 
 class WatchedThread(NamedTuple):
-    """A thread that lives as long as somebody asks for its stack."""
+    """A thread whose stack is read. It has to live for as long."""
 
     ident: int  # its `threading.get_ident()`
     state: int | None  # the address of its PyThreadState, where one thread's stack can be had
@@ -43,10 +49,10 @@ class WatchedThread(NamedTuple):
 
 def get_current_thread() -> WatchedThread:
     """Return the calling thread, for `read_stack` in another one."""
-    # Python 3.11 adds a thread's state to its list before it has filled it: who goes through the
-    # list while a thread of C++ first calls Python, as those of autograd do in each backward, ends
-    # the process with a segmentation fault now and then. There the interpreter's own function is
-    # asked for the one thread's stack; later versions do not have the race.
+    # Python 3.11 adds a thread's state to its list before it has filled it. To go through the list
+    # while a thread of C++ first calls Python, as those of autograd do in each backward, ends the
+    # process with a segmentation fault now and then. So there the interpreter's own function is
+    # asked for the one thread's stack. Later versions do not have the race.
     if sys.version_info >= (3, 12) or not hasattr(ctypes.pythonapi, "_Py_DumpTraceback"):
         return WatchedThread(threading.get_ident(), None)
     current = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_Get", ctypes.pythonapi))
@@ -55,10 +61,10 @@ def get_current_thread() -> WatchedThread:
 
 def read_stack(thread: WatchedThread) -> list[StackLine]:
     """Return the innermost 100 calls of a thread, innermost first; [] if it is not found."""
-    # As faulthandler writes them, which reads the interpreter's frames and makes no objects of
-    # them. Where the thread is within torch.compile, which runs frames of its own, the objects that
-    # `sys._current_frames` makes end the process with a segmentation fault now and then.
-    # In memory, since disks fill up.
+    # faulthandler reads the interpreter's frames and makes no objects of them. While the thread is
+    # in torch.compile, which runs frames of its own, the objects that `sys._current_frames` makes
+    # end the process with a segmentation fault now and then.
+    # The file is in memory, since disks fill up. OSError: there is no file descriptor left.
     with suppress(OSError), open(os.memfd_create("stacks"), "w+b", buffering=0) as file:
         if thread.state is None:
             faulthandler.dump_traceback(file, all_threads=True)
@@ -70,14 +76,18 @@ def read_stack(thread: WatchedThread) -> list[StackLine]:
             dump(file.fileno(), thread.state)
             heading = "Stack (most recent call first):\n"
         file.seek(0)
-        rest = file.read().decode("utf-8", "replace").partition(heading)[2]
-        calls = _CALL.findall(re.split(r"^\S|^$", rest, maxsplit=1, flags=re.MULTILINE)[0])
+        after_heading = file.read().decode("utf-8", "replace").partition(heading)[2]
+        # Up to the heading of the next thread, or an empty line.
+        calls = _CALL.findall(re.split(r"^\S|^$", after_heading, maxsplit=1, flags=re.MULTILINE)[0])
         return [StackLine(name, int(line), function) for name, line, function in calls]
     return []
 
 
 def describe_place(stack: list[StackLine]) -> str:
-    """Return `at training/loop.py:120 (finish)`: the innermost place that is not torch's."""
+    """Return `at training/loop.py:120 (finish)`: the innermost call that is not torch's.
+
+    Return "" if there is none.
+    """
     for call in stack:
         if "/torch/" not in call.file:
             return f"at {'/'.join(Path(call.file).parts[-2:])}:{call.line} ({call.function})"
@@ -85,5 +95,5 @@ def describe_place(stack: list[StackLine]) -> str:
 
 
 def is_compiling(stack: list[StackLine]) -> bool:
-    """Return True while torch.compile works."""
+    """Return True if a call of the stack is torch.compile's or Triton's compiler."""
     return any(place in call.file for call in stack for place in _COMPILERS)

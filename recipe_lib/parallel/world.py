@@ -1,9 +1,9 @@
-"""Find the world a run lives in: its ranks, this rank's device, the mesh that divides the work.
+"""Find the world of a run: its ranks, this rank's device, the mesh that divides the work.
 
-    with start_world(cfg) as world:
-        train(cfg, world)
-
-`meet_ranks` and `make_world` are its two halves, for what ranks do before they are a group.
+A recipe trains in the block of `start_world(cfg)`. Its two halves are `meet_ranks`, which finds the
+processes, and `make_world`, which makes them a process group; in between a run reads its data. The
+mesh is pipeline x data_replicate x data_shard x tensor. Data ranks are the ranks, or groups of
+ranks, that have batches of their own. The heartbeat ends all ranks when one fails or hangs.
 """
 
 import hashlib
@@ -33,19 +33,19 @@ from recipe_lib.parallel.heartbeat import LONG_TIMEOUTS, Heartbeat, PeerFailedEr
 class WorldConfig(Protocol):
     """The part of a config that makes a world."""
 
-    device: str
+    device: str  # `auto`, `cpu` or `cuda`
     parallel: ParallelConfig
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """The processes of a run before they are a group: each lives, and none waits for another."""
+    """The processes of a run before they are a group: all run, and none waits for another."""
 
-    rank: int  # among all processes
+    rank: int  # of this process, among all
     size: int  # number of all processes
-    local_rank: int  # on this machine
+    local_rank: int  # of this process, on its machine
     heartbeat: Heartbeat  # ends all ranks if one of them fails or hangs
-    store: dist.Store | None = None  # where they meet; None: the group is there already
+    store: dist.Store | None = None  # the rendezvous store; None: the group is there already
 
 
 @contextmanager
@@ -56,9 +56,10 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
     make their own). Otherwise `join_group` makes it, of gloo on the host, plus NCCL on GPUs, and it
     ends with the block.
 
-    Raise SetupError: incomplete environment, no such device, fewer GPUs than processes. A
-    UserError that several ranks raise on their own is reported by the first of them only. What one
-    rank raises alone ends the others too, which do not return from here: see `heartbeat`.
+    Raise SetupError for an incomplete environment, a device that is not there, and fewer GPUs than
+    processes on this machine. A UserError that several ranks raise in the block is reported by the
+    first of them only. What one rank raises alone ends the processes of the others by the
+    heartbeat.
     """
     timeout_seconds = cfg.parallel.heartbeat_timeout_seconds
     if dist.is_initialized():
@@ -73,23 +74,27 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
     rank, size, local_rank = _read_environment()
     _check_device_count(_choose_device_type(cfg.device), local_rank)
     store = _connect_store(rank, size, timeout_seconds)
-    healthy = size == 1
+    can_destroy_group = size == 1
     try:
         with Heartbeat(store, rank=rank, size=size, timeout=timeout_seconds) as heartbeat:
             yield Meeting(rank, size=size, local_rank=local_rank, heartbeat=heartbeat, store=store)
-        healthy = True
+        can_destroy_group = True
     except StoppedAndSaved:
-        healthy = True  # all ranks stop at the same step boundary, so that none is missing
+        can_destroy_group = True  # all ranks stop at the same step boundary: none is missing
         raise
     finally:
         # After an error the group is left to the end of the process when there are other ranks:
         # taking it down would wait for ranks that may never come.
-        if healthy and dist.is_initialized():
+        if can_destroy_group and dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _read_environment() -> tuple[int, int, int]:
-    """Return (rank, size, local rank) from torchrun's variables; (0, 1, 0) without them."""
+    """Return (rank, size, local rank) from torchrun's variables; (0, 1, 0) without them.
+
+    Raise SetupError if some of them are missing or no integers, and for a rank that is not below
+    the size.
+    """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     present = [name for name in names if os.environ.get(name)]
     if "RANK" not in present and "WORLD_SIZE" not in present:
@@ -110,6 +115,7 @@ def _read_environment() -> tuple[int, int, int]:
 
 
 def _read_integer(name: str, default: int | None = None) -> int:
+    """Return an environment variable as an integer; None as default: it has to be set."""
     text = os.environ.get(name) or (None if default is None else str(default))
     if text is None or not text.isdecimal():
         raise SetupError(
@@ -119,7 +125,10 @@ def _read_integer(name: str, default: int | None = None) -> int:
 
 
 def _choose_device_type(device: str) -> str:
-    """Return `cpu` or `cuda` for the config's `device`. Raise SetupError if it is not there."""
+    """Return `cpu` or `cuda` for the config's `device`; `auto` is a GPU where there is one.
+
+    Raise SetupError for `cuda` where torch sees no GPU.
+    """
     available = torch.get_device_module("cuda").is_available()
     if device == "cuda" and not available:
         raise SetupError(
@@ -147,7 +156,7 @@ def _check_device_count(device_type: str, local_rank: int) -> None:
 def join_group(cfg: WorldConfig, meeting: Meeting) -> torch.device:
     """Join the default process group, unless it is there already; return this rank's device.
 
-    Waits for all ranks.
+    A collective: joining waits for all ranks.
     """
     device_type = _choose_device_type(cfg.device)
     if meeting.store is not None:
@@ -157,9 +166,8 @@ def join_group(cfg: WorldConfig, meeting: Meeting) -> torch.device:
             device_module.init()  # else the mesh picks the device once more, and warns
         backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
         meeting.heartbeat.enter("meeting the other ranks")
-        meeting.store.set_timeout(
-            _compute_group_timeout(cfg)
-        )  # for those that still read their data
+        # torch's own limit would end ranks that wait for one that still reads its data.
+        meeting.store.set_timeout(_compute_group_timeout(cfg))
         dist.init_process_group(
             backend,
             store=meeting.store,
@@ -175,18 +183,26 @@ def join_group(cfg: WorldConfig, meeting: Meeting) -> torch.device:
 
 
 def _compute_group_timeout(cfg: WorldConfig) -> timedelta:
-    """Return how long torch lets ranks wait for each other; the heartbeat ends a run before."""
+    """Return how long torch lets ranks wait for each other.
+
+    It is twice the longest time the heartbeat allows, so that the heartbeat ends a run first.
+    """
     longest_phase_seconds = LONG_TIMEOUTS * cfg.parallel.heartbeat_timeout_seconds
     return timedelta(seconds=min(2 * longest_phase_seconds, 30 * 86400.0))  # 30 days at most
 
 
 def _connect_store(rank: int, size: int, timeout_seconds: float) -> dist.Store:
-    """Return the store that the ranks meet at: torchrun's, or rank 0's."""
+    """Return the rendezvous store of the ranks: torchrun's, or rank 0's.
+
+    timeout_seconds: `parallel.heartbeat_timeout_seconds`. A connection that takes too long ends the
+    process.
+    """
     if size == 1:
         return dist.HashStore()
     # Not `dist.rendezvous`, which would wait in rank 0 for the other ranks.
     is_held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     # torchrun's store is there before any rank; rank 0 may still import before it makes its own.
+    # A heartbeat without a store watches nothing; it writes the line of a connection that failed.
     with Heartbeat(None, rank=rank, size=size, timeout=timeout_seconds).limit_connecting(
         is_made=is_held_by_torchrun
     ):
@@ -203,11 +219,11 @@ def _connect_store(rank: int, size: int, timeout_seconds: float) -> dist.Store:
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """A rank's place in its pipeline."""
+    """The position of this rank in its pipeline."""
 
-    rank: int  # among the `size` ranks of the pipeline, first to last
-    size: int
-    ranks: tuple[int, ...]  # their numbers among all processes
+    rank: int  # among the ranks of the pipeline, first to last
+    size: int  # number of ranks of the pipeline
+    ranks: tuple[int, ...]  # their ranks among all processes, in the order of the pipeline
 
 
 @dataclass(frozen=True)
@@ -215,45 +231,47 @@ class World:
     """This process among all the processes of a run."""
 
     rank: int  # among all processes
-    size: int
+    size: int  # number of all processes
     local_rank: int  # on this machine
     device: torch.device  # where this rank computes
     mesh: DeviceMesh  # `pipeline` x `data_replicate` x `data_shard` x `tensor`
-    # Which of the different batches is ours: the ranks of a pipeline, of a tensor-parallel group
-    # and those that share sequences have the same.
+    # Index of this rank's batches among the different ones. The ranks of a pipeline, of a
+    # tensor-parallel group and those that share sequences have the same.
     data_rank: int
-    data_ranks: int
-    # The group that shares matrices; None: each rank has its own.
+    data_ranks: int  # number of different batches at a time
+    # The tensor-parallel group, whose ranks share matrices; None: a rank has all of them.
     tensor: Group | None = None
-    # The group that shares sequences, neighbors in the data dimensions; None: each has its own.
+    # The context-parallel group, whose ranks share sequences, neighbors in the data dimensions;
+    # None: a rank has whole sequences.
     context: Group | None = None
-    # This rank's place among those that the layers are divided among.
+    # This rank's position in its pipeline; None: a rank has all layers.
     pipeline: PipelineRank | None = None
-    # Knows what this rank is doing, and ends all ranks if one of them fails or hangs.
+    # Is told what this rank is doing, and ends all ranks if one of them fails or hangs.
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
 
     @property
     def is_main(self) -> bool:
-        """Return True on the one rank that speaks and writes shared files."""
+        """Return True on the one rank that logs and writes shared files."""
         return self.rank == 0
 
     @property
     def copies(self) -> int:
-        """Return the number of ranks that have a gradient of their own for each parameter.
+        """Return the number of ranks whose gradients are summed to those of one parameter.
 
-        Their gradients are summed. Counted are the ranks of this one's stage: all data ranks, times
-        the ranks that share a batch's sequences. Ranks that share matrices count once.
+        They are the data ranks, times the ranks that share a batch's sequences. Only ranks with the
+        layers of this one are counted, and a tensor-parallel group counts once.
         """
         return self.data_ranks * (self.context.size if self.context else 1)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over the different batches, in place, on host or device. A collective.
 
-        Of the ranks of a pipeline each gives its own part too: what the last stage knows is 0 on
-        the others. Those that share matrices or sequences have the same, which counts once.
+        The ranks of a pipeline are summed too: a value that the last stage alone has must be 0 on
+        the others. Ranks that share matrices or sequences have the same value, which counts once.
         """
         if self.context is not None and self.context.rank:
-            tensor.zero_()
+            tensor.zero_()  # the first rank of the group gives the value
+        # Across the tensor dimension nothing is summed, so that its ranks count once.
         if self.copies > 1 or self.pipeline is not None:
             dist.all_reduce(
                 tensor,
@@ -270,7 +288,7 @@ class World:
         return tensor
 
     def any(self, flag: bool) -> bool:
-        """Return True on every rank if `flag` is true on any. A collective of the host's group."""
+        """Return True on every rank if `flag` is true on any. A collective on the host."""
         if self.size == 1:
             return flag
         flags = torch.tensor([int(flag)], dtype=torch.int32)
@@ -278,7 +296,10 @@ class World:
         return bool(flags[0])
 
     def broadcast_json(self, value: Any = None) -> Any:
-        """Return rank 0's `value` (anything JSON holds) on every rank. A collective."""
+        """Return rank 0's `value` (anything JSON holds) on every rank. A collective.
+
+        The value of other ranks is not read. With several ranks, keys of dicts come back as texts.
+        """
         if self.size == 1:
             return value
         texts = [json.dumps(value)]
@@ -295,18 +316,18 @@ class World:
 
     @contextmanager
     def raise_together(self) -> Iterator[None]:
-        """Raise a UserError of any rank in the block on all ranks, with the lowest failing rank's
-        faults.
+        """Raise a UserError of any rank in the block on all ranks. A collective at the block's end.
 
-        Faults are reported once a machine: on every other rank the error carries no lines. Another
-        exception keeps its traceback on the rank where it happened; the others end with a
-        PeerFailedError that names that rank. The block itself should hold no collective: a rank
-        that failed is missing in it, and the others end by the heartbeat.
+        The error has the faults of the lowest rank that failed. They are reported once a machine:
+        on ranks with another `local_rank` than 0 it has no lines. Another exception keeps its
+        traceback on the rank where it happened; the others raise a PeerFailedError that names that
+        rank. The block itself should hold no collective: a rank that failed is missing in it, and
+        the others end by the heartbeat.
         """
         try:
             yield
         except Exception as error:
-            # Whatever it is, the other ranks must hear of it before they wait for this one.
+            # Any exception: the other ranks must hear of it before they wait for this one.
             self._raise_agreed(error)
             raise
         self._raise_agreed(None)
@@ -314,18 +335,18 @@ class World:
     def _raise_agreed(self, own_error: Exception | None) -> None:
         """Raise the error of the lowest rank that has failed; return if none has.
 
-        Return also if this rank's own error is a bug: its caller raises that as it is.
+        Return also if this rank's own error is a bug, which is no UserError: the caller raises it.
         """
         if not self.any(own_error is not None):
             return
-        gathered = self.gather_json(_describe(own_error))
+        descriptions = self.gather_json(_describe(own_error))
         if own_error is not None and not isinstance(own_error, UserError):
             return
-        rank = next(rank for rank, entry in enumerate(gathered) if entry)
-        kind, faults = gathered[rank]
-        if not kind:
+        rank = next(rank for rank, description in enumerate(descriptions) if description)
+        class_name, faults = descriptions[rank]
+        if not class_name:
             raise PeerFailedError(f"rank {rank} failed: {faults[0]}") from own_error
-        error_class = getattr(errors, kind)  # `_describe` gives names of this module alone
+        error_class = getattr(errors, class_name)  # `_describe` gives names of `errors` only
         lines = faults if self.local_rank == 0 else []
         raise error_class(*lines) from own_error
 
@@ -339,22 +360,23 @@ class World:
 def start_world(cfg: WorldConfig) -> Iterator[World]:
     """Yield the world of a run that has nothing to do before its ranks are a group.
 
-    See `meet_ranks`, `make_world`.
+    Raise SetupError as `meet_ranks` and `make_world` do.
     """
     with meet_ranks(cfg) as ranks:
         yield make_world(cfg, ranks)
 
 
 def make_world(cfg: WorldConfig, meeting: Meeting) -> World:
-    """Return the world of processes that have met, once all have come here.
+    """Make the processes a group, and return their world. A collective.
 
-    Raise SetupError where mesh and ranks differ.
+    Raise SetupError for a mesh of more or fewer ranks than there are, and for a device that is not
+    there.
     """
     device = join_group(cfg, meeting)
     shape = tuple(compute_mesh_shape(cfg.parallel, meeting.size).values())
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_DIMS)
     if meeting.store is not None:
-        # The groups of a mesh have a limit of ten minutes, and `init_device_mesh` takes no other.
+        # The groups of a mesh have a timeout of ten minutes, and `init_device_mesh` takes no other.
         for group in list(dist.distributed_c10d._world.pg_names):
             dist.distributed_c10d._set_pg_timeout(_compute_group_timeout(cfg), group)
     return replace(
@@ -373,9 +395,10 @@ def make_world(cfg: WorldConfig, meeting: Meeting) -> World:
 def build_world(
     mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: torch.device, context: int = 1
 ) -> World:
-    """Return the world of a mesh with the dimensions `MESH_DIMS`.
+    """Return the world of a mesh with the dimensions `MESH_DIMS`. A collective.
 
-    Each `context` neighbors of its data dimensions share sequences.
+    context: `parallel.context`, the number of neighbors in the data dimensions that share
+    sequences.
     """
     sizes = dict(zip(MESH_DIMS, mesh.shape, strict=True))
     # Only a rank outside of the mesh has no coordinate, and here every rank is in it.
@@ -385,7 +408,8 @@ def build_world(
         tensor_group = Group(
             mesh.get_group("tensor").group_name, sizes["tensor"], coordinate["tensor"]
         )
-        _flatten_without_tensor(mesh)  # by all ranks, before one of them needs it
+        # Makes a process group for `all_reduce_sum`: here, since all ranks have to make it.
+        _flatten_without_tensor(mesh)
     pipeline = None
     if sizes["pipeline"] > 1:
         pipeline_ranks = tuple(mesh["pipeline"].mesh.tolist())
@@ -395,6 +419,7 @@ def build_world(
         data_rank = data_rank * sizes[name] + coordinate[name]
     context_group = None
     if context > 1:
+        # [pipeline, data / context, tensor, context]: the last dimension is the ranks of a group.
         neighbors = mesh.mesh.view(sizes["pipeline"], -1, context, sizes["tensor"]).movedim(2, -1)
         # Every rank makes all of the groups: making one is a collective of all ranks.
         own_group, _ = dist.new_subgroups_by_enumeration(neighbors.reshape(-1, context).tolist())
@@ -414,25 +439,25 @@ def build_world(
 
 
 def _flatten_without_tensor(mesh: DeviceMesh) -> DeviceMesh:
-    """Return all dimensions but that of tensor parallel as one."""
+    """Return a mesh of one dimension, `data`, in place of all dimensions but `tensor`."""
     return mesh[tuple(name for name in MESH_DIMS if name != "tensor")]._flatten("data")
 
 
 def count_communicator_ranks(parallel: ParallelConfig, size: int) -> list[int]:
-    """Return the sizes of the groups of a rank that communicate on its device.
+    """Return the sizes of a rank's process groups that communicate on its device.
 
-    These are its dimensions of the mesh, the ranks that share its sequences, and all ranks. With
-    tensor parallel the ranks of its other dimensions together, if these are several, have one too.
-    The ranks of a pipeline have none of their own: they exchange by twos, and sum over all ranks.
-    Planning counts the memory that NCCL takes for each.
+    The planner counts the memory that NCCL takes for each. They are the dimensions of the mesh, the
+    ranks that share sequences, and all ranks. With tensor parallelism, the other dimensions
+    together are one too, if there are several. The ranks of a pipeline have no group of their own:
+    they exchange tensors by twos, and sum over all ranks. size: number of all ranks.
     """
     shape = compute_mesh_shape(parallel, size)
     group_sizes = [ranks for name, ranks in shape.items() if name != "pipeline" and ranks > 1]
     context_sizes = [parallel.context] if parallel.context > 1 else []
     if parallel.pipeline == 1 and len(group_sizes) < 2:
-        # The one dimension has all ranks, and their group.
+        # The only dimension has all ranks, and shares their group.
         return group_sizes + context_sizes
-    # Of several dimensions `_flatten_without_tensor` has other ranks than each of them.
+    # `_flatten_without_tensor` makes a group only of several dimensions.
     has_several_dims = parallel.pipeline > 1 or all(shape[name] > 1 for name in DATA_DIMS)
     if parallel.tensor > 1 and has_several_dims:
         group_sizes.append(size // parallel.tensor)
@@ -440,25 +465,26 @@ def count_communicator_ranks(parallel: ParallelConfig, size: int) -> list[int]:
 
 
 def _describe(error: Exception | None) -> list[Any] | None:
-    """Return an error as JSON: [name of its class in recipe_lib.errors, its faults].
+    """Return an error as JSON: [name of a class in recipe_lib.errors, its lines]; None for None.
 
-    The name is that of the nearest class it derives from; "": a bug.
+    The class is the error's, or the nearest one that it derives from. The name is "" for a bug,
+    that is for another exception than a UserError.
     """
     if error is None:
         return None
     if not isinstance(error, UserError):
         return ["", [f"{type(error).__name__}: {error}"]]
-    known = (
+    class_names = (
         cls.__name__ for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls
     )
-    return [next(known), error.faults]
+    return [next(class_names), error.faults]
 
 
 def derive_seed(root: int, *names: str | int) -> int:
     """Return a seed in [0, 2^63) for a named stream, as in `derive_seed(42, "dropout", rank)`.
 
-    Streams of different names are unrelated, and none changes when another is added: SHA-256 of
-    root and names.
+    It is a part of the SHA-256 of root and names. So streams of different names are unrelated, and
+    none changes when another is added.
     """
     text = "\0".join(str(part) for part in (root, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
@@ -467,11 +493,11 @@ def derive_seed(root: int, *names: str | int) -> int:
 def set_seeds(seed: int, world: World, *, alike: bool = False) -> None:
     """Seed the generators of Python and torch (host and device) with this rank's dropout stream.
 
-    No two ranks have the same, those that share matrices neither: each drops of what it alone has,
-    its part of the tokens before a column-parallel matrix, its part of the channels before a
-    row-parallel one. Weights and data order draw from streams of their own, derived by name; they
-    do not touch these generators. alike: the ranks that share matrices have the same stream,
-    because all of them have all tokens (external models).
+    Each rank has a stream of its own. So have the ranks of a tensor-parallel group: dropout before
+    a column-parallel matrix is of a rank's part of the tokens, before a row-parallel one of its
+    part of the channels. Weights and data order draw from streams of their own, derived by name;
+    they do not touch these generators. alike: True for ranks with the same batch to have the same
+    stream, because each of them has all of its tokens (external models).
     """
     stream = derive_seed(seed, "dropout", world.data_rank if alike else world.rank)
     random.seed(stream)

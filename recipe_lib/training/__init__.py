@@ -1,8 +1,8 @@
 """Provide what a recipe calls around its model: data, optimizer, losses, loop, resume and export.
 
-A recipe writes `from recipe_lib import training`, and `training.build_optimizer(...)`. In order,
-it calls `resolve_model`, `TrainingData`, `build_optimizer`, `resume_run`, `TrainingLoop` and
-`export_trained_model`; its file ends with `run_recipe`. A lever, in names here, is a config key
+A recipe, a file with a model's setup and its training step, calls these as `training.NAME`. In
+order, they are `resolve_model`, `TrainingData`, `build_optimizer`, `resume_run`, `TrainingLoop` and
+`export_trained_model`; the file ends with `run_recipe`. A lever, in names here, is a config key
 that trades memory for time or precision.
 """
 

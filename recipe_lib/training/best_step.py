@@ -2,8 +2,8 @@
 
 `TrainingLoop` calls `BestStep.judge` after each validation. `checkpoint.keep_best` keeps the
 weights of the best step in output_dir/state/best/step_N and loads them into the model after the
-last step, to be exported. `validation.patience` ends the run early. Each saved state records both,
-so that a resumed run has the same best step and ends at the same step.
+last step, to be exported. `validation.patience` ends the run early. Each saved state (a folder to
+resume from) records both, so that a resumed run has the same best step and ends at the same step.
 """
 
 import math
@@ -25,7 +25,7 @@ from recipe_lib.parallel.world import World
 from recipe_lib.report.phases import phase
 from recipe_lib.units import pluralize
 
-_LOWER = ("loss", "perplexity", "error")  # ends of metrics' names of which less is better
+_LOWER = ("loss", "perplexity", "error")  # ends of the names of metrics of which less is better
 _COUNTS = ("_tokens", "_pairs")  # ends of the names of counts, by which no step is better
 
 
@@ -33,16 +33,16 @@ class BestStep:
     """The best step so far by `checkpoint.best_metric`; every rank has the same."""
 
     def __init__(self, cfg: FullFinetuneConfig) -> None:
-        self.metric = cfg.checkpoint.best_metric
+        self.metric = cfg.checkpoint.best_metric  # name of a validation's number
         self.greater_is_better = (
             not self.metric.endswith(_LOWER)
             if cfg.checkpoint.greater_is_better is None
             else cfg.checkpoint.greater_is_better
         )
         self.keeps_weights = cfg.checkpoint.keep_best
-        self._exports = cfg.checkpoint.save_model
-        self._patience = cfg.validation.patience
-        self._min_delta = cfg.validation.min_delta
+        self._exports = cfg.checkpoint.save_model  # True: the run ends with an export
+        self._patience = cfg.validation.patience  # validations without improvement; None: no limit
+        self._min_delta = cfg.validation.min_delta  # a smaller gain is no improvement
         self._root = Path(cfg.output_dir) / STATE_FOLDER
         # The best step (number of steps done) and its metric; None before the first finite value
         self.step: int | None = None
@@ -75,8 +75,8 @@ class BestStep:
     def judge(self, step: int, numbers: Mapping[str, float], world: World) -> bool:
         """Count a validation after `step`; return True if it is the best so far. Collective.
 
-        numbers: of the validation, by name. One that is not finite is never better. Raise
-        ConfigError if best_metric is not among them.
+        numbers: of the validation, by name. A metric that is not finite is never better. Raise
+        ConfigError if best_metric is not among the numbers.
         """
         if self.metric not in numbers:
             names = [name for name in numbers if not name.endswith(_COUNTS)]
@@ -84,7 +84,7 @@ class BestStep:
                 f"checkpoint.best_metric: found {self.metric}, expected a number of the recipe's"
                 f" validation: {', '.join(names)}{did_you_mean(self.metric, names)}"
             )
-        # Ranks must decide alike, and rounding may differ between them: rank 0's number counts.
+        # Ranks must decide alike, though rounding may differ between them: rank 0's number counts.
         value = float(world.broadcast_json(float(numbers[self.metric])))
         if self._is_better(value, self._reference, self._min_delta):
             self._reference = value
@@ -98,6 +98,10 @@ class BestStep:
         return True
 
     def _is_better(self, value: float, reference: float | None, delta: float = 0.0) -> bool:
+        """Return True if a value is finite and better than the reference by more than `delta`.
+
+        reference: None: any finite value is better.
+        """
         if not math.isfinite(value):
             return False
         if reference is None:
@@ -121,9 +125,9 @@ class BestStep:
     def restore(self, saved: Mapping[str, Any], state: Path, world: World) -> None:
         """Restore the best step that a saved state records. Collective.
 
-        A best step that came after the state is forgotten. saved: the `extra` of the state. state:
-        its folder. Raise CheckpointError if best_metric or its direction has changed, or if the
-        weights of the best step are gone.
+        A best step that was found after that state is forgotten. saved: what `TrainingLoop` gave
+        the state as `extra`. state: its folder. Raise CheckpointError if best_metric or its
+        direction has changed, or if the weights of the best step are gone.
         """
         record = saved.get(BEST_RECORD)
         if not self.is_asked_for or record is None:
@@ -140,7 +144,8 @@ class BestStep:
                 )
         self.num_waited = record["waited"]
         self._reference = record["reference"]
-        # The state's run kept no weights, so its best step could not be exported: begin anew.
+        # The state's run kept no weights, so that its best step could not be exported: the search
+        # for the best step begins anew.
         if self.keeps_weights and record["folder"] is None:
             return
         self.step = record["step"]
@@ -174,7 +179,8 @@ class BestStep:
     def load(self, model: nn.Module, last_step: int, total_steps: int, world: World) -> None:
         """Load the weights of the best step into the model after the last step. Collective.
 
-        last_step: the step that the model is at. Raise CheckpointError if the weights are damaged.
+        last_step: the step that the model is at. total_steps: of the run by its config. Raise
+        CheckpointError if the weights are damaged.
         """
         if not self.is_asked_for:
             return
@@ -212,7 +218,10 @@ class BestStep:
         return f"last step {last_step}; no validation gave a finite {self.metric}{early}"
 
     def list_facts(self, total_steps: int) -> dict[str, Any]:
-        """Return the keys of summary.json on the best step; empty if none is asked for."""
+        """Return key -> value for summary.json, on the best step; empty if none is asked for.
+
+        total_steps: of the run by its config.
+        """
         if not self.is_asked_for:
             return {}
         facts = {"best_metric": self.metric, "best_step": self.step, "best_value": self.value}
@@ -229,7 +238,10 @@ def _format_setting(value: Any) -> str:
 
 
 def describe_best(cfg: FullFinetuneConfig) -> list[str]:
-    """Return a log line on the metric of the best step and what it decides; none if unused."""
+    """Return a log line on the best step's metric and what it decides, in a list.
+
+    The list is empty if no best step is asked for.
+    """
     best = BestStep(cfg)
     if not best.is_asked_for:
         return []

@@ -1,7 +1,8 @@
 """Export the trained model or adapter with a model card, and log commands that use it.
 
-Recipes end with `export_trained_model` or `export_trained_adapter`. The commands can be copied as
-they are, and only those are listed that work with the export; `tune export` prints them too.
+Recipes end with `export_trained_model` or `export_trained_adapter`. Only commands are listed that
+work with the export; `tune export` prints them too. Extra parameters are those that a recipe has
+added to a model of a known family.
 """
 
 import shlex
@@ -30,11 +31,11 @@ from recipe_lib.training.resolve_model import ResolvedModel, warn_of_export
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import GIB
 
-# Stands for the export's folder in the commands of a model card: the folder will be moved
+# Stands for the export's folder in the commands of a model card, because the folder may be moved
 ANYWHERE = Path("FOLDER")
-_SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of `--max-lora-rank` of vLLM
+_SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM's `--max-lora-rank` takes
 _SERVED_TARGETS = {"q", "k", "v", "o", "gate", "up", "down"}  # LoRA targets that vLLM loads
-# Numbers of a validation that have a row of their own in the card, or none
+# Numbers of a validation that the card has under another name, or not at all
 _KNOWN_VALIDATION = ("validation_loss", "validation_tokens")
 
 
@@ -47,7 +48,7 @@ def export_trained_model(
 ) -> None:
     """Write output_dir/model, a Hugging Face folder with the tokenizer of training. Collective.
 
-    source: the model before training. data: its tokenizer and the best step.
+    source: the model before training. data: provides the tokenizer and the best step.
     """
     folder = Path(cfg.output_dir) / MODEL_FOLDER
     is_usable = _can_generate(cfg, model)
@@ -85,7 +86,7 @@ def export_trained_adapter(
     """Write output_dir/adapter in PEFT's layout. Collective.
 
     With lora.merge_on_save also write output_dir/model, with the adapter merged into the base.
-    source: the model before training. data: its tokenizer and the best step.
+    source: the model before training. data: provides the tokenizer and the best step.
     """
     folder = Path(cfg.output_dir) / ADAPTER_FOLDER
     merged_folder = Path(cfg.output_dir) / MODEL_FOLDER
@@ -142,7 +143,8 @@ def export_trained_adapter(
         commands = list_commands(folder, source.name)
         if cfg.lora.merge_on_save:
             commands += list_model_commands(merged_folder)
-        # A resumed run leaves an earlier merged model, and `tune export --merge` would refuse.
+        # A resumed run may find a model that was merged before: `tune export --merge` would refuse
+        # to replace it.
         elif cfg.overwrite_output_dir or not merged_folder.exists():
             recipe = find_copied_recipe(cfg)
             commands.append(format_merge_command(Path(cfg.output_dir), recipe=recipe))
@@ -150,14 +152,18 @@ def export_trained_adapter(
 
 
 def _log_rounding(cfg: FullFinetuneConfig, *, is_adapter: bool) -> None:
+    """Log how to quantize the export of quantization-aware training; nothing without it.
+
+    is_adapter: True if an adapter alone was saved.
+    """
     if cfg.qat is not None:
         get_logger().info("%s", describe_export(cfg.qat, cfg.qat_group_size, is_adapter=is_adapter))
 
 
 def _find_chat_conventions(cfg: FullFinetuneConfig, data: TrainingData) -> dict[str, Any]:
-    """Return the chat template of the samples and the ids that end an answer.
+    """Return arguments of the export: the samples' chat template, and the ids that end an answer.
 
-    They go into the export, because the tokenizer's own files may lack them or have others.
+    The tokenizer's own files may lack them, or have others. A template of None: there is none.
     """
     template = find_trained_template(cfg, data.tokenizer, data.dataset.report.chats)
     return {"chat_template": template, "stop_ids": data.tokenizer.stop_ids}
@@ -183,9 +189,9 @@ def _make_card(
     commands: list[str],
     is_adapter: bool,
 ) -> str | None:
-    """Return the model card on rank 0, which has the run's records and writes the export.
+    """Return the text of the model card; None on ranks other than 0, which do not write it.
 
-    None on other ranks.
+    commands: those that use the export.
     """
     if not world.is_main:
         return None
@@ -212,9 +218,10 @@ def make_run_card(
 ) -> str:
     """Return the text of a model card: the config, how the model was trained, and the results.
 
-    commands: those that use the export. run: the folder with the run's metrics. step: the step
-    whose weights are exported; None: the last. exported: text on the choice of that step; None: no
-    best step was asked for.
+    base_folder: of the model that was trained on; None: it had random weights. commands: those that
+    use the export. run: the folder with the run's metrics. step: the step whose weights are
+    exported; None: the last. exported: text on the choice of that step; None: no best step was
+    asked for.
     """
     lines = [line for line in read_run_metrics(run) if step is None or line["step"] <= step]
     base = cfg.model.preset or ""
@@ -233,7 +240,7 @@ def make_run_card(
 
 
 def describe_training(cfg: FullFinetuneConfig, lines: list[dict[str, Any]]) -> dict[str, str]:
-    """Return name and text of the card's rows on training. lines: of metrics.jsonl."""
+    """Return name -> text of the card's rows on training. lines: of metrics.jsonl."""
     last_step: dict[str, Any] = next((line for line in reversed(lines) if "loss" in line), {})
     rate_per_device = last_step.get("tokens_per_second_per_device")
     scales = f"{cfg.qat_group_size} weights" if cfg.qat == "int4" else "each row"
@@ -263,7 +270,7 @@ def describe_training(cfg: FullFinetuneConfig, lines: list[dict[str, Any]]) -> d
 
 
 def describe_results(lines: list[dict[str, Any]]) -> dict[str, str]:
-    """Return name and text of the card's rows on results; empty without steps in `lines`.
+    """Return name -> text of the card's rows on results; empty without steps in `lines`.
 
     lines: of metrics.jsonl.
     """
@@ -294,11 +301,12 @@ def describe_results(lines: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _format_number(value: Any) -> str:
+    """Return a number with four decimals; empty for one that is not finite, or no number."""
     return f"{value:.4f}" if isinstance(value, (int, float)) and abs(value) < float("inf") else ""
 
 
 def list_model_commands(folder: Path) -> list[str]:
-    """Return the commands for a model folder of a native family."""
+    """Return the commands for a model folder."""
     return [_format_command("tune", "generate", folder), _format_command("vllm", "serve", folder)]
 
 
@@ -314,8 +322,8 @@ def list_adapter_commands(
     """Return the commands for an adapter's folder.
 
     base: hub id or folder of the model that it was trained on. rank: of the matrices in its file,
-    which may stack several adapters. with_base: the command has to name the base, because the
-    adapter's config does not. template: the folder has a chat template.
+    which may stack several adapters. with_base: True: the command must name the base, because the
+    adapter's config does not. template: True if the folder has a chat template.
     """
     commands = [
         _format_command("tune", "generate", folder, *(["--base", base] if with_base else []))
@@ -331,7 +339,7 @@ def list_adapter_commands(
 
 
 def list_gguf_commands(file: Path, *, is_adapter: bool = False) -> list[str]:
-    """Return the commands for a GGUF file; that of an adapter names a file of its base."""
+    """Return the commands for a GGUF file; for an adapter's with a place for its base's file."""
     if is_adapter:
         return [_format_command("llama-cli", "-m", "BASE.gguf", "--lora", file)]
     return [_format_command("llama-cli", "-m", file)]
@@ -346,8 +354,8 @@ def list_quantized_commands(folder: Path) -> list[str]:
 def list_run_commands(cfg: FullFinetuneConfig) -> list[str]:
     """Return the commands for a run's output folder.
 
-    They are `tune eval` if the run has validation samples with answers, and the quantization that
-    `qat` has trained for.
+    They are `tune eval` if the run has validation samples with answers, and `tune export
+    --quantize` if it has trained for that quantization (`qat`).
     """
     output = Path(cfg.output_dir)
     recipe = find_copied_recipe(cfg)
@@ -363,9 +371,10 @@ def list_run_commands(cfg: FullFinetuneConfig) -> list[str]:
 def format_merge_command(
     checkpoint: Path, base: str | None = None, recipe: str | None = None
 ) -> str:
-    """Return the command that merges the adapter of a run or a folder.
+    """Return the command that merges an adapter into its base.
 
-    base: the adapter's base; None: the adapter's config names it. recipe: file of a copied recipe.
+    checkpoint: folder of a run, or of the adapter. base: the adapter's base; None: the adapter's
+    config names it. recipe: file of a copied recipe; None: the run's recipe is not a copy.
     """
     options = ["--base", base] if base else []
     if recipe:
@@ -374,9 +383,9 @@ def format_merge_command(
 
 
 def find_copied_recipe(cfg: FullFinetuneConfig) -> str | None:
-    """Return the file of a recipe outside of recipe_lib that defines the config's class, or None.
+    """Return the file that defines the config's class, if that is a recipe outside of recipe_lib.
 
-    Reading the config of such a run again needs the file.
+    None for recipes of the library. Commands on such a run need the file, to read its config.
     """
     module = type(cfg).__module__
     if module.startswith("recipe_lib."):
@@ -397,7 +406,7 @@ def print_next_commands(commands: Iterable[str]) -> None:
 
 
 def _format_command(*words: object) -> str:
-    # A path such as `-x` would be read as an option.
+    """Return a command as text for a shell, with `./` before a path that would be an option."""
     return shlex.join(
         f"./{word}" if isinstance(word, Path) and str(word)[0] == "-" else str(word)
         for word in words

@@ -1,8 +1,9 @@
 """Run the loop around a recipe's training step: record, validate, save, and end in order.
 
-A recipe opens `TrainingLoop`, takes the batches of each step from `steps` and hands what its
-`train_step` returned to `finish`. Before that it calls `resume_run`, which loads a saved state.
-`CommunicationProbe`, at the end, measures the share of communication in one step.
+A recipe opens `TrainingLoop`, takes the batches of each step from `steps`, and hands what its
+`train_step` returned to `finish`. Before that it calls `resume_run`, which loads a state: a folder
+that an earlier process has saved to resume from. `CommunicationProbe` measures the share of
+communication in one step.
 """
 
 import os
@@ -49,7 +50,7 @@ from recipe_lib.units import convert_to_gib
 
 @dataclass
 class Step:
-    """The results of an optimizer step; tensors of one element, on the device or the host."""
+    """The results of an optimizer step: tensors of one element, each on the device or the host."""
 
     loss: torch.Tensor  # mean loss of the step over all ranks
     grad_norm: torch.Tensor  # L2 norm of the gradient of all parameters, before clipping
@@ -59,7 +60,7 @@ class Step:
     def read_numbers(self) -> tuple[float, float, dict[str, float]]:
         """Return (loss, norm of the gradient, metrics) on the host."""
         tensors = [self.loss, self.grad_norm, *self.metrics.values()]
-        # In one copy, so that the host waits for the device once.
+        # Copied as one tensor, so that the host waits for the device once.
         on_device = [
             tensor.to(torch.float64).reshape(())
             for tensor in tensors
@@ -73,7 +74,10 @@ class Step:
 
 
 def build_lr_schedule(cfg: FullFinetuneConfig, total_steps: int) -> Callable[[int], float]:
-    """Return a function from the index of a step, from 0, to its learning rate."""
+    """Return `fn(step)`, the learning rate of a step by its index, from 0.
+
+    total_steps: of the whole run.
+    """
     return partial(
         compute_learning_rate, cfg.lr_scheduler, cfg.optimizer.lr, total_steps=total_steps
     )
@@ -106,7 +110,10 @@ class TrainingLoop:
         *,
         done: int,
     ) -> None:
-        """Take the parts of a run. done: number of steps that an earlier process has trained."""
+        """Take the parts of a run. done: number of steps that earlier processes have trained.
+
+        Raises ConfigError if quantization-aware training would begin after the last step.
+        """
         self.step = done
         self.total_steps = data.total_steps
         self._cfg = cfg
@@ -122,14 +129,14 @@ class TrainingLoop:
                 f" none of which would train in {cfg.qat}; choose less, or remove qat"
             )
         self._began = 0.0  # time.perf_counter() when the step began, seconds
-        self._has_warned_of_zero = False  # of a gradient that is exactly 0
+        self._has_warned_of_zero = False  # True: a gradient of exactly 0 has been warned of
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(explain_out_of_memory("training", self._cfg, self._peak))
-            # Here as well as in the pipeline: an error of the recipe's loop over micro-batches is
-            # not raised inside of the pipeline's generator. Inside of `explain_out_of_memory`,
-            # which quotes the action that this adds to the error.
+            # Adds to an error the pipeline action that the rank was at. The pipeline's generator
+            # cannot: an error in the recipe's loop over micro-batches is not raised inside of it.
+            # Entered after `explain_out_of_memory`, which quotes the action in its own error.
             stack.enter_context(self._world.heartbeat.name_action_in_errors())
             self._log = stack.enter_context(
                 RunLog(
@@ -141,8 +148,8 @@ class TrainingLoop:
                 )
             )
             self._stop = stack.enter_context(StopSignal())
-            # All have been entered. If one had raised, the `with` would have left the others; from
-            # here on `__exit__` does.
+            # If a context had raised, the `with` would have left those before it. From here on
+            # `__exit__` leaves them all.
             self._stack = stack.pop_all()
         return self
 
@@ -160,8 +167,8 @@ class TrainingLoop:
     def steps(self) -> Iterator[StepBatches]:
         """Yield the batches of each step that is left; the caller ends a step by `finish`.
 
-        With `checkpoint.keep_best` the weights of the best step are loaded into the model after the
-        last.
+        After the last one, with `checkpoint.keep_best`, the weights of the best step are loaded
+        into the model.
         """
         first_step = self.step
         source = self._data.batches(first_step)
@@ -178,12 +185,13 @@ class TrainingLoop:
             if is_first:
                 check_same_batches(batches, self._world)
             yield batches
-            del batches  # else they hold memory while the next step's are made
+            del batches  # would hold memory while the next step's are made
         self._world.heartbeat.enter("loading the best step")
         self._data.best.load(self._model, self.step, self.total_steps, self._world)
         self._world.heartbeat.enter("exporting")
 
     def _is_over(self) -> bool:
+        """Return True if no step is left, or `validation.patience` ends the run."""
         return self.step >= self.total_steps or self._data.best.is_waited_out
 
     def finish(
@@ -197,11 +205,11 @@ class TrainingLoop:
         """Record a step, then validate and save if that is due. Collective.
 
         learning_rate: of this step, for the log. validate: runs a validation and returns its
-        numbers, of which `checkpoint.best_metric` decides the best step. It is called each
+        numbers by name, of which `checkpoint.best_metric` decides the best step. It is called each
         `validation.every_n_steps` steps (None: at the end of each epoch), and after the last.
 
         Raise DivergedError if loss or gradient are not finite, or weights that would be saved or
-        exported; StoppedAndSaved, after saving, once any rank has received a signal to stop.
+        exported. Raise StoppedAndSaved, after saving, once any rank has received a signal to stop.
         """
         heartbeat = self._world.heartbeat
         self._record(step, batches, learning_rate)
@@ -234,8 +242,8 @@ class TrainingLoop:
                     world=self._world,
                     keep=self._cfg.checkpoint.keep_last_n,
                 )
-                # Only now that the new state is complete: the state before may name older weights
-                # of a best step, which are removed here.
+                # Removes weights of earlier best steps, now that the new state is complete. The
+                # state before it may name them, and would be resumed from if saving had failed.
                 self._data.best.prune(self._world)
         if stopped:
             self._log.close("stopped")
@@ -254,7 +262,7 @@ class TrainingLoop:
         self.step += 1
         self._world.heartbeat.enter(f"recording step {self.step}")
         peak, stage_peaks = _gather_peaks(self._peak.read(), self._world)
-        shares = self._probe.end(seconds)
+        shares = self._probe.end(seconds)  # of communication; empty but for one step
         epoch, steps = self._data.plan.locate(self.step)
         line = build_step_metrics(
             step=self.step,
@@ -287,9 +295,9 @@ class TrainingLoop:
             self._raise_diverged(f"loss {loss} and grad_norm {grad_norm}")
 
     def _judge(self, numbers: Mapping[str, float]) -> None:
-        """Compare a validation with the best so far, and keep the weights of a better step.
+        """Compare a validation with the best so far, and save the weights of a better step.
 
-        Weights are kept with `checkpoint.keep_best` alone. numbers: of the validation, by name.
+        They are saved only with `checkpoint.keep_best`. numbers: of the validation, by name.
         """
         best = self._data.best
         if best.is_asked_for and best.judge(self.step, numbers, self._world) and best.keeps_weights:
@@ -300,7 +308,7 @@ class TrainingLoop:
 
     def _check_weights(self) -> None:
         """Raise DivergedError if trained weights are not finite. Collective."""
-        # The last update enters no further loss that could show it, so look at the weights.
+        # No loss or gradient after the last update would show that it was not finite.
         shards = [
             get_detached_local(parameter)
             for parameter in self._model.parameters()
@@ -312,6 +320,7 @@ class TrainingLoop:
             self._raise_diverged("weights that are not finite after the update")
 
     def _raise_diverged(self, found: str) -> NoReturn:
+        """Close the log and raise DivergedError. found: what is not finite, for the error line."""
         self._log.close("diverged")
         raise DivergedError(
             f"step {self.step}: found {found}, expected finite numbers; lower optimizer.lr "
@@ -319,6 +328,7 @@ class TrainingLoop:
         )
 
     def _is_validation_due(self) -> bool:
+        """Return True if a validation follows the step that was just recorded."""
         if self._cfg.validation.source is None:
             return False
         interval = self._cfg.validation.every_n_steps
@@ -328,10 +338,11 @@ class TrainingLoop:
 
 
 def _gather_peaks(local_peaks: Peaks, world: World) -> tuple[Peaks, dict[str, float]]:
-    """Return (peaks of the rank that has reserved most, most GiB allocated on each pipeline rank).
+    """Return (peaks of the rank that has reserved most, metrics of the pipeline's ranks).
 
-    The second has a metric's name for each rank of the pipeline. Collective, over the host's
-    process group. Without a pipeline nothing is gathered: the local peaks, and an empty dict.
+    The metrics are name -> the most GiB allocated at one place in the pipeline. Collective, over
+    the host's process group. Without a pipeline nothing is gathered: the local peaks are returned,
+    and an empty dict.
     """
     if world.pipeline is None:
         return local_peaks, {}
@@ -356,9 +367,10 @@ class StopSignal:
     delivers signals there only.
     """
 
-    received: str | None = None  # name of the signal this process has received
+    received: str | None = None  # name of the signal that this process has received
 
     def __enter__(self) -> Self:
+        # signal -> the handler to put back
         self._former_handlers = {
             number: signal.signal(number, self._handle)
             for number in (signal.SIGTERM, signal.SIGINT)
@@ -371,11 +383,11 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.received == "SIGINT":
-            # By the signal itself, so that whoever started the process sees how it ended.
+            # Ended by the signal itself, so that the parent process sees how it ended.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
             return
-        # Nothing but the flag: the main thread may be in the middle of anything.
+        # Sets the flag alone: the main thread may be in the middle of anything.
         self.received = signal.Signals(number).name
 
     def agree(self, world: World) -> bool:
@@ -394,9 +406,10 @@ def resume_run(
 ) -> int:
     """Load the state that `resume` names into model and optimizer; return its step. Collective.
 
-    Returns 0 if `resume` is not set or finds no state. levers: of `apply_optimizer_levers`, which
-    says where in memory the optimizer's states belong. Raise CheckpointError if the state is not
-    complete, is of another model, data or seed, or of a later step than this run's last.
+    Returns 0 if `resume` is not set or finds no state. levers: the result of
+    `apply_optimizer_levers`; it puts loaded optimizer states where they belong, on the host or the
+    device. Raise CheckpointError if the state is not complete, is of another model, data or seed,
+    or of a later step than this run's last.
     """
     states = Path(cfg.output_dir) / STATE_FOLDER
     state = find_state(states, cfg.resume, world) if cfg.resume else None
@@ -435,25 +448,25 @@ def resume_run(
 #     communication_exposed_share  time in which one runs and nothing is computed / the same
 #     scaling_efficiency           1 - communication_exposed_share
 #
-# The last is the share of the step's time that would remain if all communication were hidden, and
+# The last is the share of the step's time that would be left if all communication were hidden and
 # nothing else about the step changed. A collective runs from when rank 0 enters it, so waiting for
 # slower ranks counts as communication. Copies between host and device are neither communication nor
 # computation. The part for CUDA has not run on a GPU (docs/measurements/on_a_gpu.md).
 
-Spans = list[tuple[int, int]]  # beginning and end, ns
+Spans = list[tuple[int, int]]  # (beginning, end) of events, ns
 
 # Beginnings of the names of profiler events: NCCL's kernels and annotations, gloo's collectives
 _COMMUNICATION = ("nccl", "gloo:")
 _COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # between host and device
-# On a CPU only operators are computation: the events around them (autograd's nodes, hooks) include
-# waiting
+# Beginning of the names of operators. On a CPU they alone count as computation: the events around
+# them (autograd's nodes, hooks) include waiting.
 _OPERATORS = "aten::"
 # Environment variable and value; without it kineto prints two lines for each profile
 _SILENT = ("KINETO_LOG_LEVEL", "99")
 
 
 class CommunicationProbe:
-    """The measurement of one step of rank 0 in a world of several ranks.
+    """The measurement of communication in one step of rank 0; of nothing where it is alone.
 
     `TrainingLoop` calls `begin` before each step, and `end` when it is over on the device too.
     """
@@ -462,7 +475,7 @@ class CommunicationProbe:
         """Choose the step to measure, counted from 1; None: none."""
         self._step = step if world.is_main and world.size > 1 else None
         self._device = world.device
-        self._profiler: Any = None
+        self._profiler: Any = None  # torch's, while the step runs
 
     def begin(self, step: int) -> None:
         """Start the profiler if this is the step."""
@@ -508,7 +521,7 @@ class CommunicationProbe:
 def collect_spans(events: Iterable[Any], device: torch.device) -> tuple[Spans, Spans]:
     """Return (spans of collectives, spans of computation), unordered.
 
-    events: kineto's of a profile. Events of other devices are left out.
+    events: those of a kineto profile. Events of other devices are left out.
     """
     communication: Spans = []
     computation: Spans = []
@@ -556,6 +569,7 @@ def measure_covered(spans: Spans) -> int:
 
 
 def _log_not_measured(reason: str) -> None:
+    """Log why communication is not measured, and the key that turns the measurement off."""
     get_logger().info(
         f"communication: not measured ({reason}); log.communication_step=null leaves it out"
     )

@@ -1,9 +1,9 @@
 """Compute losses of micro-batches, and sums and metrics over all validation sequences.
 
 Recipes whose loss is cross-entropy call `build_head_loss` and `compute_validation_loss`. Those with
-another loss call `compute_answer_logps` for the log-probabilities of answers, and
-`sum_over_validation`, to which they give the sums of a micro-batch. `compute_token_scores` and
-`sum_over_sequences` compute the log-likelihood of each sequence, for metrics and for `tune eval`.
+another loss call `compute_answer_logps` and `sum_over_validation`. `tune eval` calls `make_scorer`
+and `sum_over_sequences`. A label token is one that the loss counts. An item is what a method counts
+in a batch: a sequence, or a pair of two.
 """
 
 import math
@@ -27,15 +27,15 @@ from recipe_lib.parallel import Parallel, World
 from recipe_lib.training.training_data import TrainingData
 
 _PIPELINE_BATCHES = 16  # validation micro-batches that a pipeline runs in one schedule
-_CHUNK_TOKENS = 512  # tokens whose logits are in memory at a time
+_CHUNK_TOKENS = 512  # about as many tokens have their logits in memory at a time
 
 
 def build_head_loss(cfg: FullFinetuneConfig) -> CrossEntropy:
     """Return the head loss that sums the token losses of `loss`, in `memory.loss_chunks` chunks.
 
-    The built-in loss is in `ops.head_losses`; a plugin registers its own as `fn(logits [m, v],
-    labels [m]) -> sum`. Raise ConfigError, with the nearest name, for a loss that is not
-    registered.
+    A head loss computes a loss from hidden states, without the logits of all tokens at once. The
+    built-in one is in `ops.head_losses`; a plugin registers its own as `fn(logits [m, v], labels
+    [m]) -> sum`. Raise ConfigError, with the nearest name, for a loss that is not registered.
     """
     return CrossEntropy(cfg.memory.loss_chunks, get_registered("loss", cfg.loss))
 
@@ -49,10 +49,11 @@ def evaluate_micro_batches(
     """Return an iterator over the results of `compute` for each micro-batch, without gradients.
 
     compute: calls the model. In a pipeline it is called on the rank with the last stage alone, and
-    the results of other ranks are None. inside: makes the context that the model's calls run in.
+    the results of other ranks are None. inside: makes the context that the model's calls run in,
+    such as one that switches an adapter off.
     """
-    # A pipeline's schedule runs all micro-batches at once. Without one, each runs when its result
-    # is asked for, so that only one is in memory.
+    # A pipeline's schedule runs all micro-batches together. Without a pipeline, each runs when its
+    # result is asked for, so that only one is in memory.
     if parallel.pipeline is not None:
         with inside():
             results = parallel.pipeline.evaluate(
@@ -68,14 +69,16 @@ def _compute_without_gradients(
     compute: Callable[[Batch], Any],
     inside: Callable[[], AbstractContextManager[Any]],
 ) -> Any:
+    """Return the result of `compute` for a micro-batch; arguments: see `evaluate_micro_batches`."""
     with inside():
         return compute(batch)
 
 
 def get_values(batch: Batch) -> Tensor:
-    """Return the labels of a micro-batch's items: margins, indices of classes, or 1 and 0.
+    """Return the labels of a micro-batch's items, one each.
 
-    1 is a desirable answer (KTO). Raise ValueError if the items have no labels.
+    They are margins of pairs, indices of classes, or 1 for a desirable answer and 0 for another
+    (KTO). Raise ValueError if the items have no labels.
     """
     if batch.targets is None:
         raise ValueError("this batch holds no labels")
@@ -86,16 +89,17 @@ def compute_answer_logps(token_logps: Tensor, batch: Batch, *, mean: bool) -> Te
     """Return the log-probability of each answer of a micro-batch, fp64 `[answers]`.
 
     The answers of p pairs are `[2 p]`: chosen, rejected, chosen, ... token_logps: `[b, s]`, 0 where
-    there is no label. mean: average over an answer's tokens; else sum. Raise ValueError for a batch
-    without sequence ids.
+    there is no label. mean: True: average over an answer's label tokens; False: sum. Raise
+    ValueError for a batch without sequence ids, which tell the sequence of each token.
     """
     if batch.sequence_ids is None:
         raise ValueError("this batch holds no pairs")
     num_answers = batch.num_sequences
-    # Padding is summed into one more answer, which is dropped.
+    # Padding has the id -1. It is summed into one more answer, which is dropped.
     answer_ids = torch.where(batch.sequence_ids < 0, num_answers, batch.sequence_ids).flatten()
 
     def sum_by_answer(values: Tensor) -> Tensor:
+        """Return the sum of values `[b, s]` for each answer."""
         sums = values.new_zeros(num_answers + 1)
         return sums.index_add(0, answer_ids, values.flatten())[:num_answers]
 
@@ -119,11 +123,12 @@ def sum_over_validation(
 ) -> tuple[int, int]:
     """Add up sums over this rank's validation sequences; return (label tokens, items). Collective.
 
-    Each sequence counts once, without dropout. The counts are those of all ranks.
+    Each sequence counts once, without dropout. The two counts are those of all ranks.
 
-    compute_sums: gets a list of micro-batches and returns the sums of each; None where another rank
-    of the pipeline has them, or they are added already. sums: this rank's totals, fp64, to which
-    they are added. take: chooses the micro-batches of a step, such as its mismatched ones.
+    compute_sums: gets a list of micro-batches and returns the sums of each. Sums of None are left
+    out: another rank of the pipeline has them, or they have been added already. sums: this rank's
+    totals, fp64, added to in place. take: returns the micro-batches of a step that are used; by
+    default all but its mismatched ones.
     """
     model.eval()
     num_label_tokens = 0
@@ -148,7 +153,7 @@ def add_to_each(
 ) -> Callable[[Sequence[Batch]], Iterator[None]]:
     """Return a `compute_sums` for `sum_over_validation`, made of a function that adds by itself.
 
-    add_sums: runs a micro-batch and adds its sums to the tensor `sums` that it is given.
+    add_sums: runs a micro-batch and adds its sums to a tensor, in place. sums: that tensor.
     """
 
     def add(batch: Batch) -> None:
@@ -158,7 +163,7 @@ def add_to_each(
 
 
 def name_validation(numbers: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the numbers on the host, with `validation_` before their names."""
+    """Return tensors of one element as numbers, with `validation_` before their names."""
     return {f"validation_{name}": value.item() for name, value in numbers.items()}
 
 
@@ -171,8 +176,8 @@ def compute_validation_loss(
 ) -> dict[str, float]:
     """Return the mean loss over all validation label tokens, and `validation.metrics`. Collective.
 
-    Each sequence counts once, without dropout. compute_loss: returns the sum of the token losses of
-    a micro-batch.
+    Each sequence counts once, without dropout. compute_loss: returns the sum of a micro-batch's
+    token losses. The result has the names `validation_...`.
     """
     loss = torch.zeros((), device=world.device, dtype=torch.float64)
     num_label_tokens, _ = sum_over_validation(
@@ -196,7 +201,7 @@ def compute_validation_loss(
 def _compute_score_metrics(
     model: nn.Module, parallel: Parallel, data: TrainingData, world: World
 ) -> dict[str, float]:
-    """Return the metrics of `validation.metrics` that are computed from token scores. Collective.
+    """Return those of `validation.metrics` that are computed from token scores. Collective.
 
     `token_accuracy` is the share of label tokens that are the model's likeliest token,
     `exact_match` the share of sequences in which all label tokens are.
@@ -227,7 +232,10 @@ def _compute_score_metrics(
 
 
 def _compute_answer_metrics(model: Any, data: TrainingData, world: World) -> dict[str, float]:
-    """Generate answers to all validation questions; return the means of their metrics."""
+    """Generate answers to all validation questions; return the means of their metrics.
+
+    Collective.
+    """
     cfg = data.cfg
     model.eval()
     answers = generate_answers(
@@ -257,7 +265,11 @@ def compute_token_scores(
     positions: Tensor | None = None,
     attention: AttentionInfo | None = None,
 ) -> Tensor:
-    """Return scores `[b, s, 2]` of labels, by calling the model; see `TokenScores`."""
+    """Return scores `[b, s, 2]` of the labels of a micro-batch, by calling the model.
+
+    The first is the label's log-probability, the second that of the likeliest token. tokens,
+    labels: `[b, s]`. positions, attention: see `Decoder.forward`.
+    """
     head_loss = TokenScores(-(-tokens.numel() // _CHUNK_TOKENS))
     return model(tokens, positions, attention, labels=labels, head_loss=head_loss)
 
@@ -276,9 +288,9 @@ def make_scorer(model: nn.Module) -> Callable[[Batch], Tensor]:
 def sum_over_sequences(scores: Tensor, batch: Batch) -> Tensor:
     """Return (log-likelihood, label tokens, right ones) of each sequence, fp64 `[n, 3]`.
 
-    A label token is right if it is as likely as the likeliest token, which greedy decoding would
-    choose. n counts rows, or with packing the documents in them; padding is a document without
-    labels. scores: `[b, s, 2]`, from `make_scorer`.
+    A label token is right if no token is likelier: greedy decoding would choose it. scores: `[b, s,
+    2]`, from `make_scorer`. Without packing n is b. With packing it is b s: a row has room for as
+    many documents as tokens, and the numbers of documents that do not exist, and of padding, are 0.
     """
     is_label = batch.labels != IGNORED
     is_right = is_label & (scores[..., 0] == scores[..., 1])
@@ -288,7 +300,7 @@ def sum_over_sequences(scores: Tensor, batch: Batch) -> Tensor:
     documents = None if batch.attention is None else batch.attention.documents
     if documents is None:
         return token_numbers.sum(dim=1)
-    # Document ids begin anew in each row. A row has as many entries as tokens, so that no shape
+    # Document ids begin at 0 in each row. A row gets as many sums as tokens, so that no shape
     # depends on the data.
     num_rows, length = documents.shape
     row_starts = length * torch.arange(num_rows, device=documents.device)[:, None]

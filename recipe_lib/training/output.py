@@ -1,14 +1,8 @@
 """Check, lock and open the output folder of a run, and keep the run that it replaces until the end.
 
 `prepare_data` calls `check_output`; `RunLog` calls `lock_output` and `open_output` when the steps
-begin, and `drop_earlier` or `log_kept_run` when the run is over.
-
-output_dir/config.yaml     every value that was used     metrics.jsonl   one JSON object a step
-           state/step_N/   to resume from                summary.json    how the run ended
-           model/          the Hugging Face folder       report.html     the curves
-           adapter/        PEFT's layout, where adapters were trained
-           written.json    what the run has written, which it or a later one may replace
-           earlier/        what is left of a run that this one replaces, until its model is complete
+begin, and `drop_earlier` or `log_kept_run` when the run is over. Published folders (model, adapter)
+are those that a run ends with.
 """
 
 import fcntl
@@ -55,13 +49,22 @@ from recipe_lib.logs import get_logger
 from recipe_lib.reading import find_object, open_regular, parse_json
 from recipe_lib.training.records import METRICS_FILE, REPORT_FILE, SUMMARY_FILE
 
+# output_dir/config.yaml    every value that was used     metrics.jsonl   one JSON object a step
+#            state/step_N/  to resume from                summary.json    how the run ended
+#            model/         the Hugging Face folder       report.html     the curves
+#            adapter/       PEFT's layout, where adapters were trained
+#            trackers/      files that trackers write
+#            written.json   the record: what a run has written, and it or a later one may replace
+#            earlier/       what is left of a run that is replaced, until the model is complete
+
 TRACKERS_FOLDER = "trackers"
 CONFIG_FILE = "config.yaml"
 PUBLISHED = (MODEL_FOLDER, ADAPTER_FOLDER)  # folders that a run ends with
 # Files at the top of output_dir, besides written.json
 FILES = (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, REPORT_FILE)
 
-# Files that trackers write, to know those of a run that was killed before it recorded them
+# Paths in `trackers/` of files that trackers write. They tell the files of a run that was killed
+# before it recorded them from files of the user.
 _TRACKER_FILES = re.compile(
     r"tensorboard/events\.out\.tfevents\.[^/]+|wandb/(offline-)?run-.+|wandb/(latest-run|debug[^/]*)"
 )
@@ -91,6 +94,7 @@ def check_output(cfg: FullFinetuneConfig) -> None:
 
 
 def _check_ours(cfg: FullFinetuneConfig, folder: Path) -> None:
+    """Raise ConfigError if the run would replace a file that no run wrote."""
     unrecorded = find_unrecorded(folder, replaced=cfg.overwrite_output_dir)
     if unrecorded is not None:
         raise ConfigError(
@@ -103,7 +107,7 @@ def lock_output(cfg: FullFinetuneConfig) -> int | None:
     """Make the folder and lock it, until `unlock_output` or the end of this process.
 
     Return the descriptor that holds the lock; None where the file system has no locks. Raise
-    ConfigError if another run is in the folder, and StorageError.
+    ConfigError if another run is in the folder, and StorageError if the folder cannot be made.
     """
     folder = Path(cfg.output_dir)
     with files.report_storage_faults():
@@ -140,10 +144,10 @@ def _lock_folder(folder: Path, kind: int) -> int | None:
 
 
 def open_output(cfg: FullFinetuneConfig) -> None:
-    """Make the folder, clear what killed runs left, and write config.yaml. On one rank.
+    """Make the folder, clear what killed runs left, and write config.yaml. Called on one rank.
 
     The run that `overwrite_output_dir` replaces is moved aside until `drop_earlier`. Raise
-    ConfigError and StorageError.
+    ConfigError if a file would be replaced that no run wrote, and StorageError if the disk refuses.
     """
     folder = Path(cfg.output_dir)
     with files.report_storage_faults():
@@ -211,7 +215,7 @@ def check_inputs(cfg: FullFinetuneConfig) -> None:
 
 
 def list_input_paths(cfg: FullFinetuneConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) of all paths that a run reads from the disk, as the config writes them."""
+    """Yield (key, path) of all paths that a run reads, each path as the config has it."""
     config_class: Any = type(cfg)  # mypy takes a dataclass for unhashable, its class too
     for name, key in read_schema(config_class).keys.items():
         value: Any = attrgetter(name)(cfg)
@@ -221,6 +225,7 @@ def list_input_paths(cfg: FullFinetuneConfig) -> Iterator[tuple[str, str]]:
             for number, section in enumerate(value):
                 for path_name in path_names:
                     yield f"{name}[{number}].{path_name}", str(getattr(section, path_name))
+        # A preset is a name, or the path of a config.json.
         elif name not in _NOT_READ and value and (key.limits.get("path") or name == "model.preset"):
             yield name, str(value)
     yield from (("--plugin", str(path)) for path in list_loaded_plugins())
@@ -229,7 +234,7 @@ def list_input_paths(cfg: FullFinetuneConfig) -> Iterator[tuple[str, str]]:
 def _resolve_links(key: str, path: str) -> Iterator[Path]:
     """Yield what a path leads to: the resolved file or folder, and the targets of links in it.
 
-    key: of the path in the config. All files of a folder of data are yielded as well.
+    key: of the path in the config. Of a folder of data all files are yielded as well.
     """
     yield Path(os.path.realpath(path))
     if os.path.isdir(path):
@@ -254,10 +259,11 @@ def _resolve_links(key: str, path: str) -> Iterator[Path]:
 def find_unrecorded(root: Path, *, replaced: bool) -> Path | None:
     """Return the first path that a run would write to and that no run wrote; None: there is none.
 
-    replaced: the new run replaces an earlier one. Otherwise it resumes it, or finds only records of
-    a run that left no state and no model.
+    root: the output folder. replaced: True: the new run replaces an earlier one. Otherwise it
+    resumes one, or finds only records of a run that left no state and no model.
     """
     record = read_record(root)
+    # Name -> size and hash of the files of `FILES`, as the earlier run left them.
     listing = record.records if record and replaced else {}
     for path in (root / name for name in FILES):
         is_changed = path.name in listing and path.exists() and not is_as_listed(path, listing)
@@ -275,7 +281,11 @@ def find_unrecorded(root: Path, *, replaced: bool) -> Path | None:
 
 
 def is_record(path: Path) -> bool:
-    """Return True if the path is free, or has a file such as runs write under this name."""
+    """Return True if nothing is at the path, or a file such as runs write under its name.
+
+    path: of a name in `FILES`. The content decides: the run may have been killed before it
+    recorded what it had written.
+    """
     if path.is_symlink() or path.exists() != path.is_file():
         return False
     if not path.exists():
@@ -317,7 +327,10 @@ def _parse_object(text: str) -> dict[str, Any]:
 
 
 def _find_unrecorded_tracker_file(root: Path, folder: Path) -> Path | None:
-    """Return the first file in `trackers/` that no tracker is known to have written."""
+    """Return the first file in `trackers/` that no tracker is known to have written.
+
+    None: there is none. root: the output folder. folder: its `trackers/`, or an earlier run's.
+    """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         return folder
     record = read_record(root)
@@ -334,9 +347,10 @@ def _find_unrecorded_tracker_file(root: Path, folder: Path) -> Path | None:
 
 
 def begin_record(root: Path) -> None:
-    """Write the record of a new output folder, or update that of an old one.
+    """Write the record (written.json) of a new output folder, or update that of an old one.
 
-    Folders that no longer exist are dropped from it.
+    Folders that no longer exist are dropped from it, and so are the contents of the run's files,
+    which this run will change.
     """
     old = read_record(root)
     record = old or OutputRecord()
@@ -397,7 +411,10 @@ def keep_earlier(root: Path) -> None:
 
 
 def _copy_records(root: Path, folder: Path) -> None:
-    # Under a temporary name first, so that `folder` has all of them or does not exist.
+    """Copy the files of `FILES` from the output folder to a new folder.
+
+    They are copied under a temporary name first, so that `folder` has all or does not exist.
+    """
     temporary = files.make_temporary_path(folder)
     files.make_folder(temporary)
     for name in FILES:
@@ -409,7 +426,7 @@ def _copy_records(root: Path, folder: Path) -> None:
 def drop_earlier(root: Path) -> None:
     """Remove the run that was replaced, once this one has written its own model or adapter.
 
-    Raise StorageError.
+    Otherwise log where the earlier run is. Raise StorageError if the disk refuses.
     """
     record = read_record(root)
     if record is None or not (record.earlier or record.kept):
@@ -429,7 +446,10 @@ def drop_earlier(root: Path) -> None:
 
 
 def _find_unrecorded_earlier(root: Path, folder: Path) -> Path | None:
-    """Return the first path in a folder of `keep_earlier` that no run wrote."""
+    """Return the first path in a folder of `keep_earlier` that no run wrote; None: there is none.
+
+    root: the output folder that it lies in.
+    """
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name not in (*FILES, STATE_FOLDER, TRACKERS_FOLDER):
             return path
@@ -441,7 +461,10 @@ def _find_unrecorded_earlier(root: Path, folder: Path) -> Path | None:
 
 
 def _remove_unless(unrecorded: Path | None, folder: Path) -> bool:
-    """Remove a folder, unless it has a path that no run wrote; return True if it was removed."""
+    """Remove a folder, and return True if it was removed.
+
+    unrecorded: a path in it that no run wrote, because of which it stays; None: there is none.
+    """
     if unrecorded is not None:
         get_logger().warning("warning: %s stays: %s was not written by a run", folder, unrecorded)
         return False
@@ -458,6 +481,7 @@ def log_kept_run(root: Path) -> None:
 
 
 def _log_earlier_run(root: Path, record: OutputRecord, sentence: str) -> None:
+    """Log a sentence and the folders of the run that is replaced; nothing if there are none."""
     paths = [str(root / name) for name in (*record.earlier, *record.kept)]
     if paths:
         get_logger().info("overwrite_output_dir: %s: %s", sentence, ", ".join(paths))

@@ -2,8 +2,7 @@
 
 `TrainingLoop` calls `build_step_metrics` and `compute_expert_load` for the numbers of a step, and
 `RunLog` appends them to a `MetricsFile`. At the end of a run it calls `write_summary` and
-`write_report`: curves and settings on one page, which needs neither network nor script. Numbers
-that are not finite are written as `null`, because JSON has no others.
+`write_report`, which draws curves and settings on one page without scripts.
 """
 
 import json
@@ -35,17 +34,18 @@ METRICS_FILE = "metrics.jsonl"
 METRICS_LIMIT = 2**31  # bytes that are read of metrics.jsonl at most; a step's line has some 500
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
-# Keys of a metrics line that only the step of `log.communication_step` has
+# Keys that only the line of step `log.communication_step` has, shares of that step's time
 _COMMUNICATION_KEYS = ("communication_share", "communication_exposed_share", "scaling_efficiency")
-# Keys of a metrics line that every recipe's run writes; the recipe itself has added other numbers
+# Keys of metrics lines that the runs of all recipes write. Any other number is one that the recipe
+# itself has added.
 _RUN_KEYS = {
     "step", "epoch", "loss", "grad_norm", "lr", "tokens_per_second",
     "tokens_per_second_per_device", "label_tokens", "label_token_fraction", "seconds", "tokens",
     "memory_kind", "validation_loss", "validation_tokens", *_COMMUNICATION_KEYS,
 }  # fmt: skip
-# Beginnings of keys of a metrics line
+# Beginnings of keys of metrics lines
 _PEAK = "peak_memory_"
-_STAGE_PEAK = "peak_memory_allocated_gib_pipeline_"  # and the rank in the pipeline
+_STAGE_PEAK = "peak_memory_allocated_gib_pipeline_"  # then a rank's place in the pipeline
 _VALIDATION = "validation_"
 _NO_PLAN = (
     "This run has no plan, or ended before its plan was made; `tune plan` with the same arguments"
@@ -101,8 +101,8 @@ def compute_expert_load(
 ) -> dict[str, Tensor]:
     """Return the step's numbers on experts, on the device, and reset their counters. Collective.
 
-    Empty for a model without experts, or with compiled layers. All ranks get the same numbers, in a
-    pipeline too.
+    Empty for a model without experts, or with compiled layers, which do not count. All ranks get
+    the same numbers, in a pipeline too.
 
     `expert_load_max_over_mean`: tokens of the busiest expert over those of the average one, the
     maximum over layers. `dropped_tokens`: choices of the router that no expert computed.
@@ -111,6 +111,7 @@ def compute_expert_load(
     mixture = getattr(getattr(model, "spec", None), "mixture", None)
     if mixture is None or cfg.compile:
         return {}
+    # Tokens that each expert computed, [layers, experts]. Layers without experts stay 0.
     rows = torch.zeros(
         len(mixture.layers), mixture.num_experts, dtype=torch.int64, device=world.device
     )
@@ -124,7 +125,7 @@ def compute_expert_load(
             part for part in name.split(".") if part.isdecimal()
         )  # of `model.layers.3.mlp`
         rows[int(layer)] = load.rows
-        loss = load.loss.clone()
+        loss = load.loss.clone()  # the sum below must not change the counter
         if world.tensor is not None:
             # Each tensor-parallel rank has computed a part of the loss.
             dist.all_reduce(loss, group=world.mesh["tensor"].get_group())
@@ -180,9 +181,9 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl. path: the file, or its folder.
+    """Return the lines of a metrics.jsonl, in order. path: the file, or its folder.
 
-    Lines that are incomplete, no object or without a step are left out.
+    A line that is incomplete, no object or without a step is left out.
     """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
@@ -198,7 +199,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_run_metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl; none if it has not written one."""
+    """Return the lines of a run's metrics.jsonl; an empty list if it has written none."""
     path = output_dir / METRICS_FILE
     return read_metrics(path) if path.is_file() else []
 
@@ -256,7 +257,7 @@ def write_summary(
 
 
 def list_versions() -> dict[str, str]:
-    """Return the versions of the software that a result depends on."""
+    """Return name -> version of the software that a result depends on."""
     versions = {
         "tune-recipes": recipe_lib.__version__,
         "torch": torch.__version__,
@@ -269,11 +270,15 @@ def list_versions() -> dict[str, str]:
 
 
 def _encode_line(line: Mapping[str, Any]) -> str:
+    """Return a line of metrics as JSON, without secrets."""
     return redact(json.dumps(_replace_non_finite(line), allow_nan=False, ensure_ascii=False))
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """Return the value with None for numbers that are not finite, and text for paths, any depth."""
+    """Return a value with None for numbers that are not finite and text for paths, at any depth.
+
+    JSON has neither.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -287,7 +292,7 @@ def write_report(output_dir: Path) -> Path:
     """Write report.html from metrics.jsonl, summary.json and config.yaml; return its path.
 
     The summary must exist; without metrics or config their sections are empty. Raise StorageError
-    if the disk refuses.
+    if the disk refuses the page.
     """
     output_dir = Path(output_dir)
     summary = read_object(output_dir / SUMMARY_FILE)
@@ -310,11 +315,11 @@ def render_report(
     name: of the run. summary: as in summary.json. lines: of metrics.jsonl. config: YAML text.
     """
     headline = _format_headline(summary)
-    changed = summary.get("changed_settings") or {}
+    changed = summary.get("changed_settings") or {}  # key -> [value, default], as text
     settings = Table(
         "Settings",
         header=["key", "value", "default"],
-        rows=[[name, *texts] for name, texts in changed.items()],
+        rows=[[key, *texts] for key, texts in changed.items()],
         left=("key", "value", "default"),
     )
     sections = [
@@ -373,7 +378,7 @@ def _draw_run_charts(lines: list[dict[str, Any]]) -> list[Figure]:
     figures = []
     for title, unit, series, axis in charts:
         curves = _build_curves(lines, series)
-        # Of several equal curves draw the last alone: on a CPU all kinds of memory are equal.
+        # Of equal curves only the last is drawn: on a CPU all kinds of memory are equal.
         last_curve_by_points = {tuple(curve.points): curve for curve in curves}
         distinct_curves = [
             curve for curve in curves if last_curve_by_points[tuple(curve.points)] is curve
@@ -386,7 +391,7 @@ def _draw_run_charts(lines: list[dict[str, Any]]) -> list[Figure]:
 def _draw_recipe_charts(lines: list[dict[str, Any]]) -> list[Figure]:
     """Return a chart for each number that the recipe itself has added to steps or validations.
 
-    `x` and `validation_x` share one.
+    A number `x` of steps and the number `validation_x` share a chart.
     """
     keys = dict.fromkeys(
         key for line in lines for key, value in line.items()
@@ -418,7 +423,10 @@ def _build_curves(lines: list[dict[str, Any]], series: Iterable[tuple[str, str]]
 
 
 def _limit_to_drawable(value: Any) -> float | None:
-    """Return a number that can be drawn: 0 for a tiny one; None for a huge one or no number."""
+    """Return a value as a number that can be drawn: 0 for a tiny one.
+
+    None for a huge one, and for a value that is no number.
+    """
     if not _is_number(value) or not abs(value) < _LARGEST or not math.isfinite(value):
         return None
     return float(value) if abs(value) > 1 / _LARGEST else 0.0
@@ -430,12 +438,15 @@ def _build_planned_section(summary: Mapping[str, Any], lines: list[dict[str, Any
     It is empty if the summary has no key `planned`.
     """
     title = "Planned and measured"
+    # Numbers of the plan that `tune run` made beside the run; None if it made none in time. The
+    # peaks of the rank that needs most, in bytes, have the names of KINDS, and `first` has those of
+    # rank 0. `seconds` is the planned time of a step. `own_device`: the plan is for the GPUs here.
     figures = summary.get("planned")
     if not isinstance(figures, dict):
         return Section(title, items=[_NO_PLAN] if "planned" in summary else [])
     # A CPU run measures another quantity than what is planned for a GPU: no ratio is shown then.
     on_gpu = summary.get("memory_kind") == "device"
-    # The plan's figures of the first rank, because that rank records what is measured.
+    # Rank 0 records what is measured, so that its planned peaks are the ones to compare.
     planned = {**figures, **(figures.get("first") or {})} if on_gpu else figures
     rows = []
     for kind in KINDS:
@@ -482,11 +493,15 @@ def _build_comparison_row(name: str, planned: Any, measured: Any, *, is_alike: b
 
 
 def _format_step_seconds(seconds: float) -> str:
+    """Return seconds with three digits, from a minute on as `1m15s`."""
     return f"{seconds:.3g} s" if seconds < 60 else format_seconds(seconds)
 
 
 def _describe_plan(figures: Mapping[str, Any]) -> str:
-    """Return a note that names the devices that the plan is for, and its verdict."""
+    """Return a note on the devices that the plan is for, and on whether the run fits them.
+
+    figures: see `_build_planned_section`.
+    """
     device = figures.get("device")
     text = f"Planned for {figures.get('ranks', 1)} x {device}" if device else "Planned"
     if device and not figures.get("own_device", True):
@@ -500,8 +515,8 @@ def _describe_plan(figures: Mapping[str, Any]) -> str:
 def _build_data_table(data: Mapping[str, Any] | None) -> Table | None:
     """Return a table of counts of samples, with columns for training and validation.
 
-    data: counts by name for each of both; None or empty: nothing was counted, and there is no
-    table.
+    data: `training` or `validation` -> counts by name. None or empty: nothing was counted, so that
+    there is no table.
     """
     if not data:
         return None
@@ -534,6 +549,7 @@ _DATA_ROWS = (
 
 
 def _format_data_count(counts: Mapping[str, Any], key: str) -> str:
+    """Return a cell of the table of data; empty if the key was not counted."""
     value = counts.get(key)
     if value is None:
         return ""
@@ -543,6 +559,7 @@ def _format_data_count(counts: Mapping[str, Any], key: str) -> str:
 
 
 def _format_headline(summary: Mapping[str, Any]) -> str:
+    """Return the page's first line: steps, losses, and how the best step was decided."""
     parts = [f"{summary['steps']} of {summary['total_steps']} steps"]
     if summary["first_loss"] is not None and summary["final_loss"] is not None:
         parts.append(f"loss {summary['first_loss']:.4f} → {summary['final_loss']:.4f}")

@@ -1,8 +1,9 @@
 """Resolve the model of a run, from a checkpoint or a preset, and check it before it is built.
 
-A recipe calls `resolve_model`, and `prepare_data` also `validate_parallelism` with its spec.
-`run_recipe` calls `check_models` and `check_trained` for the extra parameters, those that a recipe
-adds to a model of a known family: a checkpoint may lack their values, and an export may lose them.
+A preset is an architecture with random weights. A recipe calls `resolve_model`, and `prepare_data`
+also `validate_parallelism`. `run_recipe` calls `check_models` and `check_trained` for the extra
+parameters, those that a recipe adds to a model of a known family: a checkpoint may lack their
+values, and an export may lose them.
 """
 
 from collections import Counter
@@ -46,7 +47,7 @@ class ResolvedModel:
     name: str  # name of a preset, hub id, or full path of a folder
     folder: Path | None  # folder of the checkpoint; None: random weights
     config: dict[str, Any]  # contents of config.json
-    spec: ModelSpec  # shape of the model, from that config
+    spec: ModelSpec  # shape of the model as plain numbers, from that config
 
 
 def resolve_model(
@@ -54,9 +55,10 @@ def resolve_model(
 ) -> ResolvedModel:
     """Return the model that `model.path` or `model.preset` names.
 
-    scored: give it a score head of num_labels rows in place of the output head; None: as many rows
-    as the checkpoint's score head has. Raise CheckpointError; for a model that is not native also
-    SetupError and ConfigError.
+    scored: True: give it a score head in place of the output head. num_labels: rows of that head;
+    None: as many as the checkpoint's has. Raise CheckpointError for a checkpoint or a config.json
+    that is not found, broken or not supported. A model of another library may also raise SetupError
+    or ConfigError, if that library or a plugin is missing.
     """
     name = cfg.path or cfg.preset or ""
     folder = find_checkpoint(name) if cfg.path else None
@@ -109,8 +111,8 @@ def validate_parallelism_if_local(cfg: FullFinetuneConfig) -> None:
         return
     folder = None
     if cfg.model.path:
-        named = Path(cfg.model.path).expanduser()
-        folder = named if named.is_dir() else find_downloaded_model(cfg.model.path)
+        path = Path(cfg.model.path).expanduser()
+        folder = path if path.is_dir() else find_downloaded_model(cfg.model.path)
         if folder is None or not (folder / "config.json").is_file():
             return
     config = read_config(folder) if folder else read_preset_config(cfg.model.preset or "")
@@ -118,7 +120,7 @@ def validate_parallelism_if_local(cfg: FullFinetuneConfig) -> None:
 
 
 def collect_models(recipe: Any) -> dict[str, nn.Module]:
-    """Return attribute name -> module of the recipe's modules, each once."""
+    """Return name -> model, of a recipe's attributes that are modules, each module once."""
     # Keyed by identity: a recipe may hold one module under two names.
     models: dict[int, tuple[str, nn.Module]] = {}
     for name, value in vars(recipe).items():
@@ -130,8 +132,8 @@ def collect_models(recipe: Any) -> dict[str, nn.Module]:
 def check_models(recipe: Any, cfg: FullFinetuneConfig, world: World) -> None:
     """Check, before weights are read, that extra parameters are initialized and exported.
 
-    Collective. Raise SetupError for those that nothing initializes, and ConfigError for those that
-    the export would lose, with `checkpoint.extra_parameters: error`.
+    Collective. Raise SetupError for extra parameters that nothing initializes. With
+    `checkpoint.extra_parameters: error` raise ConfigError for those that the export would lose.
     """
     check_each_model(recipe, world, check_extra)
     for model in collect_models(recipe).values():
@@ -210,7 +212,7 @@ def warn_of_export(model: nn.Module, world: World, folder: Path) -> None:
 
 
 def shorten_names(names: Iterable[str]) -> str:
-    """Return the names as text, those of several layers as one: `layers.*.mlp.extra.weight (5)`."""
+    """Return names as text, those that differ in the layer as one: `layers.*.mlp.x.weight (5)`."""
     counts = Counter(
         ".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names
     )
@@ -218,14 +220,14 @@ def shorten_names(names: Iterable[str]) -> str:
 
 
 def _count_extra_elements(model: nn.Module, *, saved: bool = False) -> dict[str, int]:
-    """Return name -> elements of each extra tensor; saved: only those in a state dict."""
+    """Return name -> number of elements of each extra tensor. saved: only those in files."""
     return {name: tensor.numel() for name, tensor in find_extra_tensors(model, saved=saved).items()}
 
 
 def _merge_stages(world: World, local_counts: dict[str, int]) -> dict[str, int]:
-    """Return the counts of all pipeline ranks together; others have the same tensors on each rank.
+    """Return the counts of all pipeline ranks together; without a pipeline those that are given.
 
-    Collective in a pipeline.
+    Other ranks have the same tensors. Collective in a pipeline.
     """
     if world.pipeline is None:
         return local_counts

@@ -1,8 +1,8 @@
 """Run a recipe from its config to its last step, by the same calls in the same order on all ranks.
 
-`main` of a recipe calls `run_recipe` with its class, which has the methods of `Recipe`. Below are
-the checks that need all ranks: that all have the same settings, and that the ranks which share a
-model (tensor, context or pipeline parallelism) have the same batches.
+A recipe, a file with a model's setup and its training step, calls `run_recipe` with its class,
+which has the methods of `Recipe`. Below are the checks that need all ranks: that all have the same
+settings, and that ranks which share a model have the same batches.
 """
 
 import hashlib
@@ -39,11 +39,11 @@ class Recipe(Protocol):
     def setup_data(self, prepared: PreparedData | None) -> None:
         """Build the TrainingData; no other method reads samples.
 
-        prepared: the datasets, tokenized before there was a process group.
+        prepared: the datasets, tokenized before there was a process group; None: tokenize now.
         """
 
     def setup_model(self) -> None:
-        """Build the model in this rank's memory, without values."""
+        """Build the model, shard it, and give it memory, without values."""
 
     def load_weights(self) -> None:
         """Load the checkpoint into the model, or initialize its parameters."""
@@ -52,7 +52,7 @@ class Recipe(Protocol):
         """Build the optimizer over the trained parameters."""
 
     def describe(self) -> list[str]:
-        """Return lines for the log."""
+        """Return lines for the log; those that begin with `warning:` are logged as warnings."""
 
     def resume(self) -> None:
         """Load the saved state that `resume` names, if it is set."""
@@ -64,14 +64,14 @@ class Recipe(Protocol):
 def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
     """Run a recipe in this process, alone or as one rank under torchrun.
 
-    A UserError is reported once: `world.agree` raises it on all ranks together, and where one rank
-    raises alone, the heartbeat ends the others. Raise UserError, and StoppedAndSaved after SIGTERM
-    or SIGINT.
+    Raise UserError for what a user can mend. `world.agree` raises it on all ranks together; where
+    one rank raises alone, the heartbeat (what ends a run on all ranks) ends the others. Raise
+    StoppedAndSaved after SIGTERM or SIGINT.
     """
     given_settings = list_settings(cfg)  # before `prepare_data` settles the formats in cfg
     with meet_ranks(cfg) as ranks:
         phase = ranks.heartbeat.phase
-        # After the ranks have met and before they are a process group: no rank waits in a
+        # After the ranks have met and before they form a process group: no rank waits in a
         # collective until the samples are tokenized.
         with phase("reading the data"):
             tokenized = prepare_data(cfg)
@@ -92,7 +92,7 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
                 check_models(recipe, cfg, world)
             with phase("loading weights"):
                 recipe.load_weights()
-                # Finds parameters that nothing has written, and that would train from garbage.
+                # A parameter that nothing has written would train from what its memory held.
                 check_each_model(recipe, world, check_written)
             with phase("setting up the optimizer"):
                 recipe.setup_optimizer()
@@ -111,8 +111,8 @@ def warn_of_slow_dtype(cfg: FullFinetuneConfig, world: World) -> None:
         return
     if not torch.backends.mkldnn.is_available():  # without oneDNN torch cannot tell
         return
-    # Without them torch multiplies such numbers one at a time: a step's matmuls are some 80 times
-    # as slow as in fp32.
+    # Without such instructions torch multiplies one number at a time: a step's matmuls are some 80
+    # times as slow as in fp32.
     if not getattr(torch.ops.mkldnn, f"_is_mkldnn_{cfg.dtype}_supported")():
         get_logger().warning(
             "warning: dtype=%s on this CPU, which has no instructions for it: matrices are"
@@ -169,9 +169,9 @@ def check_same_batches(batches: StepBatches, world: World) -> None:
     """Raise SetupError on every rank if ranks that must have the same batches have not. Collective.
 
     These are the ranks of a tensor-parallel group, of a pipeline, and of a group that shares
-    sequences. Their batches are compared by a hash.
+    sequences (context parallelism). With different batches they would silently train on a mixture
+    of them. Batches are compared by a hash.
     """
-    # With different batches such ranks would silently train on a mixture of them.
     if world.size == world.data_ranks:
         return
     digest = hashlib.sha256()

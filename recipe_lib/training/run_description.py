@@ -2,7 +2,8 @@
 
 A recipe's `describe` calls `list_derived_numbers`, which returns log lines on the batch, the steps
 and the bytes of the run. A recipe calls `check_host_memory` between sharding its model and
-allocating it: the host memory that offloading will take has to be there.
+allocating it. Data ranks are those that have batches of their own; a stage is the consecutive
+layers that a rank of a pipeline runs.
 """
 
 import os
@@ -49,7 +50,8 @@ def list_derived_numbers(
 ) -> list[str]:
     """Return log lines on the run, each number with its unit and how it is computed.
 
-    Collective in a pipeline.
+    world: this process's rank, device and mesh. parallel: the model's sharding and levers, which
+    are config keys that trade memory for time or precision. Collective in a pipeline.
     """
     levers = parallel.levers
     return [
@@ -70,6 +72,7 @@ def list_derived_numbers(
 
 
 def _describe_devices(cfg: FullFinetuneConfig, world: World) -> str:
+    """Return a line on the number of devices and the dimensions of the mesh."""
     if world.size == 1:
         return f"devices: 1 {world.device.type}"
     shape = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
@@ -84,10 +87,11 @@ def _describe_devices(cfg: FullFinetuneConfig, world: World) -> str:
 def _describe_batch(
     cfg: FullFinetuneConfig, world: World, dataset: Dataset, plan: DataPlan
 ) -> list[str]:
+    """Return lines on the global batch and on the tokens of a step."""
     accumulation = cfg.gradient_accumulation_steps
     global_batch_size = cfg.batch_size * accumulation * world.data_ranks
     share = dataset.report.label_token_fraction
-    unit = "sequences" if dataset.group == 1 else "pairs"
+    unit = "sequences" if dataset.group == 1 else "pairs"  # group: sequences of an item
     step_tokens = dataset.report.tokens / max(1, dataset.items) * global_batch_size
     if cfg.data.packing:
         unit = "packed sequences"
@@ -108,7 +112,7 @@ def _describe_batch(
 
 
 def _describe_pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]:
-    """Return a line on the pipeline's micro-batches, stages and this rank's layers, if any."""
+    """Return a line on the pipeline's micro-batches and this rank's stages; none without one."""
     if parallel.pipeline is None:
         return []
     batch_size, num_micro_batches = compute_micro_batches(cfg)
@@ -126,6 +130,7 @@ def _describe_pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]
 
 
 def _describe_steps(cfg: FullFinetuneConfig, dataset: Dataset, plan: DataPlan) -> str:
+    """Return a line on the number of steps, of the run and of an epoch."""
     steps = plan.total_steps(cfg.epochs, cfg.max_steps)
     uncut_steps = plan.total_steps(cfg.epochs, None)
     cut = "" if steps == uncut_steps else f", cut by max_steps from {uncut_steps}"
@@ -140,6 +145,7 @@ def _describe_steps(cfg: FullFinetuneConfig, dataset: Dataset, plan: DataPlan) -
 
 
 def _describe_learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
+    """Return a line on the learning rate's schedule. steps: of the whole run."""
     schedule = cfg.lr_scheduler
     warmup = count_warmup_steps(schedule, steps)
     start = f"warm-up over {warmup} steps to " if warmup else ""
@@ -152,11 +158,11 @@ def _describe_learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
 
 
 def _describe_model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> list[str]:
-    """Return lines on the number of parameters, and the bytes a rank needs before activations."""
+    """Return lines on the parameters, and on the bytes that a rank needs before activations."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     num_trained = sum(parameter.numel() for parameter in trained)
-    # Quantized linears: their packed parameters have fewer elements than the weight they store, so
-    # these are counted by the weight's shape.
+    # Modules whose weight is quantized. Their packed parameters have fewer elements than the
+    # weight, which is counted by its shape.
     stored = find_stored_weights(model)
     num_parameters = sum(
         weight.in_features * weight.out_features for weight in stored.values()
@@ -172,10 +178,11 @@ def _describe_model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Paralle
         parameters += f" and {format_bytes(streamed_bytes)} in host memory"
     gradient_bytes = count_local_bytes(trained)
     gradients = format_bytes(gradient_bytes)
-    if cfg.memory.optimizer_in_backward:  # one group is stepped before the next has gradients
+    if cfg.memory.optimizer_in_backward:  # a group is stepped before the next has gradients
         groups = _group_reduced_parameters(model)
         gradient_bytes = max(map(count_local_bytes, groups), default=0)
         gradients = f"{format_bytes(gradient_bytes)} at a time"
+    # None: a plugin's optimizer does not say.
     state_bytes = count_optimizer_state_bytes(cfg.optimizer, model.named_parameters())
     states = (
         format_bytes(state_bytes) if state_bytes is not None else "not known before the first step"
@@ -201,7 +208,10 @@ def _describe_model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Paralle
 
 
 def _describe_other_parts(model: nn.Module) -> list[str]:
-    """Return a line on the parts of a multimodal model that text does not run through, if any."""
+    """Return a line on the parts of a multimodal model that text does not run through.
+
+    The list is empty for a model without such parts.
+    """
     names = model.other_parts if isinstance(model, LanguageModel) else ()
     if not names:
         return []
@@ -217,14 +227,15 @@ def _describe_other_parts(model: nn.Module) -> list[str]:
 def _group_reduced_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
     """Return the trained parameters in groups whose gradients exist at the same time.
 
-    A group is an FSDP unit; without FSDP it is one parameter.
+    A group is an FSDP unit, a module that FSDP gathers as one. Without FSDP it is one parameter.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         return [[parameter] for parameter in model.parameters() if parameter.requires_grad]
     grouped: set[nn.Parameter] = set()
     groups = []
-    # Inner units come first: an outer unit has the parameters that no inner one has.
+    # Inner units come first: an outer unit gathers only those of its parameters that no inner one
+    # has.
     for unit in reversed(units):
         group = [
             parameter
@@ -246,17 +257,18 @@ def check_host_memory(
     """Raise SetupError if offloading needs more host memory than is allowed or free.
 
     All ranks of this machine count together; `memory.host_memory_limit_gib` is what is allowed.
-    Activations are checked later, by a function that this gives to `parallel.levers.offload`. Call
+    Activations are checked later, by a function that is handed to `parallel.levers.offload`. Call
     it when the model is sharded and not yet allocated. other: another model of the run, which is
-    allocated already, such as a frozen reference.
+    allocated already, such as a frozen reference; None: there is none.
     """
     if world.device.type == "cpu" or not holds_values(world.device):
         return
     needs = count_offloaded_bytes(model, cfg, other)
-    # Read now, before the model is allocated; the check of activations below compares with it too.
+    # Read before the model is allocated. The check of activations below compares with it, too: it
+    # counts the model again.
     free = find_free_host_memory()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # The bytes of parameters, gradients and optimizer states are known already.
+    # Checked now: the bytes of parameters, gradients and optimizer states, which are known.
     check_host_needs(needs, allowed=cfg.memory.host_memory_limit_gib, ranks=ranks, free=free)
     if parallel.levers.offload is not None:
         calls = count_calls_at_once(parallel, cfg, parallel.levers.offload)
@@ -267,8 +279,12 @@ def check_host_memory(
 
         # The bytes of activations are known when the first layer of the first micro-batch has run.
         # They are scaled to all layers that are offloaded, to the longest sequences, and to the
-        # micro-batches that a pipeline has in flight.
+        # micro-batches of a pipeline whose backward is still to come.
         def judge(num_bytes: int, tokens: int) -> None:
+            """Raise SetupError if activations do not fit, by those of one layer.
+
+            num_bytes: that the layer sends to the host. tokens: that it was given; 0: unknown.
+            """
             expected_bytes = calls * num_bytes
             if 0 < tokens < max_tokens:
                 expected_bytes = expected_bytes * max_tokens // tokens
@@ -287,8 +303,8 @@ def count_offloaded_bytes(
 ) -> dict[str, int]:
     """Return key of the section `memory` -> host bytes of one rank, without activations.
 
-    Sharded parameters, their gradients and offloaded optimizer states are in pinned memory, which
-    is counted in the sizes that torch allocates. other: see `check_host_memory`.
+    Parameters, their gradients and the states of `memory.optimizer_offload` are in pinned memory,
+    and are counted in the sizes that torch allocates for it. other: see `check_host_memory`.
     """
     needs = {}
     parameters = list(model.parameters())
@@ -314,24 +330,24 @@ def count_offloaded_bytes(
 
 
 def _count_pinned_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Return the bytes of the local shards of the parameters, each pinned in its own allocation."""
+    """Return the bytes of this rank's shards, each an allocation of pinned memory by itself."""
     return sum(round_up_to_pinned(count_local_bytes([parameter])) for parameter in parameters)
 
 
 def _count_gradient_bytes(
     model: nn.Module, trained: list[nn.Parameter], cfg: FullFinetuneConfig
 ) -> int:
-    """Return the most bytes that offloaded gradients take at a time."""
-    # They are pinned, since FSDP does not wait for its copy (`foreach_reduce`). torch 2.13 does
-    # wait for gradients that are stepped in backward; they take no more than is counted here.
+    """Return the most bytes that gradients in host memory take at a time. trained: parameters."""
+    # Gradients are pinned, since FSDP does not wait for their copies (`foreach_reduce`). torch 2.13
+    # does wait for those that are stepped in backward; they take no more than is counted here.
     if cfg.memory.optimizer_in_backward:
         return max((_count_pinned_bytes([parameter]) for parameter in trained), default=0)
     pinned = _count_pinned_bytes(trained)
     if reduces_once(cfg.parallel) or compute_micro_batches(cfg)[1] == 1:
         return pinned
-    # Each micro-batch is reduced by itself: besides the sums there are the gradients that arrive.
+    # Each micro-batch is reduced by itself. Besides the sums there are the gradients that arrive.
     if cfg.parallel.accumulate_grad_in_fp32:
-        return pinned + 2 * count_local_bytes(trained)  # sums in fp32, of bf16
+        return pinned + 2 * count_local_bytes(trained)  # fp32 sums of bf16 parameters
     arriving = [
         _count_pinned_bytes(
             entry.sharded_param
@@ -347,9 +363,10 @@ def _count_gradient_bytes(
 def count_calls_at_once(
     parallel: Parallel, cfg: FullFinetuneConfig, window: OffloadedActivations
 ) -> int:
-    """Return the most layers' forwards whose activations are on the host at a time.
+    """Return the most forwards of layers whose activations are on the host at a time.
 
-    window: the hooks that offload them; its `sent` is the number of layers.
+    A layer counts once for each micro-batch. window: what offloads them; its `sent` is the number
+    of layers that are offloaded.
     """
     pipeline = parallel.pipeline
     if pipeline is None:

@@ -1,8 +1,8 @@
 """Record and show a run while it trains: metrics.jsonl, progress lines, trackers and the summary.
 
 `TrainingLoop` opens a `RunLog`, which opens the output folder, and calls `record_step`,
-`record_validation` and `close`. `Progress` shows steps on the terminal. Trackers are tensorboard,
-wandb, trackio or a plugin's; their packages are imported only if `log.trackers` names them.
+`record_validation` and `close`. `Progress` shows steps on the terminal. A tracker is tensorboard,
+wandb, trackio or a plugin's; its package is imported only if `log.trackers` names it.
 """
 
 import dataclasses
@@ -51,12 +51,12 @@ LONGEST_BAR = 60  # columns of the terminal
 PAST_WEIGHT = 0.9  # weight of earlier steps in the moving average of seconds of a step
 # Numbers of a validation that are not shown, because they are the same each time
 _NOT_SHOWN = ("validation_tokens", "validation_pairs")
-# Beginnings or ends of numbers, in the order in which they are left out of a narrow line
+# Beginnings or ends of the texts of numbers, in the order in which a narrow line leaves them out
 _LEFT_OUT = ("labels", "lr", "grad norm", "tokens/s/device", "GiB")
 
 
 class RunLog:
-    """The records of a run in its output folder; ranks other than the main one record nothing."""
+    """The records of a run in its output folder; only the main rank (rank 0) writes them."""
 
     def __init__(
         self,
@@ -69,18 +69,19 @@ class RunLog:
     ):
         """Open the output folder. Collective.
 
-        total_steps: of the whole run. done: number of steps that an earlier process has trained;
-        lines after it are cut from metrics.jsonl. data: counts of samples, from `count_data`.
+        total_steps: of the whole run. done: number of steps that earlier processes have trained;
+        lines of later steps are cut from metrics.jsonl. data: counts of samples, from `count_data`;
+        None: not counted. Raise ConfigError if the folder or a tracker cannot be used.
         """
         self._cfg = cfg
         self._world = world
         self._total_steps = total_steps
         self._data = data
         self._folder = Path(cfg.output_dir)
-        self._began = time.monotonic()
+        self._began = time.monotonic()  # seconds, on a clock without a date
         # Descriptor that locks the output folder; None: this rank has no lock
         self._lock: int | None = None
-        self._closed = False
+        self._closed = False  # True once the summary is written, or is being written
         with world.raise_together():
             if world.is_main:
                 self._lock = lock_output(cfg)
@@ -94,8 +95,8 @@ class RunLog:
     def record_step(self, line: Mapping[str, Any], recipe_metrics: Sequence[str] = ()) -> None:
         """Record and show one optimizer step.
 
-        line: of `build_step_metrics`, and the numbers that the recipe adds, whose names are
-        recipe_metrics.
+        line: the numbers of `build_step_metrics`, and those that the recipe adds. recipe_metrics:
+        names of the latter.
         """
         self._record(line)
         self._progress.show_step(line, recipe_metrics)
@@ -106,6 +107,7 @@ class RunLog:
         self._progress.show_validation(line)
 
     def _record(self, line: Mapping[str, Any]) -> None:
+        """Append a line to metrics.jsonl, and send its numbers to the trackers."""
         if self._metrics:
             self._metrics.append(line)
         # Trackers take numbers only: text, null and the step itself are left out.
@@ -161,7 +163,7 @@ class RunLog:
     ) -> None:
         self._progress.close()
         if isinstance(error, Exception) and not self._closed:
-            with suppress(Exception):  # a fault of closing must not replace the run's error
+            with suppress(Exception):  # an error of closing must not replace the run's
                 self.close("failed")
         unlock_output(self._lock)
         self._lock = None
@@ -185,12 +187,12 @@ class Progress:
         self._total_steps = total_steps
         self._done = done  # steps, those of an earlier process included
         self._trained = 0  # steps of this process
-        self._step_seconds = 0.0  # moving average of the seconds of a step
-        self._last_time = time.monotonic()  # when the last step ended
+        self._step_seconds = 0.0  # moving average of a step's seconds
+        self._last_time = time.monotonic()  # when the last step ended, seconds
         # The line of the last step, and the names of the numbers in it that the recipe adds
         self._line: Mapping[str, Any] = {}
         self._recipe_metrics: Sequence[str] = ()
-        self._is_shown = world.is_main
+        self._is_shown = world.is_main  # True: this rank prints lines
         is_wanted = cfg.progress == "live" or (cfg.progress == "auto" and can_draw())
         self._is_live = self._is_shown and not is_quiet() and is_wanted
         if self._is_live:
@@ -237,12 +239,13 @@ class Progress:
         if not self._is_live:
             seconds_left = format_seconds(self._estimate_seconds_left())
             return f"{begin}{'  '.join(numbers)}  eta {seconds_left}"
-        # The moving rows below show the time left. They are drawn over again, which goes wrong if a
-        # line is wrapped, so it is cut to the terminal's width.
+        # The moving rows below show the time left. They are drawn over, which goes wrong where a
+        # line wraps: it is cut to the terminal's width.
         columns = shutil.get_terminal_size((80, 24)).columns - 1 - len(begin)
         return begin + "  ".join(_select_fitting(numbers, columns))
 
     def _estimate_seconds_left(self) -> float:
+        """Return the steps that are left times the average seconds of a step."""
         return self._step_seconds * (self._total_steps - self._done)
 
     def _draw_rows(self, width: int) -> list[Text]:
@@ -273,7 +276,10 @@ class Progress:
 
 
 def _format_numbers(line: Mapping[str, Any], recipe_metrics: Sequence[str]) -> list[str]:
-    """Return the numbers of a step as texts with name and unit; the recipe's follow the loss."""
+    """Return the numbers of a step as texts with name and unit, in the order of the line.
+
+    line, recipe_metrics: see `RunLog.record_step`.
+    """
     memory = line["peak_memory_active_gib"]
     kind = "resident" if line["memory_kind"] != "device" else "peak"
     return [
@@ -292,7 +298,10 @@ def _format_numbers(line: Mapping[str, Any], recipe_metrics: Sequence[str]) -> l
 
 
 def _select_fitting(numbers: list[str], columns: int) -> list[str]:
-    """Return the numbers that fit into so many columns; the loss, the first, is never left out."""
+    """Return the numbers that fit into a width; the first one, the loss, always stays.
+
+    columns: the width, in characters.
+    """
     shown = list(numbers)
     for name in _LEFT_OUT:
         if len("  ".join(shown)) > columns:
@@ -305,13 +314,14 @@ def _select_fitting(numbers: list[str], columns: int) -> list[str]:
 
 
 def _format_number(value: float | None, *, is_count: bool = False) -> str:
+    """Return a number as text. value: None: it was not finite, and was recorded as null."""
     if value is None or not math.isfinite(value):
         return "not finite"
     return f"{value:,.0f}" if is_count else f"{value:.4f}"
 
 
 def count_data(data: TrainingData) -> dict[str, Any]:
-    """Return counts of samples, sequences and tokens, for training and any validation."""
+    """Return counts of samples, sequences and tokens, under `training` and `validation`."""
     counts = {"training": _count_dataset(data.dataset.report)}
     packed_share = data.plan.compute_packed_share()  # share of tokens in packs; the rest is padding
     if packed_share is not None:
@@ -323,6 +333,7 @@ def count_data(data: TrainingData) -> dict[str, Any]:
 
 
 def _count_dataset(report: DataReport) -> dict[str, Any]:
+    """Return name -> count or text, of a dataset. `tokens` counts the targets of all sequences."""
     return {
         "source": report.source,
         "format": report.format,
@@ -342,7 +353,7 @@ def _count_dataset(report: DataReport) -> dict[str, Any]:
 
 
 def list_changed_settings(cfg: Any) -> dict[str, list[str]]:
-    """Return key -> [value, default] of settings that are not at their default, in YAML's text."""
+    """Return key -> [value, default], as YAML text, of settings that are not at their default."""
     config_class: type = type(cfg)
     changed = {}
     for name, key in read_schema(config_class).keys.items():
@@ -357,7 +368,7 @@ class Tracker(Protocol):
     """A receiver of metrics besides metrics.jsonl."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record numbers by name; step: number of steps done."""
+        """Record numbers by name. step: number of optimizer steps done."""
 
     def close(self) -> None:
         """Send what is not yet sent, and end the run at the tracker."""
@@ -366,7 +377,8 @@ class Tracker(Protocol):
 def open_trackers(cfg: FullFinetuneConfig) -> list[Tracker]:
     """Open the trackers of `log.trackers`; those that write files do so in `output_dir/trackers`.
 
-    Raise ConfigError, with the pip command, if a package is missing.
+    Raise ConfigError, with the pip command, if a package is missing, and SetupError if wandb
+    refuses to start.
     """
     folder = Path(cfg.output_dir)
     run_name = cfg.log.run_name if cfg.log.run_name is not None else folder.name
@@ -417,7 +429,7 @@ class Trackio:
 
 
 @register("log.trackers", "wandb")
-class WandB(Trackio):  # trackio's `log` and `finish` have wandb's names and arguments
+class WandB(Trackio):  # `log` and `finish` of trackio are those of wandb, by name and arguments
     """A run at Weights & Biases; its local files are in `output_dir/trackers`."""
 
     def __init__(

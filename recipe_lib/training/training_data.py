@@ -1,8 +1,8 @@
 """Hold a recipe's data in one object: tokenizer, datasets, their order, and the batches of a step.
 
 `run_recipe` calls `prepare_data`, which tokenizes before the ranks form a process group. A recipe's
-`setup_data` then builds a `TrainingData` of the result, and takes its batches from `batches` and
-`validation_batches`.
+`setup_data` then builds a `TrainingData` of the result, whose `batches` and `validation_batches`
+the loop and the validation read. An item is a sequence, or a pair of two.
 """
 
 import os
@@ -50,8 +50,9 @@ class TrainingData:
     ) -> None:
         """Take the prepared datasets, or tokenize them now or map them from the cache.
 
-        source: the resolved model, whose tokenizer and shape the data has to fit. prepared: what
-        `prepare_data` has returned; None: nothing is prepared. Raise DataError, ConfigError.
+        source: the resolved model, whose tokenizer and shape the data has to fit. prepared: the
+        datasets of `prepare_data`; None: nothing is prepared. Raise DataError for samples or a
+        tokenizer that cannot be used, and ConfigError for settings that do not fit the data.
         """
         self.cfg = cfg
         self._world = world
@@ -71,7 +72,7 @@ class TrainingData:
         warn_of_overlap(self.dataset, self.validation_dataset)
         if note := self.dataset.report.describe_plain_template():
             warn_on_first_rank(note)
-        # Slots of a step on all ranks: items, or packs of items with `data.packing`
+        # Items of a step on all ranks; with `data.packing` packs of items
         self.global_batch_size = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
         # Which sequences each step takes: a function of (seed, epoch, step) alone.
         self.plan = DataPlan(
@@ -106,7 +107,10 @@ class TrainingData:
         return questions
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides the sequences of a step; a run is resumed only if it is the same."""
+        """Return what decides the sequences of each step, for a saved state.
+
+        A run is resumed only if it is the same as in the run of the state.
+        """
         return {
             "data": self.dataset.fingerprint,
             "global_batch_size": self.global_batch_size,
@@ -119,7 +123,10 @@ class TrainingData:
         }
 
     def batches(self, first_step: int) -> Iterator[StepBatches]:
-        """Return an iterator over this rank's steps from `first_step` (from 0), on the device."""
+        """Return an iterator over the batches of this rank's steps, on the device.
+
+        first_step: the index of the first one, from 0.
+        """
         cfg = self.cfg
         world = self._world
         batch_size, count = compute_micro_batches(cfg)
@@ -179,8 +186,9 @@ class TrainingData:
 def prepare_data(cfg: FullFinetuneConfig) -> PreparedData | UserError:
     """Tokenize in parallel, or map the cache; called before there is a process group.
 
-    Puts the formats of `data.format: auto` into `cfg`. A UserError is raised in a run of one rank,
-    and returned in a run of several: `get_prepared` then raises it on all of them.
+    Replaces `data.format: auto` in `cfg` by the formats that the samples have. A UserError is
+    raised in a run of one rank, and returned in a run of several: `get_prepared` then raises it on
+    all of them.
     """
     try:
         # The quick checks come first: none of them reads a sample.
@@ -208,19 +216,21 @@ def get_prepared(prepared: PreparedData | UserError) -> PreparedData:
 def load_tokenizer_for(cfg: FullFinetuneConfig, source: ResolvedModel | None) -> Tokenizer:
     """Return the tokenizer of `tokenizer.path`, else that of the model's checkpoint.
 
-    source: the resolved model; None: only `tokenizer.path` is looked at. Raise DataError.
+    source: the resolved model; None: only `tokenizer.path` is looked at. Raise DataError if there
+    is no tokenizer that can be read.
     """
     return load_tokenizer(_find_tokenizer_path(cfg, source), cfg.tokenizer.chat_template)
 
 
 def _find_tokenizer_path(cfg: FullFinetuneConfig, source: ResolvedModel | None) -> Path:
+    """Return `tokenizer.path`, else the model's folder, else an empty path."""
     return Path(cfg.tokenizer.path or (source.folder if source else None) or "")
 
 
 def check_pairs(data: TrainingData, other: str) -> None:
     """Raise ConfigError unless the samples are pairs of answers.
 
-    other: how to train on samples with one answer instead, for the error line.
+    other: what to do to train on samples with one answer, for the error line.
     """
     for key, dataset in (("data", data.dataset), ("validation", data.validation_dataset)):
         if dataset is not None and dataset.group != 2:

@@ -1,8 +1,8 @@
-"""Faults between two runs: data, batch, ranks or files that changed before a run goes on; a kill
-inside a save.
+"""Plant faults between two runs: data, batch, ranks or files change before a run is resumed.
 
-Beside them what packing does to a loss. Here a tool may be right without a word, so the losses
-decide.
+`planted_faults.py` plays each of `CHANGES` with each tool (a training program) by `run_change`,
+after `SOUND_RESUME`. A run is judged by what the tool says (see `verdict.py`); one that says
+nothing is right if its losses are those of a run that nothing stopped.
 """
 
 import math
@@ -16,9 +16,8 @@ from benchmarks.peers.planted.tool import Tool, find_newest
 from benchmarks.peers.planted.verdict import HANDLED, NOT_APPLICABLE, SILENT, Outcome, judge
 from benchmarks.peers.planted.words import NOTHING, WORDS
 
-# steps of the first run, and of both together
-BEFORE = 4
-AFTER = 8
+BEFORE = 4  # steps of the first run
+AFTER = 8  # steps of both together
 CLOSE = 1e-3  # largest relative difference of two losses that are the same: tools log four digits
 SUM_CLOSE = 2e-2  # the same where the batch is summed in another order after several steps
 
@@ -31,23 +30,23 @@ class Unfit(Exception):  # noqa: N818  (an outcome of the benchmark, not of a to
 class Change:
     """A fault between two runs."""
 
-    name: str  # as of a Fault
-    title: str  # as of a Fault
-    # Runs both, and returns the setup and the result that are judged, whether the losses are what
-    # they would have been (None: not measured), and a note.
+    name: str  # its key in `WORDS`
+    title: str  # as the report names it
+    # Runs both. Returns the setup and the result of the run that is judged; True if its losses are
+    # those without the fault (None: not measured); and a note for the report.
     play: Callable[[Tool, Setup, "Sound"], "tuple[Setup, Result, bool | None, str]"]
 
 
 @dataclass
 class Sound:
-    """What the runs without faults of a tool were."""
+    """A tool's runs without faults, which the others are compared with."""
 
-    lines: list[str]
-    losses: list[float]  # of a run of all steps that nothing stopped
+    lines: list[str]  # that they have printed
+    losses: list[float]  # of the AFTER steps of a run that nothing stopped
 
 
 def run_sound(tool: Tool, setup: Setup) -> tuple[Setup, Result]:
-    """Run what must end well. Raises Unfit."""
+    """Run what has to end well. Raises Unfit if it ends with another exit code than 0."""
     tool.prepare(setup)
     result = tool.start(setup, tool.command(setup))
     if result.code != 0:
@@ -57,25 +56,25 @@ def run_sound(tool: Tool, setup: Setup) -> tuple[Setup, Result]:
 
 
 def go_on(tool: Tool, setup: Setup) -> tuple[Setup, Result]:
-    """Run the second run, that goes on from what the first has saved."""
+    """Run the second run, which resumes from what the first has saved; it may fail."""
     tool.prepare(setup)
     return setup, tool.start(setup, tool.command(setup))
 
 
 def run_first_half(setup: Setup, **changes: object) -> Setup:
-    """Return the setup of the first run: BEFORE steps, saved twice."""
+    """Return the setup of the first run: BEFORE steps, saved twice. changes: further fields."""
     return setup.again(steps=BEFORE, save_every=BEFORE // 2, **changes)
 
 
 def run_second_half(setup: Setup, **changes: object) -> Setup:
-    """Return the setup of the run that goes on to AFTER steps."""
+    """Return the setup of the run that resumes, to AFTER steps. changes: further fields."""
     return setup.again(steps=AFTER, save_every=BEFORE // 2, resume=True, **changes)
 
 
 def compute_difference(losses: list[float], expected: list[float]) -> float:
-    """Return the largest relative difference of the last losses of two runs.
+    """Return the largest relative difference of the losses of the second run's steps.
 
-    It is infinite if there are too few, or one is NaN.
+    These are the last of both lists. It is infinite if there are too few, or if one is not finite.
     """
     count = AFTER - BEFORE
     if min(len(losses), len(expected)) < count:
@@ -88,6 +87,7 @@ def compute_difference(losses: list[float], expected: list[float]) -> float:
 def _judge_equality(
     tool: Tool, setup: Setup, result: Result, expected: list[float], close: float
 ) -> tuple[bool | None, str]:
+    """Return True if the losses are the expected ones to `close`, and a note; None: it failed."""
     if result.code != 0:
         return None, ""
     worst = compute_difference(tool.losses(setup, result), expected)
@@ -98,9 +98,9 @@ def _judge_equality(
 def change_nothing(
     tool: Tool, setup: Setup, sound: Sound
 ) -> tuple[Setup, Result, bool | None, str]:
-    """Stop and go on with nothing else changed.
+    """Stop and resume with nothing else changed.
 
-    What both runs say is no news from then on.
+    What both runs print is added to `sound.lines`, and counts as no warning from then on.
     """
     _, first = run_sound(tool, run_first_half(setup))
     setup, result = go_on(tool, run_second_half(setup))
@@ -113,7 +113,7 @@ def change_nothing(
 
 
 def change_rows(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
-    """Replace half of the rows before the run goes on."""
+    """Replace half of the 24 rows (examples) before the run is resumed."""
     run_sound(tool, run_first_half(setup))
     setup.write(setup.rows[:12] + build_rows(100, 112))
     setup, result = go_on(tool, run_second_half(setup))
@@ -121,7 +121,7 @@ def change_rows(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, 
 
 
 def change_batch(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
-    """Go on with three rows a step where there were two: a step means other rows."""
+    """Resume with three rows a step where there were two: a step then means other rows."""
     run_sound(tool, run_first_half(setup))
     setup, result = go_on(tool, run_second_half(setup, batch=setup.batch + 1))
     return setup, result, None, ""
@@ -130,7 +130,7 @@ def change_batch(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result,
 def change_world(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
     """Go from two ranks to one with the same rows a step.
 
-    Compared with two ranks throughout.
+    The losses are compared with those of two ranks throughout.
     """
     folder = setup.folder / "quiet"
     unstopped = setup.again(folder=folder, steps=AFTER, ranks=2)
@@ -154,15 +154,16 @@ def damage_state(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result,
     content[len(content) // 2] ^= 0x40
     path.write_bytes(content)
     setup, result = go_on(tool, run_second_half(setup))
-    # One number among many shows in no loss: luck counts not.
+    # A single flipped bit may show in no loss, by luck: equal losses do not count as handled.
     _, note = _judge_equality(tool, setup=setup, result=result, expected=sound.losses, close=CLOSE)
     return setup, result, None, f"{path.name} of {path.parent.name}; {note}"
 
 
 def kill_in_save(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
-    """Kill the run as soon as something of a second state is on the disk, then go on.
+    """Kill the run as soon as something of a second state is on the disk, then resume.
 
-    Three times, of which the worst counts.
+    Up to three times: the first attempt that fails or gives other losses is judged, else the last.
+    Raises Unfit if the run ends before it could be killed.
     """
     worst: tuple[Setup, Result, bool | None, str] | None = None
     for attempt in range(3):
@@ -171,13 +172,15 @@ def kill_in_save(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result,
         first = trial.again(steps=AFTER, save_every=BEFORE // 2)
         seen: list[int] = []
 
+        # Defaults bind this attempt's values: `first` is assigned again in the next.
         def second_save(first: Setup = first, seen: list[int] = seen) -> bool:
+            """Return True once there is a second state."""
             seen.append(len(tool.states(first)))
             return seen[-1] >= 2
 
         tool.prepare(first)
         killed = tool.start(first, tool.command(first), stop_when=second_save)
-        if killed.code is not None:
+        if killed.code is not None:  # None: it was killed
             raise Unfit("the run had ended before there was a second state to kill it in")
         states = ", ".join(path.name for path in tool.states(first))
         trial, result = go_on(tool, first.again(resume=True))
@@ -193,7 +196,10 @@ def kill_in_save(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result,
 
 
 def check_packing(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
-    """Pack four rows into one: the first loss has to be that of the rows side by side."""
+    """Pack four rows into one: the first loss has to be that of the rows side by side.
+
+    It is not if documents of a pack see each other in attention, or share positions.
+    """
     setup.write(setup.rows[:4])
     setup = setup.again(steps=1, batch=4, max_len=512, shuffle=False)
     beside, result = run_sound(tool, setup.again(folder=_share(setup, setup.folder / "beside")))
@@ -215,6 +221,7 @@ def _share(setup: Setup, folder: Path) -> Path:
 
 
 def _find_largest(state: Path | None) -> Path:
+    """Return the largest file of a saved state. Raises Unfit if there is no state."""
     if state is None:
         raise Unfit("the first run has left no state")
     files = [path for path in ([state] if state.is_file() else state.rglob("*")) if path.is_file()]
@@ -222,7 +229,7 @@ def _find_largest(state: Path | None) -> Path:
 
 
 def run_change(change: Change, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
-    """Play a change and judge what came of it."""
+    """Play a change and judge the run; NOT_APPLICABLE if the tool cannot do what it starts from."""
     try:
         setup, result, harmless, note = change.play(tool, setup, sound)
     except Unfit as reason:
@@ -238,7 +245,7 @@ def run_change(change: Change, tool: Tool, setup: Setup, sound: Sound) -> Outcom
         given=given,
     )
     outcome.note = note
-    if outcome.outcome == SILENT and harmless:
+    if outcome.outcome == SILENT and harmless:  # right without a word
         outcome.outcome = HANDLED
     return outcome
 

@@ -1,6 +1,7 @@
-"""Damage to safetensors files, on their bytes.
+"""Damage or rewrite a model's safetensors files, on their bytes.
 
-A file is 8 bytes of header length, the header as JSON, and the tensors.
+`faults.py` plants faults with these functions. A file is 8 bytes of header length (little-endian),
+the header as JSON (by tensor name: dtype, shape, data_offsets), and the bytes of the tensors.
 """
 
 import json
@@ -8,12 +9,13 @@ import struct
 from pathlib import Path
 from typing import Any
 
+# The tensors that are damaged; the messages that `words.py` looks for name them.
 _MATRIX = "model.layers.1.mlp.up_proj.weight"
 _NORM = "model.layers.1.input_layernorm.weight"
 
 
 def read(path: Path) -> tuple[dict[str, Any], bytearray]:
-    """Return (header without metadata, bytes of the tensors)."""
+    """Read a file; return (header without `__metadata__`, bytes of the tensors)."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
@@ -22,16 +24,16 @@ def read(path: Path) -> tuple[dict[str, Any], bytearray]:
 
 
 def write(path: Path, header: dict[str, Any], content: bytes) -> None:
-    """Write a safetensors file; offsets of the header are taken as they are."""
+    """Write a safetensors file; the header's offsets have to fit the content already."""
     text = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes
     path.write_bytes(struct.pack("<Q", len(text)) + text + content)
 
 
 def select_tensors(
     header: dict[str, Any], content: bytes | bytearray, names: list[str]
 ) -> tuple[dict[str, Any], bytes]:
-    """Return header and bytes of some of the tensors."""
+    """Return header and bytes of the named tensors, in their order."""
     selected_header = {}
     selected = bytearray()
     for name in names:
@@ -43,27 +45,27 @@ def select_tensors(
 
 
 def put_nan(path: Path) -> None:
-    """Make the first number of a norm's weight NaN (the file holds fp32)."""
+    """Make the first number of a norm's weight NaN. Raises SystemExit if it is not in fp32."""
     header, content = read(path)
     _check_fp32(header, _NORM)
-    at = header[_NORM]["data_offsets"][0]
-    content[at : at + 4] = struct.pack("<f", float("nan"))
+    first = header[_NORM]["data_offsets"][0]
+    content[first : first + 4] = struct.pack("<f", float("nan"))
     write(path, header, bytes(content))
 
 
 def flip_exponent_bit(path: Path) -> None:
     """Flip the highest exponent bit of a matrix's first number.
 
-    Below 2 it becomes 2^128 times as large.
+    A number below 2 becomes 2^128 times as large. Raises SystemExit if it is not in fp32.
     """
     header, content = read(path)
     _check_fp32(header, _MATRIX)
-    content[header[_MATRIX]["data_offsets"][0] + 3] ^= 0x40
+    content[header[_MATRIX]["data_offsets"][0] + 3] ^= 0x40  # little-endian: the last byte
     write(path, header, bytes(content))
 
 
 def _check_fp32(header: dict[str, Any], name: str) -> None:
-    """Raise SystemExit for a tensor that is not in fp32."""
+    """Raise SystemExit if a tensor is not in fp32."""
     if header[name]["dtype"] != "F32":
         raise SystemExit(
             f"error: {name}: found {header[name]['dtype']}, expected a model in fp32; give --model"
@@ -78,21 +80,24 @@ def drop_tensor(path: Path) -> None:
 
 
 def split_with_a_missing_shard(folder: Path) -> None:
-    """Make two files and their index of one file, and leave out the second."""
+    """Replace a model's one file by the first of two and an index that names both."""
     path = folder / "model.safetensors"
     header, content = read(path)
     names = list(header)
     half = len(names) // 2
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     write(folder / first, *select_tensors(header, content, names[:half]))
-    weights = {name: first if at < half else second for at, name in enumerate(names)}
+    weights = {name: first if number < half else second for number, name in enumerate(names)}
     index = {"metadata": {"total_size": len(content)}, "weight_map": weights}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     path.unlink()
 
 
 def resize_embedding(path: Path, count: int) -> None:
-    """Give the embedding, and a head of its own, `count` rows: the first ones, or zeros behind."""
+    """Give the embedding, and an output head that is not tied, `count` rows.
+
+    They are the first rows, or all and zeros behind them. config.json stays as it is.
+    """
     header, content = read(path)
     kept = bytearray()
     for name, entry in header.items():
@@ -109,10 +114,10 @@ def resize_embedding(path: Path, count: int) -> None:
 
 
 def make_mixture(folder: Path, experts: int) -> None:
-    """Make a Mixtral of a Llama: each layer's MLP becomes experts, which begin alike.
+    """Make a Mixtral of a Llama: each layer's MLP becomes `experts` copies of itself.
 
-    The routers' rows are the embedding's first ones. Raises SystemExit for weights that are not in
-    fp32.
+    A router needs some weights that differ by expert: it gets the embedding's first rows. Weights
+    and config.json are rewritten. Raises SystemExit if a weight is not in fp32.
     """
     path = folder / "model.safetensors"
     config_file = folder / "config.json"
@@ -124,6 +129,7 @@ def make_mixture(folder: Path, experts: int) -> None:
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         for old, new in {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}.items():
+            # Llama's names of the MLP's matrices -> Mixtral's.
             part = parts.pop(f"{prefix}mlp.{old}.weight")
             shape = shapes.pop(f"{prefix}mlp.{old}.weight")
             for expert in range(experts):
@@ -132,7 +138,7 @@ def make_mixture(folder: Path, experts: int) -> None:
                 shapes[name] = shape
         width = config["hidden_size"]
         name = f"{prefix}block_sparse_moe.gate.weight"
-        parts[name] = parts["model.embed_tokens.weight"][: 4 * experts * width]
+        parts[name] = parts["model.embed_tokens.weight"][: 4 * experts * width]  # 4 bytes: fp32
         shapes[name] = [experts, width]
     offset = 0
     entries = {}

@@ -1,4 +1,8 @@
-"""What a tool has to tell so that faults can be planted under it."""
+"""Define a tool, a training program, that faults are planted under, and run its commands.
+
+Each tool has a subclass of `Tool` (`ours.py`, `trl.py`, ...), which spells a `Setup`, a run in no
+tool's words, as the tool's config and command. `playing.py` and `states.py` run them.
+"""
 
 import json
 import os
@@ -12,8 +16,8 @@ from typing import Any
 from benchmarks.peers.planted.ground import Setup
 from benchmarks.peers.planted.running import Result, run
 
-# No network, one thread: what is compared is what is said, and runs of a small model are no faster
-# on more.
+# Variables of all commands. No network. One thread: runs of a small model are no faster on more.
+# Wide plain lines: messages are searched line by line.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -30,17 +34,18 @@ ENVIRONMENT = {
 
 
 class Tool(ABC):
-    """A tool in its own environment. environments: folder of virtual environments, one a tool."""
+    """A training program in a virtual environment of its own."""
 
     name = ""  # of the environment's folder
-    title = ""  # of the column
-    packages: Sequence[Sequence[str]] = ()  # what its environment is made of, in order
-    shown: Sequence[str] = ()  # packages whose versions are told
-    metric = r"$^"  # regular expression of its lines of metrics
+    title = ""  # of its column on the page
+    packages: Sequence[Sequence[str]] = ()  # groups of pip's arguments, installed in order
+    shown: Sequence[str] = ()  # packages whose versions the page has
+    metric = r"$^"  # regular expression of its lines of metrics; this one matches no text
     told = ""  # what the tool was given, in a sentence for the page
-    unable: dict[str, str] = {}  # by fault, why this tool is out of it
+    unable: dict[str, str] = {}  # by fault's name, why it cannot be planted under this tool
 
     def __init__(self, environments: Path):
+        """environments: folder of virtual environments, one for each tool."""
         self.environment = environments / self.name
 
     @property
@@ -54,11 +59,14 @@ class Tool(ABC):
         return Path(self.python).exists()
 
     def install(self) -> None:
-        """Make the environment."""
+        """Make the environment. Raises CalledProcessError if venv or pip fails."""
         make_environment(self.environment, self.packages)
 
     def versions(self) -> dict[str, str]:
-        """Read the versions of what is shown, as its own interpreter finds them."""
+        """Return the versions of `shown` and of Python, as the tool's interpreter finds them.
+
+        {} if one is not installed.
+        """
         code = (
             "import importlib.metadata as m, json, sys; "
             f"found = {{name: m.version(name) for name in {list(self.shown)!r}}}; "
@@ -69,9 +77,9 @@ class Tool(ABC):
 
     @abstractmethod
     def prepare(self, setup: Setup) -> list[str]:
-        """Write the tool's config files into setup.folder.
+        """Write the tool's config files into setup.folder, and return their texts.
 
-        Returns the texts that the tool may show again.
+        A tool may print them; such lines do not count as messages on a fault.
         """
 
     @abstractmethod
@@ -80,39 +88,43 @@ class Tool(ABC):
 
     @abstractmethod
     def losses(self, setup: Setup, result: Result) -> list[float]:
-        """Return the loss of every optimizer step that the command did, in order."""
+        """Return the loss of every optimizer step that the command did, in order.
+
+        result: of the command that ran last, see `remember`.
+        """
 
     def check(self, setup: Setup) -> list[str] | None:
-        """Return the tool's command that looks at config or data without training.
-
-        None: it has none for such faults.
-        """
+        """Return the tool's command that checks config or data without training, None without."""
         return None
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
-        """Return the texts that are trained, pieces of each of the first rows.
+        """Return the texts of the label tokens of each of the first rows, token by token.
 
-        None: there is no way to ask.
+        None: the tool has no way to ask, or the config fails.
         """
         return None
 
     def states(self, setup: Setup) -> list[Path]:
-        """List the files and folders that hold states to go on from, finished or not."""
+        """List the files and folders of states to resume from, finished or not, oldest first."""
         return []
 
     def variables(self, setup: Setup) -> dict[str, str]:
-        """Return the command's environment variables, over this process's."""
+        """Return the environment variables that are set over this process's.
+
+        The caches lie in the setup's folder.
+        """
         cache = str(setup.folder / "cache")
         return ENVIRONMENT | {"HF_HOME": cache, "XDG_CACHE_HOME": cache}
 
     def remember(self, setup: Setup) -> None:
-        """Look at the output folder before each command: what it holds is of earlier ones."""
+        """Note what the output folder holds before a command, so that `losses` can leave it out."""
         return
 
     def start(self, setup: Setup, command: Sequence[str], **options: Any) -> Result:
-        """Run a command of the tool in the setup's folder.
+        """Run a command of the tool in the setup's folder. options: of `running.run`.
 
-        The folder's name (a fault's) is taken out of the output, as is the environment's.
+        Both folders' paths are taken out of the output: that of a setup has the fault's name, which
+        must not be found as the tool's word for it.
         """
         self.remember(setup)
         result = run(["nice", "-n", "15", *command], setup.folder, self.variables(setup), **options)
@@ -124,7 +136,7 @@ class Tool(ABC):
 def make_environment(folder: Path, packages: Sequence[Sequence[str]]) -> None:
     """Make a virtual environment with the given packages, installed group by group.
 
-    Raises CalledProcessError.
+    Raises CalledProcessError if venv or pip fails.
     """
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     for group in packages:
@@ -134,7 +146,7 @@ def make_environment(folder: Path, packages: Sequence[Sequence[str]]) -> None:
 
 
 def run_json_script(tool: Tool, setup: Setup, script: Path, *arguments: str) -> Any:
-    """Return what a script of ours prints as its last line, in the tool's environment.
+    """Run a script of ours by the tool's interpreter; return its last line, read as JSON.
 
     None if it fails.
     """
@@ -145,5 +157,5 @@ def run_json_script(tool: Tool, setup: Setup, script: Path, *arguments: str) -> 
 
 
 def find_newest(paths: Sequence[Path]) -> Path | None:
-    """Return the path that was made last."""
+    """Return the path that was changed last; None for no paths."""
     return max(paths, key=lambda path: (os.path.getmtime(path), path.name), default=None)

@@ -1,4 +1,4 @@
-"""torchtune, through its command line."""
+"""Run torchtune under planted faults, through its command line."""
 
 import json
 import re
@@ -9,7 +9,8 @@ from benchmarks.peers.planted.running import Result
 from benchmarks.peers.planted.tool import Tool, run_json_script
 
 _SCRIPT = Path(__file__).parent / "scripts" / "torchtune_labels.py"
-_PER_EPOCH = 2  # it saves at the ends of epochs, which are cut to so many steps
+_PER_EPOCH = 2  # steps of an epoch: torchtune saves at the ends of epochs
+# Its config file. {nested}, {lora} and {schedule} are lines or empty.
 _CONFIG = """\
 output_dir: {output}
 tokenizer:
@@ -73,6 +74,7 @@ _LORA = """\
   lora_rank: 8
   lora_alpha: 16
 """
+# Its recipes for adapters cannot do without a schedule.
 _SCHEDULE = """\
 lr_scheduler:
   _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
@@ -82,7 +84,7 @@ _CODE = "its chat formats are code of its own; there is no template to plant thi
 
 
 class Torchtune(Tool):
-    """`tune run RECIPE --config FILE`; `tune validate FILE` where the run says nothing."""
+    """Runs `tune run RECIPE --config FILE`, and `tune validate FILE` as its check."""
 
     name = "torchtune"
     title = "torchtune"
@@ -103,7 +105,7 @@ class Torchtune(Tool):
     }
 
     def prepare(self, setup: Setup) -> list[str]:
-        """Write tune.yaml, with the sizes of the model's config.json."""
+        """Write tune.yaml, with the sizes of the model's config.json; return its text."""
         sizes = json.loads((setup.model / "config.json").read_text(encoding="utf-8"))
         files = sorted(
             {path.name for path in setup.model.glob("*.safetensors")} | self._named_by_index(setup)
@@ -147,6 +149,10 @@ class Torchtune(Tool):
         return [text]
 
     def _named_by_index(self, setup: Setup) -> set[str]:
+        """Return the names of the files in the checkpoint's index; empty without an index.
+
+        They are given to the tool although one may be missing: that is the fault.
+        """
         index = setup.model / "model.safetensors.index.json"
         return (
             set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -155,11 +161,11 @@ class Torchtune(Tool):
         )
 
     def command(self, setup: Setup) -> list[str]:
-        """Return the command `tune run`."""
+        """Return the command `tune run`: full or LoRA, on one device or distributed."""
         kind = "full_finetune" if setup.targets is None else "lora_finetune"
         recipe = f"{kind}_single_device" if setup.ranks == 1 else f"{kind}_distributed"
         if setup.twist == "unknown_recipe":
-            recipe = f"fulll{recipe[4:]}"
+            recipe = f"fulll{recipe[4:]}"  # the planted typo
         ranks = ["--nproc_per_node", str(setup.ranks)] if setup.ranks > 1 else []
         return [
             str(self.environment / "bin" / "tune"),
@@ -175,10 +181,11 @@ class Torchtune(Tool):
         return [str(self.environment / "bin" / "tune"), "validate", str(self._file(setup))]
 
     def _file(self, setup: Setup) -> Path:
+        """Return the path of the config."""
         return setup.folder / "tune.yaml"
 
     def remember(self, setup: Setup) -> None:
-        """Keep the log files that are there; a command writes one of its own."""
+        """Note the log files that are there; a command writes a new one."""
         self._before = set((setup.output / "logs").glob("*.txt"))
 
     def losses(self, setup: Setup, result: Result) -> list[float]:
@@ -188,13 +195,13 @@ class Torchtune(Tool):
         return [float(value) for value in re.findall(r"loss:(\S+)", text)]
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
-        """Read the trained texts from the dataset that the same config makes."""
-        found = run_json_script(self, setup, _SCRIPT, str(self._file(setup)))
-        return None if found is None else list(found)
+        """Read the label tokens from the dataset that the same config makes."""
+        texts = run_json_script(self, setup, _SCRIPT, str(self._file(setup)))
+        return None if texts is None else list(texts)
 
     def states(self, setup: Setup) -> list[Path]:
-        """Return the folders epoch_N.
+        """Return the folders epoch_N, which hold weights.
 
-        The optimizer's state beside them is one file, written over each time.
+        The optimizer's state beside them is one file, which is overwritten each time.
         """
         return sorted(setup.output.glob("epoch_*"))

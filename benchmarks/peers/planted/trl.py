@@ -1,4 +1,4 @@
-"""TRL with PEFT, through its command line."""
+"""Run TRL with PEFT under planted faults, through its command line."""
 
 import ast
 import re
@@ -8,12 +8,13 @@ from benchmarks.peers.planted.ground import Setup
 from benchmarks.peers.planted.running import Result
 from benchmarks.peers.planted.tool import Tool, run_json_script
 
+# The dict in a line of metrics, as transformers' trainer prints it.
 _METRIC = re.compile(r"(\{'(?:loss|eval_loss|train_runtime)'.*\})")
 _SCRIPT = Path(__file__).parent / "scripts" / "trl_labels.py"
 
 
 class Trl(Tool):
-    """`trl sft --config FILE`."""
+    """Runs `trl sft --config FILE`."""
 
     name = "trl"
     title = "TRL"
@@ -27,7 +28,7 @@ class Trl(Tool):
     unable = {"unknown_format": "tells a row's format by its columns; there is no name to misspell"}
 
     def prepare(self, setup: Setup) -> list[str]:
-        """Write sft.yaml."""
+        """Write sft.yaml, with the setup's planted mistake (`twist`), and return its text."""
         settings: dict[str, object] = {
             "model_name_or_path": setup.model,
             "dataset_name": setup.train.parent,
@@ -56,6 +57,7 @@ class Trl(Tool):
         if not setup.shuffle:
             settings["train_sampling_strategy"] = "sequential"
         if setup.twist == "typo_nested":
+            # A nested section: a mixture of datasets in place of `dataset_name`.
             del settings["dataset_name"]
             settings["datasets"] = (
                 f"\n  - path: {setup.train.parent}\n    split: train\n    misspelt_key: 1"
@@ -72,7 +74,7 @@ class Trl(Tool):
         return [text]
 
     def command(self, setup: Setup) -> list[str]:
-        """Return the command `trl sft`; of several processes that of its script under torchrun.
+        """Return the command `trl sft`; for several ranks its script under torchrun.
 
         The command's own launcher wants GPUs for several.
         """
@@ -90,7 +92,7 @@ class Trl(Tool):
         ]
 
     def variables(self, setup: Setup) -> dict[str, str]:
-        """Return the variables with the environment's programs first: it starts `accelerate`."""
+        """Return the variables; `trl` starts `accelerate`, so its own programs come first."""
         import os
 
         path = f"{self.environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -101,9 +103,9 @@ class Trl(Tool):
         return read_trainer_losses(result)
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
-        """Read the trained texts from the first batch of the trainer that the same config makes."""
-        found = run_json_script(self, setup, _SCRIPT, str(setup.folder / "sft.yaml"))
-        return None if found is None else list(found)
+        """Read the label tokens from the first batch of the trainer that the same config makes."""
+        texts = run_json_script(self, setup, _SCRIPT, str(setup.folder / "sft.yaml"))
+        return None if texts is None else list(texts)
 
     def states(self, setup: Setup) -> list[Path]:
         """Return the folders checkpoint-N."""
@@ -115,8 +117,11 @@ def read_trainer_losses(result: Result) -> list[float]:
 
     LLaMA-Factory's are printed so too: it is built on that trainer.
     """
-    found = (_METRIC.search(line) for _, line in result.lines)
+    matches = (_METRIC.search(line) for _, line in result.lines)
+    # nan and inf are no Python literals: they are quoted, and `float` reads them.
     values = [
-        ast.literal_eval(re.sub(r": (nan|inf)\b", r": '\1'", match[1])) for match in found if match
+        ast.literal_eval(re.sub(r": (nan|inf)\b", r": '\1'", match[1]))
+        for match in matches
+        if match
     ]
     return [float(value["loss"]) for value in values if "loss" in value]

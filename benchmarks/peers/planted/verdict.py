@@ -1,7 +1,8 @@
-"""What a tool made of a fault, by its exit code, its output and what was written.
+"""Judge what a tool made of a planted fault, by its exit code and its output.
 
-A line counts as a message on the fault if it has the fault's words and is news: not among the lines
-of the sound run (numbers apart), no line of metrics, no echo of the config that the tool was given.
+`playing.py` and `states.py` call `judge`. A line counts as a message on the fault if it has the
+fault's words (see `words.py`) and is news: not among the lines of the sound run, which has no
+fault, no line of metrics, and no echo of the config that the tool was given.
 """
 
 import re
@@ -10,20 +11,20 @@ from dataclasses import asdict, dataclass
 
 from benchmarks.peers.planted.running import Result
 
-# Ended before the first step, without a traceback, in a line that has the fault's words
-REJECTED = "rejected"
+# The outcomes. "Words" are the fault's, "trained on" means exit code 0.
+REJECTED = "rejected"  # ended before the first step, without a traceback, with the words
 STOPPED = "stopped"  # the same after a step was done
 WARNED = "warned"  # trained on, with a line that has the words
 HANDLED = "handled"  # trained on without a word, and what was measured shows no harm
 FOUND = "found by check"  # the run says nothing, the tool's own check command does
 UNNAMED = "ends, unnamed"  # ended without a traceback, and no line has the words
 NAMED_TRACEBACK = "traceback, named"  # ended with a traceback, an exception of which has the words
-TRACEBACK = "traceback"  # ended with a traceback none of which does
+TRACEBACK = "traceback"  # ended with a traceback, none of whose exceptions has them
 HANGS = "hangs"  # killed after the time limit
 SILENT = "silent"  # trained on without a word
 NOT_APPLICABLE = "n/a"
 
-GOOD = (REJECTED, STOPPED, WARNED, HANDLED)
+GOOD = (REJECTED, STOPPED, WARNED, HANDLED)  # the run itself dealt with the fault
 OUTCOMES = (
     REJECTED,
     STOPPED,
@@ -50,11 +51,11 @@ class Outcome:
     """A cell of the table."""
 
     outcome: str  # of OUTCOMES
-    seconds: float = 0.0  # from the start to the line; of a silent run, to its end
-    line: str = ""  # the evidence
-    code: int | None = None  # the exit code
+    seconds: float = 0.0  # from the start to the line; to the command's end if there is none
+    line: str = ""  # the evidence: the message, or the last line; empty: none
+    code: int | None = None  # the exit code; None: the command was killed
     steps: int = 0  # optimizer steps that were done
-    note: str = ""  # what was measured, or why a tool is out of it
+    note: str = ""  # what was measured, or why the fault cannot be planted
 
     def to_json(self) -> dict[str, object]:
         """Return the outcome as JSON values."""
@@ -74,42 +75,44 @@ def judge(
     metric: str = "",
     given: Sequence[str] = (),
 ) -> Outcome:
-    """Return the outcome of one command.
+    """Return the outcome of one command; never HANDLED or FOUND, which need more than one.
 
-    words: regular expression of the fault. steps: optimizer steps that it did. sound_lines: of the
-    sound run. metric: regular expression of the tool's lines of metrics. given: the texts of the
-    config files it was given.
+    words: regular expression of a message on the fault. steps: optimizer steps that were done.
+    sound_lines: output of the sound run. metric: regular expression of the tool's lines of metrics.
+    given: texts of the config files that the tool was given.
     """
     pattern = re.compile(words, re.IGNORECASE)
-    told = [
+    messages = [
         (at, line)
         for at, line in _find_news(result, sound_lines=sound_lines, metric=metric, given=given)
         if pattern.search(line)
     ]
-    found = Outcome("", seconds=result.seconds, line="", code=result.code, steps=steps)
+    outcome = Outcome("", seconds=result.seconds, line="", code=result.code, steps=steps)
     if result.timed_out:
-        found.outcome = HANGS
+        outcome.outcome = HANGS
     elif result.code == 0:
-        found.outcome = WARNED if told else SILENT
+        outcome.outcome = WARNED if messages else SILENT
     else:
+        # Seconds at which a traceback begins.
         began = next((at for at, line in result.lines if _BEGINS.search(line)), None)
         if began is not None:
-            raised = _read_exceptions(result)
-            named = [text for text in raised if pattern.search(text)]
-            found.outcome = NAMED_TRACEBACK if named else TRACEBACK
-            found.seconds, found.line = began, (named or raised)[-1].splitlines()[0]
-            return found
-        found.outcome = UNNAMED if not told else STOPPED if steps else REJECTED
-        if not told:
-            found.line = next((line for _, line in reversed(result.lines)), "")
-    if told:
-        found.seconds, found.line = told[0]
-    return found
+            exceptions = _read_exceptions(result)
+            with_words = [text for text in exceptions if pattern.search(text)]
+            outcome.outcome = NAMED_TRACEBACK if with_words else TRACEBACK
+            outcome.seconds, outcome.line = began, (with_words or exceptions)[-1].splitlines()[0]
+            return outcome
+        outcome.outcome = UNNAMED if not messages else STOPPED if steps else REJECTED
+        if not messages:
+            outcome.line = next((line for _, line in reversed(result.lines)), "")
+    if messages:
+        outcome.seconds, outcome.line = messages[0]
+    return outcome
 
 
 def _find_news(
     result: Result, sound_lines: Iterable[str], metric: str, given: Sequence[str]
 ) -> Iterable[tuple[float, str]]:
+    """Yield (seconds, line) of the output that is news. The arguments are those of `judge`."""
     known = {mask_line(line) for line in sound_lines}
     echoes = {line.strip() for text in given for line in text.splitlines()}
     measured = re.compile(metric) if metric else None
@@ -124,21 +127,24 @@ def _find_news(
 
 
 def _read_exceptions(result: Result) -> list[str]:
-    """Read the texts of the program's own exceptions, causes first.
+    """Return the texts of the program's own exceptions, causes first.
 
-    A launcher's are read only if there is no other.
+    A launcher's are returned only if there is no other; the last line, if there is none at all.
     """
     lines = [line for _, line in result.lines]
-    found: list[list[str]] = []
-    inside = False
+    exceptions: list[list[str]] = []  # lines of each exception's text
+    inside = False  # a traceback, whose frames are passed over
     for line in lines:
         if _BEGINS.search(line):
             inside = True
         elif inside and _EXCEPTION.match(line):
-            found.append([line])
+            exceptions.append([line])
             inside = False
-        elif found and not inside and len(found[-1]) < 12:
-            found[-1].append(line)  # an exception's text may have several lines
+        elif exceptions and not inside and len(exceptions[-1]) < 12:
+            exceptions[-1].append(line)  # an exception's text may have several lines
+    # What torchrun and `accelerate launch` raise when a process of theirs has failed.
     launchers = ("CalledProcessError", "ChildFailedError")
-    own = [text for text in found if not any(name in text[0] for name in launchers)] or found
-    return ["\n".join(text) for text in own] or lines[-1:]
+    own_exceptions = [
+        text for text in exceptions if not any(name in text[0] for name in launchers)
+    ] or exceptions
+    return ["\n".join(text) for text in own_exceptions] or lines[-1:]

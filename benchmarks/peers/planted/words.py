@@ -1,27 +1,29 @@
-"""The words that a message on a fault has to have, by the fault's name: regular expressions, case
-aside.
+"""List the words by which a tool's message on a planted fault is recognized.
 
-They are wider than any one tool's sentence: a tool is not to fail for its choice of words. A line
-that merely shows the config again, or a loss, is kept out elsewhere (`verdict.judge`).
+`WORDS` has a regular expression for each fault, to be searched in a line without regard to case.
+They are wider than any one tool's sentence: a tool is not to fail for its choice of words.
+`verdict.judge` leaves out lines that merely show the config or a loss.
 """
 
 
 def match_any(*patterns: str) -> str:
-    """Return a pattern of a line with at least one of them."""
+    """Return a pattern of a line that matches at least one of the patterns."""
     return "|".join(patterns)
 
 
 def match_all(*patterns: str) -> str:
-    """Return a pattern of a line with every one of them, in any order."""
+    """Return a pattern of a line that matches every one of the patterns, in any order."""
     return "".join(f"(?=.*(?:{pattern}))" for pattern in patterns)
 
 
+# Words by which tools refuse a key or a value.
 _COMPLAINT = match_any(
     "unknown", "unexpected", "unrecogni[sz]ed", "undefined", "invalid", "ignored", "unused", "extra", "no such",
     "not (a )?(valid|known|recogni[sz]ed|used|found|accepted|supported|allowed|in |defined)", "did you mean",
     "not exist", "could ?n.t", "cannot", "can't", "expected", "validation", "choose from", "no module", "missing",
     "should be", "must be",
 )  # fmt: skip
+# Of the token that ends a turn.
 _END = match_any(
     "end[- ]of[- ](turn|text|sequence)",
     r"\beos\b",
@@ -30,14 +32,16 @@ _END = match_any(
     r"teach\w*.{0,20} stop",
     "never stop",
 )
+# Of a loss or gradient that is not a number.
 _NOT_FINITE = match_any(r"\bnan\b", r"\binf\b", "finite", "diverge", "overflow")
 
 
 def match_complaint(*names: str) -> str:
-    """Return a pattern of a line that names one of these and complains."""
+    """Return a pattern of a line that has one of the names, as patterns, and a complaint."""
     return match_all(match_any(*names), _COMPLAINT)
 
 
+# Name of a `Fault` or `Change` -> pattern. Misspelled words are the planted typos.
 WORDS: dict[str, str] = {
     "typo": match_complaint("sise"),
     "typo_nested": match_complaint("misspelt_key"),
@@ -167,4 +171,4 @@ WORDS: dict[str, str] = {
     ),
     "packing": match_all("pack|padding.free", "contaminat|see each other|attention|mix|cross"),
 }
-NOTHING = r"(?!)"  # of a sound run: no line has it
+NOTHING = r"(?!)"  # matches no line: the pattern of a run without a fault

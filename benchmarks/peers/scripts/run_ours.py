@@ -1,4 +1,7 @@
-"""This project's side: `tune run RECIPE --config FILE`, with a tracker that keeps the record."""
+"""Train a task by our own program: `tune run RECIPE --config FILE`, with a tracker as recorder.
+
+`gpu_peers.py` runs this with the path of a task, see `recorder.read_task`.
+"""
 
 import json
 import sys
@@ -8,14 +11,14 @@ from typing import Any
 
 from recorder import Recorder, read_task
 
-RECIPES = {"full": "full_finetune_distributed"}
+RECIPES = {"full": "full_finetune_distributed"}  # by method; adapters have the other recipe
 
 
 def build_settings(task: dict[str, Any]) -> dict[str, Any]:
     """Return the config.
 
-    Rows are texts of numbers, which a tokenizer of numbers makes the given ids of; they are full,
-    so that nothing is packed, and one place of padding stands where the last token has no target.
+    A row is a text of numbers, of which the task's tokenizer makes the given ids. Rows are full, so
+    nothing is packed; the last token has no label, and one token of padding makes up for it.
     """
     sequence = task["sequence"]
     config: dict[str, Any] = {
@@ -59,14 +62,14 @@ def build_settings(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(path: str) -> int:
-    """Register the tracker, as a plugin would, and run the command."""
+    """Register the tracker, as a plugin would, run the command and return its exit code."""
     from recipe_lib.cli.main import main as tune
     from recipe_lib.config import register
 
     task = read_task(path)
 
     class Record:
-        """A tracker: see `recipe_lib.training.run_log.Tracker`."""
+        """A tracker of our training log that keeps the record."""
 
         def __init__(
             self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]

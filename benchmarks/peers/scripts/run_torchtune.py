@@ -1,5 +1,7 @@
-"""torchtune: `tune run full_finetune_single_device` or `lora_finetune_single_device`, with a config
-of its kind.
+"""Train a task by torchtune: `tune run full_finetune_single_device`, or `lora_...`, with a config.
+
+`gpu_peers.py` runs this with the path of a task, see `recorder.read_task`, by the interpreter of
+torchtune's environment.
 """
 
 import json
@@ -10,13 +12,14 @@ from typing import Any
 
 from recorder import read_task
 
-PARTS = "torchtune_parts"
+PARTS = "torchtune_parts"  # the module of this folder that the config names
 
 
 def build_config(task: dict[str, Any], file: str) -> dict[str, Any]:
-    """Return the config: its own models, losses and recipes.
+    """Return the config. file: path of the task.
 
-    Rows, logger and the adapter's start are components of ours.
+    Models, losses and recipes are torchtune's own; rows, logger, checkpointer and the adapter's
+    start are of `torchtune_parts.py`.
     """
     model = Path(task["model"])
     shape = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -66,8 +69,11 @@ def build_config(task: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def _build_model(task: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
-    """Return its builder for Llama 3, or for Llama 3.2, whose embedding is the output too."""
-    found: dict[str, Any] = {
+    """Return the config's `model`: torchtune's Llama 3 builder, or its 3.2's for tied embeddings.
+
+    shape: the model's config.json.
+    """
+    sizes: dict[str, Any] = {
         "vocab_size": shape["vocab_size"],
         "num_layers": shape["num_hidden_layers"],
         "num_heads": shape["num_attention_heads"],
@@ -79,10 +85,10 @@ def _build_model(task: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
         "rope_base": int(shape["rope_theta"]),
     }
     if shape["tie_word_embeddings"]:
-        found["scale_factor"] = 1
+        sizes["scale_factor"] = 1  # rotary embedding without Llama 3.2's scaling
     if task["method"] == "full":
         builder = "llama3_2.llama3_2" if shape["tie_word_embeddings"] else "llama3.llama3"
-        return {"_component_": f"torchtune.models.{builder}", **found}
+        return {"_component_": f"torchtune.models.{builder}", **sizes}
     return {
         "_component_": f"{PARTS}.build_adapted_model",
         "adapter": task["adapter"],
@@ -94,7 +100,7 @@ def _build_model(task: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
         "lora_alpha": task["alpha"],
         "lora_dropout": 0.0,
         "quantize_base": task["method"] == "qlora",
-        **found,
+        **sizes,
     }
 
 

@@ -1,4 +1,8 @@
-"""transformers' Trainer; adapters by PEFT, four bits by bitsandbytes."""
+"""Train a task by transformers' Trainer; adapters by PEFT, NF4 by bitsandbytes.
+
+`gpu_peers.py` runs this with the path of a task, see `recorder.read_task`, by the interpreter of
+the peer's environment.
+"""
 
 import sys
 
@@ -7,7 +11,7 @@ from trainer_parts import build_arguments, build_callback, load_model, read_rows
 
 
 def main(path: str) -> None:
-    """Train on rows whose labels are their tokens, which the model shifts."""
+    """Train on rows whose labels are their tokens; transformers' model shifts them."""
     from transformers import Trainer, TrainingArguments, default_data_collator
 
     task = read_task(path)

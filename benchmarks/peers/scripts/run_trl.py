@@ -1,5 +1,7 @@
-"""TRL's SFTTrainer on rows that are tokenized already; with `unsloth` in the task, on Unsloth's
-model.
+"""Train a task by TRL's SFTTrainer; with `unsloth` in the task, on Unsloth's model.
+
+`gpu_peers.py` runs this with the path of a task, see `recorder.read_task`, by the interpreter of
+the peer's environment.
 """
 
 import sys
@@ -11,12 +13,13 @@ from trainer_parts import build_arguments, build_callback, cast_trained, load_mo
 
 
 def main(path: str) -> None:
-    """Train with rows packed by the strategy that fills them.
+    """Train on rows of token ids, packed by the strategy `wrapped`, which fills every row.
 
-    The others flatten a batch into one row, which takes an attention kernel of a package of its own
-    to keep its documents apart.
+    TRL's other strategies flatten a batch into one row, whose documents only an attention kernel of
+    another package keeps apart.
     """
     task = read_task(path)
+    # Before the imports below: Unsloth has to be imported before transformers.
     model = load_unsloth_model(task) if task["unsloth"] else load_model(task)
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
@@ -39,9 +42,10 @@ def main(path: str) -> None:
 
 
 def load_unsloth_model(task: dict[str, Any]) -> Any:
-    """Load the model as Unsloth's notebooks do, before transformers is imported.
+    """Load the model as Unsloth's notebooks do, with the task's adapter.
 
-    Its own checkpointing is used where any is asked for.
+    It has to be called before transformers is imported. Checkpointing is Unsloth's own, if the task
+    asks for any.
     """
     import torch
     from unsloth import FastLanguageModel

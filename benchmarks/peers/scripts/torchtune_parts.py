@@ -1,5 +1,7 @@
-"""Components that torchtune's config names: rows of given ids, a logger that keeps the record, an
-adapter's start.
+"""Define the components that `run_torchtune.py` names in torchtune's config.
+
+They are rows of given token ids, a logger that keeps the record, a checkpointer that writes
+nothing, and a model whose adapters start from given weights.
 """
 
 from collections.abc import Mapping
@@ -12,15 +14,16 @@ from torchtune.training import FullModelHFCheckpointer
 
 
 class Tokenizer:
-    """Rows are ids already; the recipe asks for this one number."""
+    """A stand-in for a tokenizer: rows are ids already, and the recipe asks for `pad_id` alone."""
 
     pad_id = 0
 
 
 class Rows:
-    """Rows of ids, every one of them trained; the recipe shifts the labels."""
+    """A dataset of token ids, all of which are label tokens; the recipe shifts the labels."""
 
     def __init__(self, tokenizer: Tokenizer, source: str) -> None:
+        """source: .npy of ids `[rows, sequence]`. tokenizer: torchtune gives it; not used."""
         self._rows = [list(map(int, row)) for row in np.load(source, allow_pickle=False)]
 
     def __len__(self) -> int:
@@ -34,6 +37,7 @@ class Logger:
     """A metric logger, see `torchtune.training.metric_logging.MetricLoggerInterface`."""
 
     def __init__(self, task: str) -> None:
+        """task: path of the task's file."""
         self._recorder = Recorder(read_task(task))
 
     def log_config(self, config: Any) -> None:
@@ -49,9 +53,9 @@ class Logger:
 
 
 class Checkpointer(FullModelHFCheckpointer):
-    """The reader of the model's folder, which writes nothing.
+    """torchtune's checkpointer, which reads the model and writes nothing.
 
-    The end of a run is not what is measured.
+    Saving at the end of a run is not measured.
     """
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
@@ -59,17 +63,19 @@ class Checkpointer(FullModelHFCheckpointer):
 
 
 def build_constant_schedule(optimizer: Any, num_training_steps: int, last_epoch: int) -> Any:
-    """Keep the learning rate as it is; its recipe for adapters cannot do without a schedule."""
+    """Keep the learning rate constant: torchtune's LoRA recipe cannot do without a schedule."""
     from torch.optim.lr_scheduler import LambdaLR
 
     return LambdaLR(optimizer, lambda step: 1.0, last_epoch)
 
 
 def build_adapted_model(adapter: str, tied: bool, **settings: Any) -> Any:
-    """Build its model with adapters, which begin as those in a PEFT folder.
+    """Build torchtune's model with adapters that start from those of a PEFT folder.
 
-    B is zero, so that its own order of a head's channels, which only B would have to follow, does
-    not matter.
+    torchtune has the channels of a query or key head in another order. Only B would have to follow
+    it, and B is zero.
+
+    adapter: the folder. tied: the embedding is the output projection too. settings: of the builder.
     """
     import torch
     from safetensors import safe_open
@@ -77,7 +83,8 @@ def build_adapted_model(adapter: str, tied: bool, **settings: Any) -> Any:
 
     build = llama3_2.lora_llama3_2 if tied else llama3.lora_llama3
     model = build(**settings)
-    places = {
+    # torchtune's path of a linear in a layer -> PEFT's.
+    module_names = {
         "attn.q_proj": "self_attn.q_proj",
         "attn.k_proj": "self_attn.k_proj",
         "attn.v_proj": "self_attn.v_proj",
@@ -91,8 +98,8 @@ def build_adapted_model(adapter: str, tied: bool, **settings: Any) -> Any:
         torch.no_grad(),
     ):
         for number, layer in enumerate(model.layers):
-            for place, name in places.items():
-                module = layer.get_submodule(place)
+            for path, name in module_names.items():
+                module = layer.get_submodule(path)
                 prefix = f"base_model.model.model.layers.{number}.{name}"
                 module.lora_a.weight.copy_(file.get_tensor(f"{prefix}.lora_A.weight"))
                 module.lora_b.weight.copy_(file.get_tensor(f"{prefix}.lora_B.weight"))

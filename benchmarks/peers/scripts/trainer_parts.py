@@ -1,5 +1,7 @@
-"""What the sides that are built on transformers' Trainer share: the model, the rows, the settings,
-the record.
+"""Build what the sides on transformers' Trainer share: model, rows, arguments, recording callback.
+
+`run_transformers.py` and `run_trl.py` call these functions; a task is what `recorder.read_task`
+returns.
 """
 
 from pathlib import Path
@@ -9,10 +11,9 @@ from recorder import Recorder
 
 
 def load_model(task: dict[str, Any]) -> Any:
-    """Load the folder's model, for qlora in bitsandbytes' NF4, with the given adapter.
+    """Load the task's model, for qlora in bitsandbytes' NF4, with the task's adapter.
 
-    PEFT would keep adapters in fp32 beside bf16; here every side has what is trained in the type of
-    the run.
+    The adapter is in the run's dtype, as on every side; PEFT by itself keeps it in fp32.
     """
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -43,23 +44,23 @@ def load_model(task: dict[str, Any]) -> Any:
 
 
 def cast_trained(model: Any, dtype: Any) -> None:
-    """Cast what is trained to the type of the run."""
+    """Cast the trained parameters to the dtype of the run, in place."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
 
 
 def read_rows(task: dict[str, Any]) -> list[list[int]]:
-    """Read the rows of token ids, in order."""
+    """Return the rows of token ids, in the order in which they are trained."""
     import numpy as np
 
     return [list(map(int, row)) for row in np.load(task["rows"], allow_pickle=False)]
 
 
 def build_arguments(task: dict[str, Any]) -> dict[str, Any]:
-    """Return the TrainingArguments that make the same run.
+    """Return the TrainingArguments of the task, by name.
 
-    Weights are in bf16 already, so autocast would only cost.
+    `bf16`, which is autocast, is off: weights are in bf16 already, and autocast would only cost.
     """
     return {
         "output_dir": str(Path(task["folder"]) / "output"),
@@ -92,10 +93,7 @@ def build_callback(recorder: Recorder) -> Any:
     from transformers import TrainerCallback
 
     class Watch(TrainerCallback):
-        """A callback for log lines.
-
-        A step's line has its loss and the norm of its gradient; the last line of a run has neither.
-        """
+        """A callback for log lines: a step's has `loss` and `grad_norm`, the run's last neither."""
 
         def on_log(
             self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any

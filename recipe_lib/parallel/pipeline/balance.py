@@ -1,13 +1,9 @@
 """Divide layers among the stages of a pipeline, as evenly in time, or in memory, as can be.
 
-`parallelize` calls `split_layers`. The cost that is minimized is that of the most expensive rank
-(`parallel.pipeline_balance`), since a pipeline is as slow, and needs as much memory, as that one. A
-rank with several stages divides its layers among them evenly in time.
-
-All layers of a model count alike, as their average, also where some have a window or experts and
-others not. So a split is a number of layers for each stage, and the greedy algorithm is optimal: if
-equal items are added one by one, each to the sum that is smallest with it, the largest sum is as
-small as can be. Each rank computes the same split by itself.
+`parallelize` calls `split_layers`. A stage is consecutive layers of one rank, which may have
+several. The cost of the most expensive rank (`parallel.pipeline_balance`) is minimized, since a
+pipeline is as slow, and needs as much memory, as that rank. A rank with several stages divides its
+layers among them evenly in time. Each rank computes the same split by itself.
 """
 
 from collections.abc import Callable
@@ -28,7 +24,12 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec, ModelSpec
 from recipe_lib.parallel.pipeline.schedules import compute_orders, count_moments
 
-# Bytes of a weight by `quantize_base`; nf4: 4 bits and the scales of its blocks. None: not
+# All layers of a model count alike, as their average, also where some have a window or experts and
+# others not. So a split is a number of layers for each stage, and the greedy algorithm of
+# `_balance_layers` is optimal: if equal items are added one by one, each to the sum that is
+# smallest with it, the largest sum is as small as can be.
+
+# Bytes of a weight by `lora.quantize_base`; nf4: 4 bits and the scales of its blocks. None: not
 # quantized, as wide as the model's dtype.
 _QUANTIZED_BYTES = {"none": None, "nf4": 0.516, "int8": 1.0}
 # By `memory.activation_checkpointing`, the part of a layer's matrix products in forward that
@@ -40,9 +41,9 @@ def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
     """Return the indices of the layers of each stage, first to last.
 
     cfg: a recipe's config. shards: number of ranks that FSDP shards a stage's parameters over, read
-    for `parallel.pipeline_balance: memory` alone. Raise ConfigError for fewer layers than stages,
+    for `parallel.pipeline_balance: memory` only. Raise ConfigError for fewer layers than stages,
     for a `parallel.pipeline_layers_per_stage` that does not fit the model, and for an external
-    model that cannot be divided (`ExternalSpec.find_stage_parts`).
+    model that cannot be divided.
     """
     parallel: ParallelConfig = cfg.parallel
     sizes = get_sizes(spec)
@@ -85,13 +86,13 @@ def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
 class _Sizes:
     """The sizes of a decoder that stands for an external model, under the names of `DecoderSpec`.
 
-    Its layers have the average number of weights of the model's, all experts included: attention
+    Each layer has as many weights as the model's layers on average, all experts included: attention
     of full width with one head, and the rest in a gated MLP.
     """
 
     num_layers: int
     width: int  # channels of hidden states
-    vocab_size: int
+    vocab_size: int  # rows of the embedding
     mlp_width: int  # channels of the MLP
     windows: tuple[None, ...]  # by layer, the tokens that attention sees; None: all
     tied: bool  # the embedding is the output head
@@ -106,10 +107,9 @@ Sizes = DecoderSpec | _Sizes
 
 
 def get_sizes(spec: ModelSpec) -> Sizes:
-    """Return a model's sizes, by which its times and bytes are estimated.
+    """Return a model's sizes, from which its times and bytes are estimated.
 
-    Raise ConfigError for an external model that cannot be divided, see
-    `ExternalSpec.find_stage_parts`.
+    Raise ConfigError for an external model that cannot be divided into stages.
     """
     if isinstance(spec, DecoderSpec):
         return spec
@@ -133,19 +133,20 @@ def get_sizes(spec: ModelSpec) -> Sizes:
     )
 
 
-# Returns the cost of a rank, in a unit of its own, by its place and its layers by stage.
+# A function of a rank's index in the pipeline and its numbers of layers by stage. It returns the
+# cost of the rank: operations of a token, or bytes.
 Cost = Callable[[int, dict[int, int]], float]
 
 
 def _balance_layers(parallel: ParallelConfig, layers: int, cost: Cost, head: float) -> list[int]:
     """Return the number of layers of each stage that makes the largest cost of a rank smallest.
 
-    layers: of the model. cost: must not fall when layers are added. head: the time of the last
-    stage's head, in layers.
+    layers: number of the model's. cost: must not fall when layers are added. head: the time of the
+    last stage's head, in times of a layer.
     """
     ranks = range(parallel.pipeline)
-    last = count_stages(parallel) - 1
-    # By rank, its number of layers by stage.
+    last = count_stages(parallel) - 1  # the last stage
+    # By rank, its numbers of layers by stage: one each to begin with.
     counts_by_rank = {rank: dict.fromkeys(list_rank_stages(parallel, rank), 1) for rank in ranks}
     for _ in range(layers - last - 1):
         candidates = {rank: _add_layer(counts_by_rank[rank], last, head) for rank in ranks}
@@ -159,16 +160,19 @@ def _balance_layers(parallel: ParallelConfig, layers: int, cost: Cost, head: flo
 def _add_layer(counts: dict[int, int], last: int, head: float) -> dict[int, int]:
     """Return a rank's numbers of layers by stage with one more, on the stage that is fastest.
 
-    last: the last stage of the pipeline, whose output head takes as long as `head` layers.
+    last: the last stage of the pipeline, whose head takes as long as `head` layers.
     """
     chosen = min(counts, key=lambda stage: counts[stage] + (head if stage == last else 0))
     return counts | {chosen: counts[chosen] + 1}
 
 
+# Sizes below: h attention heads and k kv heads of e channels, v rows of the head, d the width.
+
+
 def count_layer_weights(spec: Sizes) -> int:
     """Return the elements of one layer's matrices, on average over the layers.
 
-    They are those of attention and MLP; in a mixture, of router and all experts in its place.
+    These are attention and MLP, or in a layer with experts router and all experts for the MLP.
     """
     return _count_attention_weights(spec) + _average_over_layers(
         spec,
@@ -178,7 +182,7 @@ def count_layer_weights(spec: Sizes) -> int:
 
 
 def _count_attention_weights(spec: Sizes) -> int:
-    # Of q and o h e channels each, of k and v k e each.
+    # q and o have h e channels each, k and v have k e each.
     return 2 * spec.width * _count_attention_channels(spec)
 
 
@@ -196,24 +200,25 @@ def _average_over_layers(
     """
     if not isinstance(spec, DecoderSpec) or spec.mixture is None:
         return dense
-    layers = spec.mixture.layers
+    layers = spec.mixture.layers  # True for each layer with experts
     share = sum(layers) / len(layers)
     return round(share * count_of_mixture(spec.mixture) + (1 - share) * dense)
 
 
 def estimate_times(spec: Sizes, cfg: Any) -> tuple[float, float]:
-    """Return the operations of a layer and of the head for a token, in forward and backward.
+    """Return the floating-point operations of a layer and of the head, for a token of a step.
 
     A layer takes 2 for each weight in forward, as many for the gradient of its input, and as many
-    for those of its weights if they are trained. Attention takes 4 h e for each token that it sees,
-    which is half of `max_seq_len`, or the window if that is less, and 2.5 times as many in
-    backward. What is checkpointed is computed forward again. The head has v d weights and is not
-    checkpointed. The embedding takes none.
+    for those of its weights if they are trained. Attention takes 4 h e for each token that it sees:
+    half of `max_seq_len` on average, or the window if that is less. Its backward takes 2.5 times
+    as many. What is checkpointed is computed forward again. The head has v d weights and is not
+    checkpointed. The embedding takes none. cfg: a recipe's config.
     """
     checkpointing = cfg.memory.activation_checkpointing
     half = cfg.max_seq_len / 2
-    seen = [half if window is None else min(half, window) for window in spec.windows]
-    attention = 4 * spec.num_heads * spec.head_width * sum(seen) / max(1, len(seen))
+    seen_tokens = [half if window is None else min(half, window) for window in spec.windows]
+    attention = 4 * spec.num_heads * spec.head_width * sum(seen_tokens) / max(1, len(seen_tokens))
+    # Products with each matrix: forward, gradient of the input, and gradient of the weight.
     passes = 3 if cfg.trained_adapters is None else 2
     # Elements of a layer's matrices that a token is multiplied by: in a mixture those of the router
     # and of the experts that it is sent to.
@@ -222,6 +227,7 @@ def estimate_times(spec: Sizes, cfg: Any) -> tuple[float, float]:
         3 * spec.width * spec.mlp_width,
         lambda mixture: spec.width * (mixture.num_experts + 3 * mixture.top_k * mixture.mlp_width),
     )
+    # Attention: 1 forward and 2.5 backward; only full checkpointing computes it forward again.
     layer = 2 * active_weights * (passes + _RECOMPUTED_SHARES[checkpointing]) + attention * (
         4.5 if checkpointing == "full" else 3.5
     )
@@ -232,15 +238,18 @@ def make_memory_cost(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
     """Return a function that estimates the bytes of a rank from the layers of its stages.
 
     Counted are parameters, gradients and optimizer states, of embedding and head on their ranks
-    too; what the layers keep of the micro-batches in flight; and on the last rank the head's
-    gradient before it is added up, and one chunk of its logits. Left out is what all ranks have
-    alike, as the layer that is being computed and tensors between ranks.
+    too; the tensors that layers keep of the micro-batches in flight; and on the last rank the
+    head's gradient before it is added up, and one chunk of its logits. Left out are bytes that all
+    ranks have alike, as of the layer that is being computed and of tensors between ranks.
+
+    cfg: a recipe's config. shards: number of ranks that FSDP shards a stage's parameters over.
     """
     parallel: ParallelConfig = cfg.parallel
     adapters = cfg.trained_adapters
     width = BYTES.get(cfg.dtype, 2)  # bytes of an element
+    # Items of a micro-batch (sequences, or pairs of two), and micro-batches of a step.
     rows, num_micro_batches = compute_micro_batches(cfg)
-    # Of a micro-batch, on a rank.
+    # Tokens of a micro-batch on a rank.
     tokens = rows * cfg.max_seq_len * cfg.sequences_per_item // count_token_ranks(parallel)
     # Bytes of optimizer states on the device for a trained weight of a layer, and for one of
     # embedding and head.
@@ -251,7 +260,7 @@ def make_memory_cost(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
         for in_layer in (True, False)
     )
     parts = shards * parallel.tensor  # ranks among which each matrix is divided
-    copies = width if cfg.copies_model else 0  # bytes of a frozen copy of a weight
+    copies = width if cfg.copies_model else 0  # bytes of a weight's frozen copy, as in a reference
     # Bytes on a rank of a weight of embedding and head, with its gradient and states if trained.
     entry_width = ((2 * width + vocabulary_states if adapters is None else width) + copies) / parts
     if adapters is None:
@@ -263,7 +272,7 @@ def make_memory_cost(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
         adapts_experts = "experts" in adapters.target_modules
         adapter_weights = _count_adapter_weights(spec, adapters.rank, adapts_experts)
         layer_bytes += adapter_weights * (2 * width + states) / parts
-    # Elements of a token.
+    # Elements that a layer holds of a token, until backward and for deferred weight gradients.
     kept = count_kept_elements(spec, cfg.memory.activation_checkpointing)
     deferred = count_deferred_elements(spec) if adapters is None else 0
     embedding_bytes = spec.vocab_size * spec.width * entry_width
@@ -281,7 +290,8 @@ def make_memory_cost(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
         + head_bytes
         - (embedding_bytes if spec.tied and last in end_bytes else 0)
     )
-    # By rank, the different sets of (stage, micro-batches ahead, micro-batches deferred) of a step.
+    # By rank, the different states that it is in during a step. A state has by stage the numbers of
+    # micro-batches between forward and backward, and of those with deferred weight gradients.
     moments_by_rank = {
         rank: {
             tuple((stage, *in_flight) for stage, in_flight in moment.items())
@@ -305,13 +315,13 @@ def make_memory_cost(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
 def count_kept_elements(spec: Sizes, checkpointing: str) -> int:
     """Return how many elements a layer keeps of a token from forward to backward.
 
-    checkpointing: `memory.activation_checkpointing`. `budget` counts as `full`, since what it keeps
-    beyond the layers' inputs does not depend on their number.
+    checkpointing: `memory.activation_checkpointing`. `budget` counts as `full`, since the bytes
+    that it keeps beyond the layers' inputs do not depend on the number of layers.
     """
     channels = _count_attention_channels(spec)
     if checkpointing in ("full", "budget"):
         return spec.width
-    if checkpointing == "selective":  # which keeps nothing of experts
+    if checkpointing == "selective":  # it keeps nothing of experts
         return 2 * spec.width + channels + _average_over_layers(spec, spec.mlp_width, lambda _: 0)
     inner = _average_over_layers(
         spec, 4 * spec.mlp_width, lambda mixture: 3 * mixture.top_k * mixture.mlp_width
@@ -322,7 +332,7 @@ def count_kept_elements(spec: Sizes, checkpointing: str) -> int:
 def count_deferred_elements(spec: Sizes) -> int:
     """Return how many elements of a token a layer keeps for its deferred weight gradients.
 
-    They are the input of each linear, shared ones once, and the gradient of its output.
+    These are the input of each linear, shared ones once, and the gradient of its output.
     """
     inner = _average_over_layers(
         spec, spec.mlp_width, lambda mixture: mixture.top_k * mixture.mlp_width
@@ -331,9 +341,10 @@ def count_deferred_elements(spec: Sizes) -> int:
 
 
 def _count_adapter_weights(spec: Sizes, rank: int, adapts_experts: bool) -> int:
-    """Return the elements of a layer's adapters of a rank, with one on each of its seven linears.
+    """Return the elements of a layer's adapters, with one on each of its seven linears.
 
-    adapts_experts: True if experts have adapters too, two each: on gate and up, and on down.
+    rank: `lora.rank`. adapts_experts: True if experts have adapters too, two each: on gate and up,
+    and on down.
     """
     inner = _average_over_layers(
         spec,

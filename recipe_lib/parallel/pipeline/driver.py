@@ -1,23 +1,9 @@
 """Run a step's micro-batches through the stages of a rank, in the order of its schedule.
 
-`split_pipeline` makes the `Pipeline`, and `Parallel.micro_batches` runs it:
-
-    for micro_batch in pipeline.train(batches.micro_batches, accumulation):
-        pipeline.backward(compute_loss(micro_batch))     # on the rank with the last stage alone
-
-No tensor is held for longer than that order needs. Besides parameters and gradients these live:
-
-- of a micro-batch that has gone forward, what autograd keeps for its backward;
-- of one whose input gradient is made, what its deferred weight gradients take;
-- a tensor from another rank, from one action before it is used; a tensor for another rank, until
-  that rank has taken it.
-
-The last stage's head and loss run at the beginning of its backward, so that their gradients, as
-large as the vocabulary, never wait for other micro-batches.
-
-The stages and runtime of torch.distributed.pipelining are not used. In 2.13 they keep receive
-buffers, input gradients and sent tensors through a step, and their split backward leaves out
-gradients of stages after frozen ones and of resharded parameters.
+`split_pipeline` makes a `Pipeline`. `Parallel.micro_batches` runs it: a loop over `train`, whose
+body calls `backward` with the loss on the rank with the last stage. A stage is consecutive layers
+of one rank. An action is what a stage does with one micro-batch: forward, backward, the gradient
+of its input or of its weights alone, a send, a receive. A place is a rank's index in its pipeline.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -53,8 +39,10 @@ from recipe_lib.parallel.pipeline.schedules import (
 from recipe_lib.parallel.pipeline.simulation import add_transfers, find_taken, get_partner, simulate
 from recipe_lib.parallel.world import World
 
-# Tensors between the ranks of a pipeline: each is received into new memory, and held by the sender
-# until the other rank has taken it.
+# The stages and runtime of torch.distributed.pipelining are not used. In 2.13 they keep receive
+# buffers, input gradients and sent tensors through a step, and their split backward leaves out
+# gradients of stages after frozen ones and of resharded parameters. Here a tensor is received into
+# new memory one action before its use, and a sent one is held until the other rank has taken it.
 
 
 class PendingTensor:
@@ -62,7 +50,7 @@ class PendingTensor:
 
     def __init__(self, tensor: Tensor, work: Any) -> None:
         self._tensor = tensor
-        self._work = work  # of irecv or isend; None: the tensor is there
+        self._work = work  # a `dist.Work` of irecv or isend; None: the tensor is there
 
     def wait(self) -> Tensor:
         """Return the tensor when it has arrived, or been taken.
@@ -75,24 +63,24 @@ class PendingTensor:
 
 
 class Transport:
-    """The exchange of tensors between one rank of a pipeline and the others.
+    """Sends and receives tensors between one rank of a pipeline and the others.
 
-    Two ranks have to exchange their tensors in one order, which the schedule sees to: NCCL has no
-    tags. gloo has, and gets them, so that a wrong order is noticed there. Transfers with different
-    ranks must not wait for each other, or interleaved schedules would hang. NCCL gives each pair of
-    ranks a communicator and a stream of its own, as long as the process group was not made with
+    Two ranks exchange their tensors in one order, that of the schedule, since NCCL has no tags.
+    gloo has tags and gets them, so that it notices a wrong order. Transfers with different ranks
+    must not wait for each other, or interleaved schedules would hang. NCCL gives each pair of ranks
+    a communicator and a stream of its own, as long as the process group was not made with
     `device_id` and transfers are not batched.
     """
 
     def __init__(self, world: World, pairs: Sequence[tuple[int, int]]) -> None:
         """Make the communicator of each pair of ranks that exchange tensors. A collective.
 
-        pairs: as `list_pairs` returns them, of all ranks of the pipeline. Raise SetupError for a
-        process group with one communicator for all pairs.
+        pairs: the places of the two ranks, the lower one first, for all pairs of the pipeline.
+        Raise SetupError for a process group with one communicator for all pairs.
         """
         assert world.pipeline is not None
         self._group = world.mesh.get_group("pipeline")
-        self._ranks = world.pipeline.ranks
+        self._ranks = world.pipeline.ranks  # by place, the rank among all processes
         self._heartbeat = world.heartbeat
         self._device = world.device
         if any(
@@ -123,7 +111,7 @@ class Transport:
     ) -> PendingTensor:
         """Start to receive a tensor from the rank at a place in the pipeline.
 
-        tag: for gloo, the same as that of the send. device: None for the one this rank computes on.
+        tag: that of its send. device: where the tensor is made; None for the device that computes.
         """
         tensor = torch.empty(shape, dtype=dtype, device=device or self._device)
         peer = self._ranks[place]
@@ -148,30 +136,29 @@ def _sum_with(peer: int, parameter: Tensor, transport: Transport) -> None:
         return
     gradient = get_local(parameter.grad)
     # In one order on both, as NCCL has no tags: first the gradient of the rank at place 0.
-    sent = transport.send(gradient, peer, tag=0) if peer != 0 else None
-    arriving = transport.receive(
+    pending_send = transport.send(gradient, peer, tag=0) if peer != 0 else None
+    pending_receive = transport.receive(
         shape=tuple(gradient.shape),
         dtype=gradient.dtype,
         place=peer,
         tag=0,
         device=gradient.device,
     )
-    received = arriving.wait()
-    (sent or transport.send(gradient, peer, tag=0)).wait()  # before `add_` overwrites it
-    gradient.add_(received)
+    peer_gradient = pending_receive.wait()
+    (pending_send or transport.send(gradient, peer, tag=0)).wait()  # before `add_` overwrites it
+    gradient.add_(peer_gradient)
 
 
-# Called with each action that begins, and with None at the end of a step's actions. Set by the
-# planner, which simulates a step.
+# Called with each action that begins, and with None at the end of a step's actions. The planner
+# sets it while it simulates a step, to note the actions in its trace; else None.
 on_action: Callable[[Action | None], None] | None = None
 
 
 @dataclass
 class _Kept:
-    """A micro-batch in a stage from forward to backward, besides autograd's graph."""
+    """Tensors of a micro-batch that a stage holds from forward to backward."""
 
-    # The stage's input `[b, s, d]`, whose gradient backward sends; None if no stage before it is
-    # trained.
+    # The stage's input, whose gradient backward sends; None if no stage before it is trained.
     received: Tensor | None
     # Where backward begins in the graph, since the output itself is freed; None if nothing is
     # trained up to here.
@@ -180,7 +167,7 @@ class _Kept:
 
 
 class Pipeline:
-    """The stages of one rank, and the runs of micro-batches through them."""
+    """The stages of one rank; runs micro-batches through them for training and evaluation."""
 
     def __init__(
         self,
@@ -190,9 +177,10 @@ class Pipeline:
         layers: dict[int, range],
         dtype: torch.dtype,
     ) -> None:
-        """Make the runner of a model that has only these layers, and `run_part` as its forward.
+        """Prepare a model that has only these layers, and `run_part` as its forward.
 
-        layers: by stage of this rank, the indices of its layers. dtype: of hidden states.
+        layers: by stage of this rank, the indices of its layers in the whole model. dtype: of
+        hidden states. Nothing is sent before the first step.
         """
         assert world.pipeline is not None
         self.layers = layers
@@ -203,15 +191,17 @@ class Pipeline:
         self._stages = count_stages(cfg.parallel)  # of all ranks
         # Backward is split into the gradients of input and weights, which are deferred.
         self._splits = SCHEDULES[cfg.parallel.pipeline_schedule].splits
-        self._transport: Transport | None = None
-        # As `_agree_on_training` returns it; empty before the first training step.
+        self._transport: Transport | None = None  # made in the first step
+        # By stage, and then for the head, True if a parameter of it is trained; empty before the
+        # first training step.
         self._trains: list[bool] = []
         # What `_get_orders` returns, by (training, number of micro-batches).
         self._orders: dict[tuple[bool, int], tuple[list[Action], dict[int, list[Action]]]] = {}
         self._dtype = dtype
+        # Names of modules: those before the layers, the layers, and those behind them.
         self._parts = model.find_stage_parts()
-        # What a call of the model runs: the head on these hidden states, or this stage on these
-        # tokens `[b, s]`; None for both outside of `train` and `evaluate`.
+        # The part that a call of the model runs: the head on the hidden states `_hidden`, or else
+        # the stage of this index on these tokens `[b, s]`. Both are None outside of a step.
         self._current: tuple[int, Tensor] | None = None
         self._hidden: Tensor | None = None
         self._reduction: DeferredReduction | None = None  # of the training step that runs
@@ -234,8 +224,9 @@ class Pipeline:
         """Run the part of the model that the schedule has come to, in place of its forward.
 
         That is the layers of a stage, or the final norm and the output head. tokens: `[b, s]` for
-        the first stage and the head; for other stages the hidden states of the stage before. Raise
-        RuntimeError outside of `train` and `evaluate`.
+        the first stage and the head; for other stages the hidden states of the stage before, of the
+        shape that `_Step._get_shape` returns. Other arguments are the model's. Raise RuntimeError
+        outside of `train` and `evaluate`.
         """
         if self._hidden is not None:
             return self._model.run_head(self._hidden, tokens, labels=labels, head_loss=head_loss)
@@ -259,9 +250,10 @@ class Pipeline:
         """Run forward and backward of all micro-batches. A collective of the pipeline.
 
         On the rank with the last stage, yield each micro-batch when its loss is to go `backward`.
-        While the caller has it, a call of the model runs norm and head on its hidden states.
-        accumulation: adds up the gradients; the caller calls its `finish`. None: they are added to
-        `grad` and reduced in each backward. Raise ConfigError if nothing is trained.
+        While the caller has it, a call of the model runs norm and head on its hidden states. Other
+        ranks yield nothing. accumulation: adds up the gradients; the caller calls its `finish`.
+        None: they are added to `grad` and reduced in each backward. Raise ConfigError if nothing is
+        trained.
         """
         # In each step anew, since a recipe may freeze or unfreeze parameters between steps.
         self._trains = self._agree_on_training()
@@ -279,7 +271,8 @@ class Pipeline:
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of the head and of its hidden states.
 
-        Called in the loop over `train`. loss: of the micro-batch that was yielded last.
+        Called in the loop over `train`. loss: `[]`, of the micro-batch that was yielded last. Raise
+        RuntimeError outside of the loop.
         """
         if self._reduction is None:
             raise RuntimeError("the head of a pipeline goes backward in the loop over `train`")
@@ -292,7 +285,7 @@ class Pipeline:
         """Run all forwards; return `compute(index, micro_batch)` of each. A collective.
 
         While `compute` runs, a call of the model runs norm and head. On ranks without the last
-        stage it is not called, and the list has None for each.
+        stage `compute` is not called, and the list has None for each micro-batch.
         """
         results: list[Any] = [None] * len(batches)
         step = _Step(self, batches, trains=False)
@@ -302,11 +295,14 @@ class Pipeline:
         return results
 
     def sum_tied_gradients(self) -> None:
-        """Sum the gradients of a tied embedding over the first and the last rank, once a step."""
+        """Sum the gradients of a tied embedding over the first and the last rank.
+
+        Called once a step by all ranks of the pipeline.
+        """
         last = find_stage_rank(self._parallel, self._stages - 1)
         if self._model.spec.tied and last != 0 and self._place in (0, last):
             _sum_with(
-                last - self._place,
+                last - self._place,  # the other of 0 and `last`
                 self._model.get_parameter(f"{self._parts.embedding}.weight"),
                 self._use_transport(),
             )
@@ -322,10 +318,10 @@ class Pipeline:
         return self._model.get_parameter(f"{self._parts.embedding}.weight") if is_copy else None
 
     def list_in_flight(self, micro_batches: int) -> list[dict[int, int]]:
-        """Return the sets of micro-batches that this rank holds at once in a step, without repeats.
+        """Return how many micro-batches this rank holds at once, without repeats, over a step.
 
-        Each is the number of micro-batches by stage that are between forward and backward.
-        micro_batches: of the step.
+        Each entry is, by stage, the number of micro-batches between forward and backward at some
+        moment. micro_batches: number of the step.
         """
         moments: list[dict[int, int]] = []
         for counts in count_moments(compute_orders(self._parallel, micro_batches)[self._place]):
@@ -344,11 +340,11 @@ class Pipeline:
     def _get_orders(
         self, micro_batches: int, *, training: bool
     ) -> tuple[list[Action], dict[int, list[Action]]]:
-        """Return this rank's actions, and the sends to wait for before an action, by its index.
+        """Return this rank's actions, and by index of an action the sends to wait for before it.
 
         The other rank has taken these sends by then if all ranks are equally fast; otherwise this
         rank waits there. That cannot deadlock: in the simulation that gives these indices, all
-        orders come to their end.
+        ranks run all of their actions. micro_batches: number of the step.
         """
         key = (training, micro_batches)
         if key not in self._orders:
@@ -367,7 +363,7 @@ class Pipeline:
     def _agree_on_training(self) -> list[bool]:
         """Return for each stage, and then for the head, True if a parameter of it is trained.
 
-        So all ranks know which gradients are sent. A collective. Raise ConfigError if nothing is
+        All ranks then know which gradients are sent. A collective. Raise ConfigError if nothing is
         trained.
         """
         own_stages = {stage: _has_trained(self.get_stage_modules(stage)) for stage in self.layers}
@@ -377,7 +373,7 @@ class Pipeline:
             # The planner simulates one rank, and takes the other ranks' stages to be like its own.
             default = any(own_stages.values())
             return [own_stages.get(stage, default) for stage in range(self._stages + 1)]
-        is_trained: dict[str, bool] = {}  # by index of a stage, a str in JSON
+        is_trained: dict[str, bool] = {}  # by index of a stage, which JSON makes a str
         for stages_of_rank in self._world.gather_json(own_stages):
             is_trained |= stages_of_rank
         if not any(is_trained.values()):
@@ -399,11 +395,15 @@ class Pipeline:
 
 
 def _has_trained(modules: Sequence[nn.Module]) -> bool:
+    """Return True if a parameter of these modules is trained."""
     return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
 class _Step:
-    """One run of a rank's actions over the micro-batches, and the tensors alive between them."""
+    """One run of a rank's actions over the micro-batches, and the tensors alive between them.
+
+    It is a part of `Pipeline`, and uses its private attributes.
+    """
 
     def __init__(
         self,
@@ -415,15 +415,16 @@ class _Step:
     ) -> None:
         self._pipeline = pipeline
         self._batches = batches
-        self._trains = trains
+        self._trains = trains  # False in an evaluation
         self._accumulation = accumulation
         self._transport = pipeline._use_transport()
         self._heartbeat = pipeline._world.heartbeat
         self._reduction = pipeline._reduction or DeferredReduction(pipeline._model, None)
         self._arriving: dict[Action, PendingTensor] = {}  # inputs of actions to come, by receive
         self._leaving: dict[Action, Tensor] = {}  # made, but not sent yet, by send
-        self._sent: dict[Action, PendingTensor] = {}  # may not be taken yet, by send
-        # By (stage, index of a micro-batch).
+        self._sent: dict[Action, PendingTensor] = {}  # sent and perhaps not taken yet, by send
+        # By (stage, index of a micro-batch): the tensors for its backward, and the weight gradients
+        # that its input gradient has deferred.
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._deferred: dict[tuple[int, int], list[DeferredGradients]] = {}
 
@@ -435,22 +436,23 @@ class _Step:
         Then the caller calls the model, which runs the head on its hidden states. At the end no
         tensor of the step is alive. taken: by index of an action, the sends to wait for before it.
         """
-        reducing = self._reduction.begin(actions)
-        note = on_action or (lambda action: None)
+        # Indices of the actions in which a stage reduces its gradients, if it does so once a step.
+        reducing_indices = self._reduction.begin(actions)
+        notify = on_action or (lambda action: None)
         with self._heartbeat.name_action_in_errors():
             for index, action in enumerate(actions):
                 for send in taken.get(index, ()):
                     self._finish_send(send)
                 self._note_action(action)
-                note(action)
-                self._reduction.is_last = index in reducing
+                notify(action)
+                self._reduction.is_last = index in reducing_indices
                 yield from self._run_action(action)
                 if self._accumulation and action.kind in kinds.MAKING_GRADIENTS:
                     self._accumulation.add()
             self._reduction.end()
             for send in list(self._sent):
                 self._finish_send(send)
-        note(None)
+        notify(None)
 
     def _run_action(self, action: Action) -> Iterator[tuple[int, Batch]]:
         match action.kind:
@@ -472,9 +474,11 @@ class _Step:
         words = f"the {kinds.WORDS[action.kind]} of micro-batch {action.micro_batch}"
         self._heartbeat.action = f"{words} in stage {action.stage}"
 
-    # Run the forward of a stage, and hand its output to the next stage. In the last stage the
-    # caller runs the head on it: in training when backward begins, in evaluation at once.
     def _run_forward(self, action: Action) -> Iterator[tuple[int, Batch]]:
+        """Run the forward of a stage, and hand its output to the next stage.
+
+        In the last stage of an evaluation, let the caller run the head on the output.
+        """
         stage = action.stage
         index = action.micro_batch
         pipeline = self._pipeline
@@ -484,6 +488,7 @@ class _Step:
             received.requires_grad_()
         pipeline._current = (stage, batch.tokens)
         try:
+            # A call of the model is `Pipeline.run_part`.
             output = pipeline._model(
                 batch.tokens if received is None else received, batch.positions, batch.attention
             )
@@ -497,8 +502,8 @@ class _Step:
         if stage < pipeline._stages - 1:
             self._hand_on(action, output.detach())
         elif self._trains:
-            # The head runs at the beginning of backward, so that its gradients never wait for other
-            # micro-batches.
+            # The head runs at the beginning of backward, so that its gradients, as large as the
+            # vocabulary, never wait for other micro-batches.
             self._kept[stage, index].hidden = output.detach().requires_grad_(output.requires_grad)
         else:
             yield from self._lend(index, output)
@@ -531,7 +536,7 @@ class _Step:
         del kept
         if received is not None:
             input_gradient = received.grad
-            received.grad = None
+            received.grad = None  # so that `received` does not keep it alive
             assert input_gradient is not None
             self._hand_on(action, input_gradient)
 
@@ -552,12 +557,14 @@ class _Step:
         self._deferred[action.stage, action.micro_batch] = deferred
 
     def _run_weight_gradients(self, action: Action) -> None:
+        """Compute the weight gradients that the stage's input gradient has deferred."""
         pipeline = self._pipeline
         head = pipeline.get_head_modules() if action.stage == pipeline._stages - 1 else []
         self._reduction.reduce_if_last([*pipeline.get_stage_modules(action.stage), *head])
         self._reduction.add(self._deferred.pop((action.stage, action.micro_batch)))
 
     def _receive(self, action: Action) -> None:
+        """Start to receive the tensor of a receive action, unless its sender has none."""
         if action.kind == kinds.RECEIVE_GRADIENT and not self._has_input_gradient(action.stage + 1):
             return  # nothing before the next stage is trained, so it sends no gradient
         shape, dtype = self._get_shape(action.micro_batch)
@@ -567,13 +574,13 @@ class _Step:
         )
 
     def _take(self, action: Action) -> Tensor:
-        """Return the input of an action from another stage, when it has arrived."""
+        """Wait for the tensor from another stage that is the input of an action, and return it."""
         receive = get_receive(action, self._pipeline._stages)
         assert receive is not None
         return self._arriving.pop(receive).wait()
 
     def _hand_on(self, action: Action, tensor: Tensor) -> None:
-        """Hand the output of an action on: to a stage of this rank at once, else to `_send`."""
+        """Hand on the output of an action: to a stage of this rank at once, else to `_send`."""
         exchange = get_exchange(action, self._pipeline._stages)
         assert exchange is not None
         send, receive = exchange
@@ -583,7 +590,8 @@ class _Step:
             self._leaving[send] = tensor
 
     def _send(self, action: Action) -> None:
-        tensor = self._leaving.pop(action, None)
+        """Start to send the tensor that was made for a send action."""
+        tensor = self._leaving.pop(action, None)  # None: a gradient that no stage before needs
         if tensor is not None:
             receive = get_partner(action)
             place = find_stage_rank(self._pipeline._parallel, receive.stage)
@@ -591,17 +599,21 @@ class _Step:
 
     def _finish_send(self, send: Action) -> None:
         """Free a tensor that was sent, when the other rank has taken it."""
-        sent = self._sent.pop(send, None)  # None: a gradient that is not sent, see `_trains`
-        if sent is not None:
+        pending_send = self._sent.pop(send, None)  # None: `_send` has sent nothing
+        if pending_send is not None:
             self._note_action(send)
-            sent.wait()
+            pending_send.wait()
 
     def _has_input_gradient(self, stage: int) -> bool:
         """Return True if a stage's input has a gradient, since a stage before it is trained."""
         return any(self._pipeline._trains[:stage])
 
     def _get_shape(self, index: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and dtype of a micro-batch's hidden states between stages."""
+        """Return shape and dtype of a micro-batch's hidden states between stages.
+
+        They are those of this rank's tokens `[b, s / context]`, as the model divides them among a
+        tensor-parallel group.
+        """
         pipeline = self._pipeline
         rows, length = self._batches[index].tokens.shape
         local_shape = torch.Size((rows, length // pipeline._parallel.context))

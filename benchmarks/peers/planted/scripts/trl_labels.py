@@ -1,5 +1,6 @@
-"""Run by TRL's own interpreter: the trained texts of the first rows of the trainer that a config
-makes, as JSON.
+"""Print the label tokens of the first batch of the trainer that a TRL config makes, as JSON.
+
+`trl.py` runs this by the interpreter of TRL's environment.
 """
 
 import json
@@ -9,7 +10,7 @@ import sys
 def main(config: str) -> None:
     """Make the trainer as `trl sft` does, and decode the labels of its first batch.
 
-    The labels are decoded a token at a time.
+    Prints a list of texts for each row, a token each. config: path of the YAML file.
     """
     from datasets import load_dataset
     from transformers import AutoTokenizer
