@@ -64,7 +64,6 @@ class Chart:
     shapes: list[Element] = field(default_factory=list)  # in the plot, the first at the back
 
     def compute_x(self, value: float) -> float:
-        """Return the x coordinate of a value of the x axis."""
         assert self.x is not None
         return self.left + self.x.share(value) * (self.width - self.left - self.right)
 
@@ -78,7 +77,6 @@ class Chart:
     def put(
         self, tag: str, style: str = "", text: str = "", title: str = "", **places: float | str
     ) -> None:
-        """Add a shape in front of the others; arguments as of `_make_shape`."""
         self.shapes.append(_make_shape(tag, style=style, text=text, title=title, **places))
 
 
@@ -119,7 +117,6 @@ def render_svg(chart: Chart) -> str:
 
 
 def _draw_axes(chart: Chart) -> list[Element]:
-    """Return the shapes of the chart's axes: lines, the texts of ticks, and names."""
     shapes = []
     bottom_edge = chart.height - chart.bottom
     right_edge = chart.width - chart.right
@@ -208,7 +205,6 @@ class Curve:
 
     @property
     def values(self) -> list[float]:
-        """Return the finite values."""
         return [value for _, value in self.points if value is not None]
 
 
