@@ -303,8 +303,7 @@ class Evaluation:
             Section(f"Answers (the first {_EXAMPLES_ON_PAGE} sequences)", table=answers),
             Section("Settings", facts=[*self.names.items(), *self.settings.items()]),
         ]
-        # The last model's numbers: before them stand the counts, behind them the settings.
-        means = list(summary.values())[-2]
+        means = summary[list(self.models)[-1]]  # the tuned model's, if it was measured
         headline = ", ".join(f"{key} {_format_number(value)}" for key, value in means.items())
         return render_page(
             "evaluation",

@@ -61,7 +61,6 @@ class Chart:
     shapes: list[Element] = field(default_factory=list)  # in the plot, the first at the back
 
     def compute_x(self, value: float) -> float:
-        """Return the x coordinate of a value of the x axis."""
         assert self.x is not None
         return self.left + self.x.share(value) * (self.width - self.left - self.right)
 
@@ -114,7 +113,6 @@ def render_svg(chart: Chart) -> str:
 
 
 def _draw_axes(chart: Chart) -> None:
-    """Draw the chart's axes: lines, the texts of ticks, and names."""
     bottom_edge = chart.height - chart.bottom
     right_edge = chart.width - chart.right
     if chart.x is not None:
@@ -187,7 +185,6 @@ class Curve:
 
     @property
     def values(self) -> list[float]:
-        """Return the finite values."""
         return [value for _, value in self.points if value is not None]
 
 

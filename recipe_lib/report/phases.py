@@ -90,7 +90,6 @@ class _TerminalRows:
             thread.join(timeout=1)
 
     def erase(self) -> None:
-        """Remove the rows from the terminal."""
         if self.drawn:
             self._write(ERASE)
             self.drawn = False
@@ -102,7 +101,6 @@ class _TerminalRows:
                     self.draw()
 
     def draw(self) -> None:
-        """Draw all rows anew."""
         width = shutil.get_terminal_size((80, 24)).columns - 1
         all_rows = chain.from_iterable(make_rows(width) for make_rows in self.rows)
         rows = list(all_rows) if width >= NARROWEST else []
@@ -211,7 +209,6 @@ class Phase:
     began: float = field(default_factory=time.monotonic)  # seconds of the monotonic clock
 
     def advance(self, count: int) -> None:
-        """Add `count` units to the work that is done."""
         self.done += count
 
     def rows(self, width: int) -> list[Text]:

@@ -25,6 +25,7 @@ from recipe_lib.report.view import Section, Table, TreeLine
 # Least and largest width, in columns of the terminal.
 NARROWEST = 60
 WIDEST = 120
+WIDE_REPORT = 160  # of reports with many columns, where standard output is no terminal
 # Styles of rich.
 GOOD = "bold green"
 BAD = "bold red"
