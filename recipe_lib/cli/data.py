@@ -310,8 +310,11 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     )
     faults = [finding for finding in inspection.findings if finding.name not in arguments.allow]
     if arguments.json:
-        findings = [dataclasses.asdict(finding) for finding in inspection.findings]
-        print(json.dumps(inspection.counts | {"findings": findings}))
+        report = {
+            **inspection.counts,
+            "findings": [dataclasses.asdict(finding) for finding in inspection.findings],
+        }
+        print(json.dumps(report))
     else:
         held_out = validation.report if validation is not None else None
         print_report(inspection, format_report_lines(dataset.report, held_out, faults=False))
