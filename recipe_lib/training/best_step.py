@@ -27,7 +27,8 @@ from recipe_lib.units import pluralize
 
 # Ends of the names of metrics of which less is better
 _LOWER = ("loss", "perplexity", "error", "divergence", "cross_entropy", "_kl", "reward_rejected")
-_COUNTS = ("_tokens", "_pairs")  # ends of the names of counts, by which no step is better
+# Ends of the names of counts, by which no step is better
+_COUNTS = ("_tokens", "_pairs", "_samples", "_sequences")
 
 
 class BestStep:
