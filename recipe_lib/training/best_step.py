@@ -26,7 +26,7 @@ from recipe_lib.report.phases import phase
 from recipe_lib.units import pluralize
 
 # Ends of the names of metrics of which less is better
-_LOWER = ("loss", "perplexity", "error", "divergence", "cross_entropy", "_kl", "reward_rejected")
+_LOWER = ("loss", "perplexity", "error", "divergence", "cross_entropy", "_kl", "_rejected")
 # Ends of the names of counts, by which no step is better
 _COUNTS = ("_tokens", "_pairs", "_samples", "_sequences")
 
