@@ -252,14 +252,14 @@ class Answers:
         self._file: LineFile | None = None  # opened with the first answer
 
     def write(self, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Append the next answers, a line each: all of them or none.
+        """Append the next answers, the fields of a line each: all of them or none.
 
         Raises StorageError if the disk is full or refuses the write.
         """
         text = ""
-        for answer in answers:
+        for fields in answers:
             self.count += 1
-            row = {"number": self.count, "settings": self.settings, **answer}
+            row = {"number": self.count, "settings": self.settings, **fields}
             text += json.dumps(row, ensure_ascii=False) + "\n"
         if self.path is None:
             sys.stdout.write(text)

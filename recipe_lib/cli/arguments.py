@@ -54,6 +54,9 @@ DRAW_OPTIONS: Options = {
 }
 
 
+STORAGES = ("auto", "none", "nf4", "int8")  # of --quantize-base
+
+
 class Parser(argparse.ArgumentParser):
     """The parser of one verb. Options and positional arguments may come in any order."""
 
@@ -106,6 +109,10 @@ class Parser(argparse.ArgumentParser):
         # argparse's own ignores OSError: on a full disk the exit code would be 0.
         (file or sys.stdout).write(self.format_help())
 
+    def list_arguments(self) -> list[argparse.Action]:
+        """Return the options and the positional arguments, of which argparse has no public list."""
+        return self._actions
+
     def _list_long_options(self) -> list[str]:
         return [
             name
@@ -150,7 +157,7 @@ class ConfigParser(Parser):
         )
         self.add_argument(
             "--config",
-            dest="more",
+            dest="further_configs",
             action="append",
             default=[],
             metavar="CONFIG",
@@ -171,10 +178,10 @@ class ConfigParser(Parser):
         first = [] if arguments.config is None else [arguments.config]
         # With all configs given by --config, argparse takes the first override for the positional
         # one.
-        if first and arguments.more and (first[0].startswith("~") or "=" in first[0]):
+        if first and arguments.further_configs and (first[0].startswith("~") or "=" in first[0]):
             arguments.overrides = first + arguments.overrides
             first = []
-        arguments.configs = first + arguments.more
+        arguments.configs = first + arguments.further_configs
         return arguments
 
 
@@ -222,7 +229,7 @@ def check_output(
     if path is None or (option == "--json" and path == "-"):
         return
     check_output_path(option, path, inputs)
-    if os.path.exists(path) and not _is_ours(kind or option, path):
+    if os.path.exists(path) and not _is_own_output(kind or option, path):
         raise ConfigError(
             f"{option}: {show(path)} is there already and is no file that {option} writes; move it"
             " away, or choose another name"
@@ -254,19 +261,19 @@ def check_output_path(
     check_folder(Path(folder), option)
 
 
-def check_replaceable(named: str, path: Path | str) -> None:
+def check_replaceable(path_text: str, path: Path | str) -> None:
     """Raise ConfigError for a folder, a FIFO, a device or a socket in the place of a file.
 
-    named: the path as the error shows it, perhaps with the option. No file there is right.
+    path_text: the path as the error shows it, perhaps with the option. No file there is right.
     """
     try:
         check_regular(path)
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        raise ConfigError(f"{named}: lies under a file; choose another name") from None
+        raise ConfigError(f"{path_text}: lies under a file; choose another name") from None
     except OSError as error:
-        raise ConfigError(f"{named}: {error.strerror}; choose another name") from None
+        raise ConfigError(f"{path_text}: {error.strerror}; choose another name") from None
 
 
 def check_output_folder(option: str, folder: Path, names: Iterable[str]) -> None:
@@ -289,7 +296,7 @@ def _is_same_file(path: str, input_path: str) -> bool:
     return os.path.realpath(path) == os.path.realpath(input_path)
 
 
-def _is_ours(kind: str, path: str) -> bool:
+def _is_own_output(kind: str, path: str) -> bool:
     try:
         content = read_bytes(path, JSON_LIMIT)  # a larger file is none of ours
         if kind in _WORDS:
@@ -304,8 +311,6 @@ def _is_ours(kind: str, path: str) -> bool:
 
 def find_draw_faults(arguments: argparse.Namespace) -> list[str]:
     """Return what is wrong with the values of `DRAW_OPTIONS`, a line each."""
-    temperature = arguments.temperature
-    top_p = arguments.top_p
     idle = [  # options that temperature 0 makes useless
         f"--{name.replace('_', '-')}"
         for name in ("top_k", "top_p")
@@ -313,15 +318,15 @@ def find_draw_faults(arguments: argparse.Namespace) -> list[str]:
     ]
     return find_low_numbers(arguments, max_new_tokens=1, top_k=1) + choose_lines(
         (
-            not 0 <= temperature < float("inf"),
-            f"--temperature: found {temperature}, expected a number >= 0",
+            not 0 <= arguments.temperature < float("inf"),
+            f"--temperature: found {arguments.temperature}, expected a number >= 0",
         ),
         (
-            top_p is not None and not 0 < top_p <= 1,
-            f"--top-p: found {top_p}, expected a number above 0 and up to 1",
+            arguments.top_p is not None and not 0 < arguments.top_p <= 1,
+            f"--top-p: found {arguments.top_p}, expected a number above 0 and up to 1",
         ),
         (
-            temperature == 0 and idle,
+            arguments.temperature == 0 and idle,
             f"{' and '.join(idle)}: without effect at temperature 0, which takes the likeliest"
             " token; add --temperature 1",
         ),

@@ -64,8 +64,7 @@ def build_parser_tree() -> argparse.ArgumentParser:
     verbs = tune_parser.add_subparsers()
     for verb, text in VERBS.items():
         verb_parser = importlib.import_module(get_module_name(verb)).PARSER
-        # argparse has no public list of a parser's arguments.
-        for action in verb_parser._actions:
+        for action in verb_parser.list_arguments():
             _set_completion(action)
         verbs.add_parser(
             verb, help=text, parents=[verb_parser], conflict_handler="resolve", add_help=False

@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from recipe_lib.plan.measured.rates_file import LARGE_MATMUL
+from recipe_lib.plan.measured.rates_file import LARGE_MATMUL, LOW_PRECISION
 from recipe_lib.plan.timing.cost import OPERATIONS, count_wire_bytes
 from recipe_lib.report.terminal import (
+    WIDE_REPORT,
     get_terminal_width,
     open_console,
     put,
@@ -25,8 +26,6 @@ from recipe_lib.units import GIB, MIB, format_bytes, format_duration, pluralize
 # Package -> (first version that tune-recipes was made for, first one after those), as in
 # pyproject.toml.
 RANGES = {"torch": ((2, 11), (2, 16)), "torchao": ((0, 15), (0, 19))}
-# Type -> compute capability from which tensor cores and torch can multiply in it.
-LOW_PRECISION = {"int8": (7, 5), "fp8": (8, 9)}
 # {"name": as in docs/doctor.md, "line": what is wrong, "remedy": what to do about it}
 Finding = dict[str, str]
 
@@ -222,12 +221,9 @@ def _check_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             )
 
 
-WIDTH = 160  # columns of the report where standard output is no terminal
-
-
 def format_report(facts: dict[str, Any], findings: list[Finding]) -> str:
     """Return the report on facts and findings."""
-    console = open_console(get_terminal_width(WIDTH))
+    console = open_console(get_terminal_width(WIDE_REPORT))
     # Findings last: they stay on the screen.
     for section in (
         Section("software", facts=_list_software(facts)),

@@ -8,7 +8,7 @@ model's. A state is a folder to resume from, state/step_N; `arguments` is the pa
 import argparse
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +97,12 @@ CONFIG = "config.yaml"  # the file in a run's output_dir that has its config
 class ExportSource:
     """The adapter or the state that CHECKPOINT names; of a run, the one to export."""
 
-    run: Path | None  # output_dir of the run that it is in; None: it is in no run's folder
-    cfg: Any  # config of the run that made it; None: not known
-    records: Path | None  # folder with that config and the run's metrics; None: not known
-    adapter: Path | None  # the adapter's folder; None: it is a state
-    state: Path | None  # the state's folder; None: it is an adapter
+    run: Path | None = None  # output_dir of the run that it is in; None: it is in no run's folder
+    cfg: Any = None  # config of the run that made it; None: not known
+    records: Path | None = None  # folder with that config and the run's metrics; None: not known
+    # One of these two is set, once it is found.
+    adapter: Path | None = None  # the adapter's folder; None: it is a state
+    state: Path | None = None  # the state's folder; None: it is an adapter
 
 
 def find_run(name: str) -> Path | None:
@@ -133,23 +134,20 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
         )
     if (path / ADAPTER_CONFIG).is_file():
         # The run's records tell of the adapter in its adapter/, not of a copy under another name.
-        run, cfg, records = _load_run_records(
-            path.parent, arguments, adapter=path.name == ADAPTER_FOLDER
-        )
-        return ExportSource(run=run, cfg=cfg, records=records, adapter=path, state=None)
+        source = _open_run(path.parent, arguments, adapter=path.name == ADAPTER_FOLDER)
+        return replace(source, adapter=path)
     if (path / "manifest.json").is_file():  # in each state: its files with their hashes
         # OUTPUT_DIR/state/step_N, or OUTPUT_DIR/state/best/step_N.
         is_best = path.absolute().parent.name == BEST_FOLDER
         folder = path.parent.parent.parent if is_best else path.parent.parent
-        run, cfg, records = _load_run_records(folder, arguments)
-        if cfg is None:
+        source = _open_run(folder, arguments)
+        if source.cfg is None:
             raise CheckpointError(
                 f"{name}: {CONFIG} of its run is missing; expected the state inside its output_dir"
             )
-        state = find_state(path.parent, str(path), SingleRank())
-        return ExportSource(run=run, cfg=cfg, records=records, adapter=None, state=state)
-    run, cfg, records = _load_run_records(path, arguments)
-    if run is None:
+        return replace(source, state=find_state(path.parent, str(path), SingleRank()))
+    source = _open_run(path, arguments)
+    if source.run is None:
         is_model = (path / "config.json").is_file()
         reason = "is a model folder already" if is_model else "is no run, state or adapter"
         raise CheckpointError(
@@ -158,7 +156,7 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
     adapter = path / ADAPTER_FOLDER
     has_adapter = (adapter / ADAPTER_CONFIG).is_file()
     if has_adapter and not arguments.hf:
-        run, cfg, records = _load_run_records(path, arguments, adapter=True)
+        source = _open_run(path, arguments, adapter=True)
         states = {  # time of writing -> folder
             file.stat().st_mtime: file.parent
             for file in path.glob(f"{STATE_FOLDER}/step_*/manifest.json")
@@ -169,8 +167,10 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
                 f"note: {states[max(states)]} is newer than {adapter}, which is taken; name the"
                 " state to export it"
             )
-        return ExportSource(run=run, cfg=cfg, records=records, adapter=adapter, state=None)
-    state = _find_state_of_run(path / STATE_FOLDER, cfg) if (path / STATE_FOLDER).is_dir() else None
+        return replace(source, adapter=adapter)
+    state = None
+    if (path / STATE_FOLDER).is_dir():
+        state = _find_state_of_run(path / STATE_FOLDER, source.cfg)
     if state is None:
         reason = (
             "holds neither an adapter nor a state; run it again, with checkpoint.save_every_n_steps"
@@ -184,16 +184,14 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
         elif has_adapter:
             reason = "is a run of adapters; --hf is for runs that trained all weights, use --merge"
         raise CheckpointError(f"{name}: {reason}")
-    return ExportSource(run=run, cfg=cfg, records=records, adapter=None, state=state)
+    return replace(source, state=state)
 
 
-def _load_run_records(
-    folder: Path, arguments: argparse.Namespace, adapter: bool = False
-) -> tuple[Path | None, Any, Path | None]:
-    """Return (output_dir, config, folder with config and metrics) of a run.
+def _open_run(folder: Path, arguments: argparse.Namespace, adapter: bool = False) -> ExportSource:
+    """Return a source with a run's folder, config and records, still without what to export.
 
-    Return (None, None, None) for a folder without a run's config. adapter: return the records of
-    the run that made the folder's adapter, which may be an earlier run in the same folder.
+    It is empty for a folder without a run's config. adapter: return the records of the run that
+    made the folder's adapter, which may be an earlier run in the same folder.
     """
     records = folder
     output_record = read_record(folder) if adapter else None
@@ -206,8 +204,9 @@ def _load_run_records(
             f" {records}"
         )
     if not (records / CONFIG).is_file():
-        return None, None, None
-    return folder, load_run_config(records / CONFIG, arguments.recipe), records
+        return ExportSource()
+    cfg = load_run_config(records / CONFIG, arguments.recipe)
+    return ExportSource(run=folder, cfg=cfg, records=records)
 
 
 def _find_state_of_run(root: Path, cfg: Any) -> Path | None:
@@ -473,11 +472,11 @@ def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
                 out=out,
                 dtype=dtype,
                 device=device,
-                trained=logits,
+                expected=logits,
             )
         else:
             _check_adapter(
-                base=base, spec=spec, adapter=adapter, dtype=dtype, device=device, trained=logits
+                base=base, spec=spec, adapter=adapter, dtype=dtype, device=device, expected=logits
             )
             _print_next_commands(source, arguments, spec=spec, adapter=adapter)
 
@@ -539,12 +538,12 @@ def _check_adapter(
     adapter: Path,
     dtype: torch.dtype,
     device: torch.device,
-    trained: tuple[torch.Tensor, torch.Tensor],
+    expected: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """Load an adapter again, by this library and by PEFT, and compare logits with the trained ones.
 
-    adapter: its folder. dtype: of the base in training. trained: logits of the trained model, and
-    those of its base alone. Raises CheckpointError if logits differ by more than rounding.
+    adapter: its folder. dtype: of the base in training. expected: logits of the trained model,
+    and of its base alone. Raises CheckpointError if logits differ by more than rounding.
     """
     model, filled = load_model_with_adapter(
         adapter, spec=spec, base=base, dtype=dtype, device=device
@@ -561,9 +560,11 @@ def _check_adapter(
         )
     logits = compute_prompt_logits(model)
     del model  # before PEFT loads the base again
-    comparison = compare_logits(trained[0], logits, trained[1])
+    comparison = compare_logits(expected[0], logits, expected[1])
     report_comparison(f"adapter: {adapter}", comparison, dtype=dtype, out=adapter)
-    print_wrapped(check_with_peft(adapter, base, spec, dtype=dtype, device=device, trained=trained))
+    print_wrapped(
+        check_with_peft(adapter, base, spec, dtype=dtype, device=device, trained=expected)
+    )
 
 
 def _print_next_commands(
@@ -602,7 +603,7 @@ def _merge_and_check(
     out: Path,
     dtype: torch.dtype,
     device: torch.device,
-    trained: tuple[torch.Tensor, torch.Tensor],
+    expected: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """Merge the adapter into its base, load the model again, compare as `_check_adapter` does."""
     num_adapted = len(read_adapter(adapter).tensors)
@@ -613,11 +614,11 @@ def _merge_and_check(
         f"check: {num_adapted} adapted modules are merged, every tensor of the model is there"
     )
     merged = compute_prompt_logits(load_model(spec, folder=out, dtype=out_dtype, device=device))
-    comparison = compare_logits(trained[0], merged, trained[1])
+    comparison = compare_logits(expected[0], merged, expected[1])
     # The tolerance is that of the coarser dtype (fewer bytes) of the two models.
     coarser = min(dtype, out_dtype, key=lambda kind: kind.itemsize)
     report_comparison(f"model: {out}", comparison, dtype=coarser, out=out)
-    print_wrapped(check_with_transformers(out, spec, coarser, device, *trained))
+    print_wrapped(check_with_transformers(out, spec, coarser, device, *expected))
     # `change`: the most by which the adapter changes a logit of the base.
     if comparison.change and comparison.difference > comparison.change / 2:
         print_wrapped(

@@ -28,7 +28,7 @@ from recipe_lib.errors import (
     FOLDER_VARIABLE,
     OUT_OF_MEMORY,
     PEER_FAILED,
-    SAID_FILE,
+    REPORTED_FILE,
     STOPPED_AND_SAVED,
     STORAGE,
     USER_ERROR,
@@ -266,7 +266,7 @@ class Rank:
     The launcher finds the rank by a file in the folder that both share.
     """
 
-    stopped_early = 128 + signal.SIGTERM  # exit code of a rank stopped before it saved a state
+    STOPPED_EARLY = 128 + signal.SIGTERM  # exit code of a rank stopped before it saved a state
 
     def __init__(self) -> None:
         self.folder = Path(os.environ[FOLDER_VARIABLE])  # shared with the launcher
@@ -319,8 +319,8 @@ class Launcher:
     """The launcher's side: runs torchrun's agent in a thread and forwards signals to the ranks.
 
     Files in the shared folder: `pids/PROCESS_ID` of each rank; `stop`, for ranks that start after a
-    signal; `saved_LOCAL_RANK` of each rank that has saved; `SAID_FILE`, once a rank has reported
-    why all ranks end.
+    signal; `saved_LOCAL_RANK` of each rank that has saved; `REPORTED_FILE`, once a rank has
+    reported why all ranks end.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ class Launcher:
         finally:
             for number, handler in former_handlers.items():
                 signal.signal(number, handler)
-        return self._exit_code()
+        return self._choose_exit_code()
 
     def _launch(self, parsed: Any) -> None:
         from torch.distributed import run
@@ -386,7 +386,7 @@ class Launcher:
         """Wait until torchrun's agent has finished."""
         reported_at = None
         while not self.finished.wait(0.2):
-            if reported_at is None and (self.folder / SAID_FILE).exists():
+            if reported_at is None and (self.folder / REPORTED_FILE).exists():
                 reported_at = time.monotonic()
             # One rank has reported why the run ends. The agent would give the others, which may
             # hang, 30 seconds.
@@ -409,7 +409,7 @@ class Launcher:
             except ProcessLookupError:  # it was killed before it could remove its file
                 continue
 
-    def _exit_code(self) -> int:
+    def _choose_exit_code(self) -> int:
         from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousError
@@ -419,7 +419,7 @@ class Launcher:
         if isinstance(self.outcome, ChildFailedError):
             codes = {rank: failure.exitcode for rank, failure in self.outcome.failures.items()}
             stopped_by = self.received[0] if self.received else None
-            code, line = choose_exit_code(codes, stopped_by, (self.folder / SAID_FILE).exists())
+            code, line = choose_exit_code(codes, stopped_by, (self.folder / REPORTED_FILE).exists())
             if line:
                 print(line, file=sys.stderr)
             return code
@@ -431,13 +431,13 @@ class Launcher:
 
 
 def choose_exit_code(
-    codes: dict[int, int], stopped_by: int | None, said: bool = False
+    codes: dict[int, int], stopped_by: int | None, has_reported: bool = False
 ) -> tuple[int, str]:
     """Return the exit code of the launch, and a line on the cause, empty if a rank reported it.
 
     codes: rank -> exit code of the ranks of this machine that did not end with 0; negative: killed
-    by that signal. stopped_by: signal that the launcher received; None: none. said: a rank has
-    reported why all ranks end.
+    by that signal. stopped_by: signal that the launcher received; None: none. has_reported: a
+    rank has reported why all ranks end.
     """
     # A rank ends with one of these codes after it has reported the cause, which is that of all; the
     # first in this order counts.
@@ -446,7 +446,7 @@ def choose_exit_code(
             return code, ""
     # The cause is a rank that hangs or is on another machine: the ranks that were killed here were
     # killed by the launcher.
-    if said:
+    if has_reported:
         return PEER_FAILED, ""
     if stopped_by is not None:
         return (
@@ -517,14 +517,13 @@ def launch(flags: Sequence[str], recipe: Path, arguments: Sequence[str]) -> int:
     arguments: the recipe's. Raises SetupError if torchrun refuses its flags, or the nodes do not
     meet.
     """
-    worker = Path(__file__).with_name("worker.py")
     with (
         tempfile.TemporaryDirectory(prefix="tune-run-") as folder,
         set_environment(**{FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getpid())}),
     ):
         return Launcher(
             flags,
-            script=worker,
+            script=Path(__file__).with_name("worker.py"),
             arguments=[str(recipe.absolute()), *arguments],
             folder=Path(folder),
         ).run()

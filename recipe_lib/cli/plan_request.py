@@ -242,10 +242,9 @@ def _check_receipts(arguments: argparse.Namespace) -> None:
     # Options that --receipts has a use for; words are refused by themselves.
     used = ("help", "words", "receipts", "json", "quiet", "verbose")
     unused = [*arguments.words, *arguments.flags]
-    # argparse has no public list of a parser's options.
     unused += [
         action.option_strings[0]
-        for action in PARSER._actions
+        for action in PARSER.list_arguments()
         if action.dest not in used and getattr(arguments, action.dest) != action.default
     ]
     if unused:

@@ -195,30 +195,28 @@ def upload_files(folder: Path, names: list[str], arguments: argparse.Namespace) 
     """
     from huggingface_hub import HfApi, get_token
 
-    repo = arguments.repo
-    revision = arguments.revision
     # Before anything is asked of the hub, whose answer would be a 401.
     if get_token() is None:
         raise SetupError(
-            f"{repo}: there is no token to write with; `hf auth login`, or set HF_TOKEN"
+            f"{arguments.repo}: there is no token to write with; `hf auth login`, or set HF_TOKEN"
         )
     api: Any = HfApi()
-    with convert_hub_errors(repo, uploads=True):
-        api.create_repo(repo, private=arguments.private, exist_ok=True)
+    with convert_hub_errors(arguments.repo, uploads=True):
+        api.create_repo(arguments.repo, private=arguments.private, exist_ok=True)
         # `private` makes a new repository so; one that is there stays as it is.
-        if arguments.private and not api.model_info(repo).private:
+        if arguments.private and not api.model_info(arguments.repo).private:
             raise ConfigError(
-                f"{repo}: is there already and is public; make it private on its page, or choose"
-                " another"
+                f"{arguments.repo}: is there already and is public; make it private on its page, or"
+                " choose another"
             )
-        if revision:
-            api.create_branch(repo, branch=revision, exist_ok=True)
+        if arguments.revision:
+            api.create_branch(arguments.repo, branch=arguments.revision, exist_ok=True)
         commit = api.upload_folder(
-            repo_id=repo,
+            repo_id=arguments.repo,
             folder_path=folder,
             # A name with [ or * in it must match itself alone.
             allow_patterns=[glob.escape(name) for name in names],
-            revision=revision,
+            revision=arguments.revision,
             commit_message=(
                 f"{'Adapter' if ADAPTER_CONFIG in names else 'Model'} trained with tune-recipes"
             ),

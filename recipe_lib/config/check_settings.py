@@ -128,7 +128,6 @@ class CollectedSettings:
         )
 
     def list_faults(self) -> list[str]:
-        """Return the lines of the error."""
         ending = [f"the first {MAX_FAULTS} faults are shown; there are more"] if self.full else []
         return [*self.faults, *ending]
 
@@ -157,7 +156,6 @@ class CollectedSettings:
         return ", ".join(places) or default
 
     def store(self, name: str, value: Any, where: str) -> None:
-        """Store the value of a key, in place of an earlier one."""
         self.pending.pop(name, None)
         self.settings[name] = Setting(value, where)
 

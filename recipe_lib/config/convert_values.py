@@ -355,7 +355,6 @@ def describe_expected(key: Key) -> str:
 
 
 def _describe_kind(kind: Any, key: Key) -> str:
-    """Return the part of `describe_expected` that is about one of the key's types."""
     origin = get_origin(kind)
     if origin is list:
         return _describe_list(get_args(kind)[0], key, only=len(key.kinds) == 1)

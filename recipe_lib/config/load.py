@@ -385,7 +385,6 @@ def check_no_secrets(cfg: Any) -> None:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    """Return True if a value, or anything in it, looks like a secret."""
     # Judged with the key's name: a bare hash is a secret if the key is `api_key`.
     return any(has_secret(f"{inner}={text}") for inner, text in _list_texts(name, value))
 

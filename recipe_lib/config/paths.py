@@ -123,7 +123,6 @@ def expand_home(path: str | Path) -> Path:
 
 
 def _list_config_files() -> dict[str, Path]:
-    """Return name -> file of each shipped config."""
     folder = get_configs_folder()
     return {_get_name(folder, path): path for path in folder.rglob("*.yaml")}
 

@@ -69,7 +69,6 @@ class YamlNode:
 
     @property
     def is_empty(self) -> bool:
-        """Return True if nothing was written."""
         return self.kind == "scalar" and not self.text and not self.quoted
 
     @property
@@ -78,11 +77,9 @@ class YamlNode:
         return any("${" in text for text in self.collect_texts())
 
     def list_inner(self) -> list["YamlNode"]:
-        """Return the nodes directly in it, of a list or a mapping."""
         return [*self.items, *(value for _, value in self.entries.values())]
 
     def collect_texts(self) -> Iterator[str]:
-        """Yield its text, and those of all that it holds, at any depth."""
         yield self.text
         for node in self.list_inner():
             yield from node.collect_texts()

@@ -132,7 +132,7 @@ class SourceEncoder:
                     f"{did_you_mean(name, known)}"
                 )
 
-    def report(self) -> DataReport:
+    def build_report(self) -> DataReport:
         """Return an empty report of this source."""
         cfg = self.cfg
         encoder = self.encoder
@@ -154,7 +154,7 @@ class SourceEncoder:
         stop: None reads to the end. No UserError is raised: the one that ends the reading is the
         chunk's `fault`, so that the samples before it are still reported.
         """
-        chunk = Chunk(self.report())
+        chunk = Chunk(self.build_report())
         try:
             if start == 0:
                 chunk.report.add_idle(self.unread.find_beside(file.keys_beside, file.place), "")

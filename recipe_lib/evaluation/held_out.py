@@ -32,7 +32,7 @@ from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
 from recipe_lib.models import Decoder, build_meta, init_weights
 from recipe_lib.parallel import DTYPES, Parallel, World, derive_seed, materialize, parallelize
 from recipe_lib.redaction import redact
-from recipe_lib.report.chart import render_page
+from recipe_lib.report.page import render_page
 from recipe_lib.report.view import Section, Table
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.training import evaluate_micro_batches
@@ -100,7 +100,7 @@ def load_evaluated_model(
     if source.adapter is not None:
         # An adapter may be of some layers only: the others keep B = 0, which changes nothing.
         init_adapters(model, 0)
-        load_adapter(model, spec, source.adapter, some=True)
+        load_adapter(model, spec, source.adapter, allow_missing=True)
         return EvaluatedModel(
             model=model.eval(),
             parallel=parallel,
@@ -247,7 +247,7 @@ class Evaluation:
     def build_example(self, number: int) -> dict[str, Any]:
         """Return a sequence's line of examples.jsonl: place, question, each model's results."""
         question = self.questions.get(number)
-        example: dict[str, Any] = {"sequence": number, "place": self.dataset.place(number)}
+        example: dict[str, Any] = {"sequence": number, "place": self.dataset.locate_item(number)}
         if question is not None:
             example["prompt"] = self.tokenizer.decode(question.prompt)
             example["reference"] = self.tokenizer.decode(question.reference, skip_special=True)
@@ -303,8 +303,7 @@ class Evaluation:
             Section(f"Answers (the first {_EXAMPLES_ON_PAGE} sequences)", table=answers),
             Section("Settings", facts=[*self.names.items(), *self.settings.items()]),
         ]
-        # The last model's numbers: before them stand the counts, behind them the settings.
-        means = list(summary.values())[-2]
+        means = summary[list(self.models)[-1]]  # the tuned model's, if it was measured
         headline = ", ".join(f"{key} {_format_number(value)}" for key, value in means.items())
         return render_page(
             "evaluation",

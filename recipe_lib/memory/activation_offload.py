@@ -129,7 +129,6 @@ class SavedStorage:
             self.on_device = None
 
     def wait_for_copy(self) -> None:
-        """Let the computing stream wait for the copy back to the device, if there is one."""
         if self.on_host is None and self.copy is not None:
             self.copy.wait(self.stream)
             self.copy = None

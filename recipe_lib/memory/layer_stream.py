@@ -67,7 +67,6 @@ class StreamedUnit:
         self._on_device: list[nn.Parameter | None] = [None] * len(entries)
 
     def list_host_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters in host memory."""
         if self.in_use:
             return self._hosts
         return [parameters[name] for parameters, name in self._entries]
@@ -159,7 +158,6 @@ class LayerStream:
         return stand_ins
 
     def trains(self) -> bool:
-        """Return True if a streamed parameter is trained."""
         return any(unit.trains() for unit in self.units)
 
     def describe(self) -> str:
@@ -387,7 +385,6 @@ def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit
 
 
 def _is_expert(module: nn.Module) -> bool:
-    """Return True for a module that has the matrices of all experts of a layer."""
     return isinstance(module, (ExpertLinear, QuantizedExperts))
 
 

@@ -372,7 +372,6 @@ class ChunkValues:
         return self.values is not self.stored
 
     def write_back(self) -> None:
-        """Write `values` to `stored`, encoded or rounded."""
         if self.code is not None and self.scales is not None:
             block = self.values.shape[-1] // self.scales.shape[-1]
             codes, scales = self.code.encode(self.values, block)
@@ -507,13 +506,11 @@ class ChunkedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step every parameter that has a gradient."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             self._step_group(group, parameters)
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        """Step parameters with gradients by the hyperparameters of one of torch's groups."""
         for parameter in parameters:
             self._step_adamw(parameter, group)
 

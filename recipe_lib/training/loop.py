@@ -266,7 +266,7 @@ class TrainingLoop:
         epoch, steps = self._data.plan.locate(self.step)
         line = build_step_metrics(
             step=self.step,
-            epoch=epoch + steps / self._data.plan.steps(epoch),
+            epoch=epoch + steps / self._data.plan.count_steps(epoch),
             loss=loss,
             grad_norm=grad_norm,
             lr=lr,

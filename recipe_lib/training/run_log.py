@@ -331,7 +331,7 @@ def count_data(data: TrainingData) -> dict[str, Any]:
     packed_share = data.plan.compute_packed_share()  # share of tokens in packs; the rest is padding
     if packed_share is not None:
         # `packs`: number of packs in the first epoch
-        counts["training"] |= {"packs": data.plan.packs(), "packed_share": packed_share}
+        counts["training"] |= {"packs": data.plan.count_slots(), "packed_share": packed_share}
     if data.validation_dataset is not None:
         counts["validation"] = _count_dataset(data.validation_dataset.report)
     return counts

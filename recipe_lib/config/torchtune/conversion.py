@@ -254,7 +254,6 @@ class ConfigImport:
         self._note(key, KeyFate(kind if key in self.theirs.values else DEFAULT, ours, why))
 
     def take(self, key: str, meaning: Meaning) -> None:
-        """Note a key by the meaning of its value, and add the defaults that this value brings."""
         self.defaults |= meaning.defaults
         ours = {
             name: self.get_value(key) if value == VALUE else value
@@ -295,7 +294,6 @@ class ConfigImport:
         )
 
     def is_noted(self, key: str) -> bool:
-        """Return True if a key has been noted."""
         return key in self.fates or (key in self.ignored and key not in self.theirs.values)
 
     def _note(self, key: str, fate: KeyFate) -> None:
@@ -592,7 +590,6 @@ def _convert_key(
 def _convert_split(
     conversion: ConfigImport, key: str, our_section: str, *, source: str | None
 ) -> None:
-    """Note the split of a dataset of the hub; files have none."""
     split = str(conversion.get_value(key))
     if source is None or source.startswith(HUB):
         conversion.carry(key, {f"{our_section}.split": split})

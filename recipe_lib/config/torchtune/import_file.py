@@ -323,7 +323,6 @@ def _check_purpose(conversion: ConfigImport) -> None:
 
 
 def _convert_key(conversion: ConfigImport, key: str) -> None:
-    """Note a key by the first table of `key_tables` that has it, unless it is noted already."""
     value = conversion.get_value(key)
     if conversion.is_noted(key):
         return
