@@ -448,7 +448,7 @@ def _set_key(checked: CollectedSettings, name: str, text: str, *, source: Source
         return
     outer = schema.find_outer_mapping(name)  # `data.columns` of `data.columns.instruction`
     # References are filled in after all overrides, when the parts have been put together.
-    if value.is_interpolated and (outer or _ITEM.fullmatch(name)):
+    if value.has_reference and (outer or _ITEM.fullmatch(name)):
         checked.add_fault(
             fault_place,
             "",

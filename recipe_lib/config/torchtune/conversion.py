@@ -12,17 +12,17 @@ from graphlib import CycleError
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.convert_values import (
-    IN_A_CIRCLE,
-    InterpolationError,
-    NamedValues,
-    list_names,
-    order_keys,
-    read_untyped,
-)
+from recipe_lib.config.convert_values import read_untyped
 from recipe_lib.config.local_files import is_data
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand_home
 from recipe_lib.config.read_yaml import MAX_BYTES, YamlNode, read_file
+from recipe_lib.config.references import (
+    CIRCLE_REMEDY,
+    BadReferenceError,
+    ReferencedValues,
+    list_references,
+    order_keys,
+)
 from recipe_lib.config.schema_data import HUB, DataConfig
 from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError, raise_faults
@@ -91,7 +91,7 @@ def read_torchtune_file(path: str) -> TorchtuneFile:
         lines={key: line for key, _, line in rows},
         comments=[line[1:].strip() for line in lines if line.startswith("#")],
     )
-    _fill_names(theirs)
+    _fill_references(theirs)
     for key, value in theirs.values.items():
         if isinstance(value, list) and any(isinstance(item, list) for item in value):
             raise ConfigError(
@@ -116,7 +116,7 @@ def _list_values(name: str, node: YamlNode) -> Iterator[tuple[str, Any, int]]:
         yield name, read_untyped(node), node.line
 
 
-def _fill_names(theirs: TorchtuneFile) -> None:
+def _fill_references(theirs: TorchtuneFile) -> None:
     """Fill in references such as `${other.key}`, in place.
 
     Raises ConfigError for a reference to no key, or keys that refer to each other in a circle.
@@ -127,32 +127,37 @@ def _fill_names(theirs: TorchtuneFile) -> None:
         key: [text for text in (value if isinstance(value, list) else [value]) if "${" in str(text)]
         for key, value in values.items()
     }
-    names = {key: list_names(with_names, key) for key, with_names in texts.items() if with_names}
-    if not names:
+    references = {
+        key: list_references(with_references, key)
+        for key, with_references in texts.items()
+        if with_references
+    }
+    if not references:
         return
     try:
-        order = order_keys(names)
+        order = order_keys(references)
     except CycleError as error:
         key = error.args[1][0]  # graphlib gives the keys of the circle
         raise ConfigError(
-            f"{theirs.format_place(key)}: {show(key)}: found {quote(texts[key][0])}{IN_A_CIRCLE}"
+            f"{theirs.format_place(key)}: {show(key)}: found {quote(texts[key][0])}{CIRCLE_REMEDY}"
         ) from None
     remedy = ", expected ${section.key} of this file; write the value itself"
     # Keys with references are added one by one, each before those that refer to it.
-    plain_values = {key: value for key, value in values.items() if key not in names}
-    named_values = NamedValues(plain_values, lambda name: remedy)
+    plain_values = {key: value for key, value in values.items() if key not in references}
+    referenced_values = ReferencedValues(plain_values, lambda name: remedy)
     for key in order:
         value = values[key]
         try:
             if isinstance(value, list):
                 values[key] = [
-                    named_values.fill(item, key) if item in texts[key] else item for item in value
+                    referenced_values.fill(item, key) if item in texts[key] else item
+                    for item in value
                 ]
             else:
-                values[key] = named_values.fill(value, key)
-        except InterpolationError as fault:
+                values[key] = referenced_values.fill(value, key)
+        except BadReferenceError as fault:
             raise ConfigError(f"{theirs.format_place(key)}: {show(key)}: {fault}") from fault
-        named_values.put(key, values[key])
+        referenced_values.put(key, values[key])
 
 
 # Values of `KeyFate.kind`, and headings in the table that `tune import` prints.
