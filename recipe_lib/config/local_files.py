@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.schema_data import HUB, is_hub
+from recipe_lib.config.key_conditions import HUB, is_hub
 from recipe_lib.errors import CheckpointError, ConfigError, DataError, SetupError
 from recipe_lib.reading import check_regular, read_text
 

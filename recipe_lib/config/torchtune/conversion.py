@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.convert_values import read_untyped
+from recipe_lib.config.key_conditions import HUB
 from recipe_lib.config.local_files import is_data
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand_home
 from recipe_lib.config.read_yaml import MAX_BYTES, YamlNode, read_file
@@ -23,7 +24,7 @@ from recipe_lib.config.references import (
     list_references,
     order_keys,
 )
-from recipe_lib.config.schema_data import HUB, DataConfig
+from recipe_lib.config.schema_data import DataConfig
 from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError, raise_faults
 from recipe_lib.reading import read_text

@@ -225,7 +225,7 @@ def _drop_idle(
     An idle key is one that another setting robs of its effect.
     """
     # Our key -> why theirs is dropped.
-    reasons = {line.partition(" has no effect: ")[0]: line for line in loaded.idle}
+    reasons = dict(zip(loaded.idle, loaded.describe_idle_keys(), strict=True))
     reasons |= {name: f"{name} is set on the command line" for name in given}
     fates = dict(conversion.fates)
     for key, fate in fates.items():
@@ -241,8 +241,8 @@ def _select_settings(loaded: LoadedConfig, recipe: str) -> dict[str, Any]:
     """
     keys = read_schema(read_recipe_configs()[recipe]).keys
     settings: dict[str, Any] = {}
-    for name, value, where in loaded.rows:
-        if "no effect" in where or value == keys[name].default:
+    for name, value, _ in loaded.rows:
+        if name in loaded.idle or value == keys[name].default:
             continue
         if keys[name].section_class is not None:
             value = [_select_fields(section) for section in value]
