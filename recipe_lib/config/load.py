@@ -359,7 +359,6 @@ class StoreOnce(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        """Store the value; a second one of an option ends the parser with an error."""
         # Earlier values are kept in the namespace: an action object is used for several parses.
         earlier_values = namespace.__dict__.setdefault("_given", {})
         # Positional arguments come without an option string, and are counted by argparse.

@@ -471,7 +471,6 @@ def check_tracker(name: str) -> None:
 
 
 def _can_log_to_wandb() -> bool:
-    """Return True if wandb has an API key, or is offline or disabled and needs none."""
     # Found where wandb looks, its variables, settings files and netrc, without importing it.
     get = os.environ.get
     has_key = get("WANDB_API_KEY") or get("WANDB_IDENTITY_TOKEN_FILE")

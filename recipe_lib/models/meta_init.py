@@ -185,7 +185,6 @@ def _fill_normal(
 
 
 def _get_slices(offset: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index of a part, given where it begins and its size in each dimension."""
     return tuple(slice(start, start + size) for start, size in zip(offset, sizes, strict=True))
 
 
