@@ -217,7 +217,12 @@ def _build_table(
     """Return a table whose last `num_numeric` columns hold numbers; long texts are folded."""
     text_columns = tuple(header[: len(header) - num_numeric])
     return Table(
-        title, header=header, rows=rows, left=text_columns, notes=(note,) if note else (), fold=True
+        title,
+        header=header,
+        rows=rows,
+        left=text_columns,
+        notes=(note,) if note else (),
+        wraps_cells=True,
     )
 
 

@@ -76,6 +76,9 @@ def format_install_line(extra: str) -> str:
 STATE_FOLDER = "state"
 # In STATE_FOLDER: the weights of the step that validates best (`checkpoint.keep_best`), as step_N.
 BEST_FOLDER = "best"
+# Lists every file of a state with size and SHA-256. Written last, so a folder without one was never
+# finished.
+STATE_MANIFEST = "manifest.json"
 # The trained model, and the trained adapter, in the Hugging Face layout.
 MODEL_FOLDER = "model"
 ADAPTER_FOLDER = "adapter"
