@@ -259,15 +259,19 @@ def check_host_memory(
     All ranks of this machine count together; `memory.host_memory_limit_gib` is what is allowed.
     Activations are checked later, by a function that is handed to `parallel.levers.offload`. Call
     it when the model is sharded and not yet allocated. other: another model of the run, which is
-    allocated already, such as a frozen reference; None: there is none.
+    allocated already, such as a frozen reference; None: there is none. Collective.
     """
     if world.device.type == "cpu" or not holds_values(world.device):
         return
     needs = count_offloaded_bytes(model, cfg, other)
-    # Read before the model is allocated. The check of activations below compares with it, too: it
-    # counts the model again.
-    free = find_free_host_memory()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world.any(False)  # waits until all ranks have allocated the other model
+    # Read by all ranks before one allocates the model. The check of activations below compares with
+    # it, too: it counts the models again.
+    free_bytes, source = world.agree(find_free_host_memory)
+    # The needs have the other model, whose memory is taken already.
+    free_bytes += ranks * (sum(needs.values()) - sum(count_offloaded_bytes(model, cfg).values()))
+    free = (free_bytes, source)
     # Checked now: the bytes of parameters, gradients and optimizer states, which are known.
     check_host_needs(needs, allowed=cfg.memory.host_memory_limit_gib, ranks=ranks, free=free)
     if parallel.levers.offload is not None:

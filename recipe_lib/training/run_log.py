@@ -50,7 +50,12 @@ SHORTEST_BAR = 8  # columns of the terminal
 LONGEST_BAR = 60  # columns of the terminal
 PAST_WEIGHT = 0.9  # weight of earlier steps in the moving average of seconds of a step
 # Numbers of a validation that are not shown, because they are the same each time
-_NOT_SHOWN = ("validation_tokens", "validation_pairs")
+_NOT_SHOWN = (
+    "validation_tokens",
+    "validation_pairs",
+    "validation_samples",
+    "validation_sequences",
+)
 # Beginnings or ends of the texts of numbers, in the order in which a narrow line leaves them out
 _LEFT_OUT = ("labels", "lr", "grad norm", "tokens/s/device", "GiB")
 
