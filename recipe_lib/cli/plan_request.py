@@ -258,7 +258,7 @@ def read_config(arguments: argparse.Namespace) -> tuple[RecipeFile, Any]:
     Sets `arguments.notes`. Raises ConfigError if there is no such file, or it is not valid.
     """
     recipe, loaded = open_config(arguments.config, arguments)
-    arguments.notes = loaded.idle  # lines on keys that another setting makes useless
+    arguments.notes = loaded.describe_idle_keys()
     return recipe, loaded.cfg
 
 
