@@ -405,9 +405,9 @@ def restore_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def run(tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         output = forward(tokens, *args, **kwargs)
+        has_labels = kwargs.get("labels") is not None
         is_flat = output.dim() == 2 and output.shape[0] == tokens.numel()
-        has_logits = is_flat and kwargs.get("labels") is None
-        return output.view(*tokens.shape, -1) if has_logits else output
+        return output.view(*tokens.shape, -1) if is_flat and not has_labels else output
 
     return run
 

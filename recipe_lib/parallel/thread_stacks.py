@@ -73,11 +73,10 @@ def read_stack(thread: WatchedThread) -> list[StackLine]:
     # end the process with a segmentation fault now and then.
     # The file is in memory where Linux has such files, since disks fill up. OSError: there is no
     # file descriptor left, or no room.
-    is_linux = hasattr(os, "memfd_create")
     with (
         suppress(OSError),
         open(os.memfd_create("stacks"), "w+b", buffering=0)
-        if is_linux
+        if hasattr(os, "memfd_create")
         else TemporaryFile(buffering=0) as file,
     ):
         if thread.state is None:
