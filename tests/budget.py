@@ -1,4 +1,4 @@
-"""Plugin of pytest: seconds of CPU that each file of tests takes, and a budget for them.
+"""Measure the CPU seconds of each file of tests, and hold them to a budget: a plugin of pytest.
 
     pytest -p tests.budget --file-budget 10
 
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-PROPERTY = "cpu_seconds"
-SHOWN = 10  # files
+PROPERTY = "cpu_seconds"  # name in `user_properties` of a report, which xdist sends
+SHOWN = 10  # slowest files that are printed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,7 +44,7 @@ class FileBudget:
     def __init__(self, budget: float | None) -> None:
         self.budget = budget  # seconds; None: there is none
         self.seconds: Counter[str] = Counter()  # by file
-        self.last = 0.0  # seconds of CPU of the process so far, at the last report
+        self.last = 0.0  # CPU seconds of the process up to the last report
 
     def pytest_runtest_logstart(self) -> None:
         self.last = read_cpu_seconds()
@@ -61,7 +61,7 @@ class FileBudget:
         seconds = dict(report.user_properties)[PROPERTY]
         self.seconds[report.nodeid.partition("::")[0]] += float(seconds)  # type: ignore[arg-type]
 
-    def over_budget(self) -> list[str]:
+    def list_over_budget(self) -> list[str]:
         """Return a line for each file over the budget."""
         if self.budget is None:
             return []
@@ -74,7 +74,7 @@ class FileBudget:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         is_worker = hasattr(session.config, "workerinput")
-        if self.over_budget() and not is_worker and session.exitstatus == 0:
+        if self.list_over_budget() and not is_worker and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -84,5 +84,5 @@ class FileBudget:
         )
         for file, seconds in self.seconds.most_common(SHOWN):
             terminalreporter.write_line(f"{seconds:6.1f} s {file}")
-        for line in self.over_budget():
+        for line in self.list_over_budget():
             terminalreporter.write_line(f"error: {line}", red=True)

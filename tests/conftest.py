@@ -1,6 +1,7 @@
 """Set up every test: one thread, no network, no caches or receipts of the user; fresh loggers.
 
-One thread makes runs repeatable and shares cores fairly. `realdata` is the folder of real data.
+One thread makes runs repeatable and shares cores fairly. A receipt is the record of a run's planned
+and measured memory. `realdata` is the folder of real tokenizers and models.
 """
 
 import gc
@@ -27,8 +28,8 @@ from recipe_lib.logs import VERBOSITY_VARIABLE  # noqa: E402
 torch.set_num_threads(1)
 # pytest-xdist sets it to the width of its own terminal; the tested programs have no terminal.
 os.environ.pop("COLUMNS", None)
-# Garbage of this process (process groups with threads) must not be collected in a fork: a fork may
-# collect before it can freeze anything, and its simulations collect everything.
+# Garbage of this process (process groups with threads) must not be collected in a fork, which would
+# wait for the threads. So collect before a fork, and freeze in it before anything can collect.
 os.register_at_fork(before=lambda: has_dead_groups() and gc.collect(), after_in_child=gc.freeze)
 
 
@@ -68,14 +69,14 @@ def fresh_logger() -> Iterator[None]:
     A logger keeps the rank and the verbosity that the environment had when it was built.
     """
     yield
-    # A command that runs in this process sets it for the processes that it starts.
+    # A command that ran in this process has set it for the processes that it starts.
     os.environ.pop(VERBOSITY_VARIABLE, None)
     logging.getLogger("tune").handlers.clear()
 
 
 @pytest.fixture(autouse=True)
 def no_plugin_left() -> Iterator[None]:
-    """Remove after a test what its plugins have registered; what ships stays."""
+    """Remove after a test what its plugins (a user's files) have registered; what ships stays."""
     yield
     for kind, components in registry._components.items():
         for name in set(components) - set(registry.BUILT_IN[kind][1]):

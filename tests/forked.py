@@ -13,8 +13,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-_CAPABILITIES_VERSION = 0x20080522
-_MAY_WRITE_ANYWHERE = 0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+_CAPABILITIES_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3: sets of 64 bits
+_MAY_WRITE_ANYWHERE = 0b110  # bits of CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
 _SECONDS = 300  # after which the fork is ended
 
 
@@ -23,9 +23,9 @@ def call_forked(
 ) -> Any:
     """Return what `function` returns in a fork, after a round trip through JSON.
 
-    disk_bytes: no file may have more bytes, as on a disk that is full from there on.
+    disk_bytes: most bytes of a file, as on a disk that is full from there on; None: no limit.
     as_plain_user: permissions of files hold for root too.
-    Raises AssertionError with the fork's traceback, or when the fork does not end.
+    Raises AssertionError with the fork's traceback, or if the fork dies or does not end in time.
     """
     reading, writing = os.pipe()  # the limit on bytes holds for files, not for pipes
     child = os.fork()

@@ -1,6 +1,7 @@
-"""The faults of tests/mutations.py: of kinds that happen, in every package of the library.
+"""List the faults that tests/mutations.py makes, one at a time, to see a test fail.
 
-Where `harm` begins with `several`, only runs on several ranks show it.
+They are of kinds that happen, in every package of the library. Where `harm` begins with `several`,
+only runs on several ranks show the fault.
 """
 
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ class Mutation:
     """A fault made on purpose."""
 
     name: str
-    path: str  # of the file, from the root
-    old: str  # a text that the file has once
-    new: str  # what replaces it
-    harm: str  # that a user would suffer
-    tests: tuple[str, ...]  # arguments of pytest that run a test which notices it
+    path: str  # of the file, from the repository's root
+    old: str  # text that occurs once in the file
+    new: str  # text that replaces it
+    harm: str  # what a user would suffer
+    tests: tuple[str, ...]  # arguments of pytest; one of these tests has to fail
 
 
 MUTATIONS = [

@@ -1,4 +1,4 @@
-"""Faults made on purpose, one at a time, each of which some test has to see.
+"""Make faults on purpose, one at a time, each of which some test has to see.
 
     python -m tests.mutations [NAME ...] [--jobs N]   make each in a copy and run its tests
     python -m tests.mutations --check                 only look whether each can still be made
@@ -29,10 +29,10 @@ from tests.mutation_table import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 1800  # for the tests of one fault: to hang is to be seen
-MOST_SAID = 200  # characters of a failure; ranks run out of time on a busy machine too
-RED = "red"
-GREEN = "GREEN"
-BROKEN = "BROKEN"
+MOST_SAID = 200  # characters of a failure that are shown
+RED = "red"  # a test failed, as it should
+GREEN = "GREEN"  # all tests passed
+BROKEN = "BROKEN"  # no test has judged
 _VERDICTS = {0: GREEN, 1: RED}  # by pytest's exit code; with any other no test has judged
 
 
@@ -41,7 +41,7 @@ class Outcome:
     """How the tests of a fault ended."""
 
     name: str
-    verdict: str  # RED: a test failed, GREEN: all passed, BROKEN: none has judged
+    verdict: str  # RED, GREEN or BROKEN
     seconds: float
     said: str  # the first test that failed, or why none has judged
 
@@ -63,18 +63,24 @@ def find_fault(mutation: Mutation, root: Path = ROOT) -> str | None:
 
 
 def copy_checkout(target: Path) -> None:
-    """Copy the files that git tracks, and new ones that it does not ignore, as they are now."""
+    """Copy the files that git tracks, and new ones that it does not ignore, as they are now.
+
+    Compiles recipe_lib's bytecode there, which the hard-linked copies of this copy then share.
+    """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in dict.fromkeys(listed.stdout.rstrip("\0").split("\0")):
         if (ROOT / name).is_file():  # else it was removed, and git does not know yet
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
-    compileall.compile_dir(target / "recipe_lib", quiet=1)  # once, for the copies of this copy
+    compileall.compile_dir(target / "recipe_lib", quiet=1)
 
 
 def make_mutation(mutation: Mutation, root: Path) -> None:
-    """Make a fault in a file under `root`, which is a link to that of another copy until then."""
+    """Make a fault in a file under `root`.
+
+    The file is a hard link to that of another copy: it is replaced, not changed.
+    """
     path = root / mutation.path
     text = path.read_text(encoding="utf-8")
     path.unlink()
@@ -82,7 +88,10 @@ def make_mutation(mutation: Mutation, root: Path) -> None:
 
 
 def run_tests(tests: Sequence[str], folder: Path) -> tuple[str, str]:
-    """Run tests of the checkout in `folder` until one fails; return the verdict and what to say."""
+    """Run tests of the checkout in `folder` until one fails; return (verdict, what to show of it).
+
+    tests: arguments of pytest.
+    """
     options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
     options.append(f"--basetemp={folder.parent / 'tmp'}")
     # PYTHONPATH: else processes that a test starts elsewhere import what is installed.
@@ -106,22 +115,29 @@ def run_tests(tests: Sequence[str], folder: Path) -> tuple[str, str]:
 
 
 def try_mutation(mutation: Mutation, base: Path, *, unchanged: bool = False) -> Outcome:
-    """Run the tests of a fault in a copy of the checkout `base` that has it, or is unchanged."""
+    """Run the tests of a fault in a copy of the checkout `base` that has the fault.
+
+    unchanged: without the fault.
+    """
     start = time.monotonic()
     fault = find_fault(mutation, base)
     if fault is not None:
-        return Outcome(mutation.name, BROKEN, 0.0, fault)
+        return Outcome(name=mutation.name, verdict=BROKEN, seconds=0.0, said=fault)
     with TemporaryDirectory(prefix="mutation-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve() / "checkout"
         shutil.copytree(base, folder, copy_function=os.link)
         if not unchanged:
             make_mutation(mutation, folder)
         verdict, said = run_tests(mutation.tests, folder)
-    return Outcome(mutation.name, verdict, time.monotonic() - start, said)
+    seconds = time.monotonic() - start
+    return Outcome(name=mutation.name, verdict=verdict, seconds=seconds, said=said)
 
 
 def choose_mutations(names: Sequence[str]) -> list[Mutation]:
-    """Return the mutations of these names, in the table's order; all without any."""
+    """Return the mutations of these names, or all if there are none, in the table's order.
+
+    Ends the process with a message if a name is unknown.
+    """
     unknown = set(names) - {mutation.name for mutation in MUTATIONS}
     if unknown:
         known = ", ".join(mutation.name for mutation in MUTATIONS)
@@ -130,7 +146,10 @@ def choose_mutations(names: Sequence[str]) -> list[Mutation]:
 
 
 def try_all(mutations: Sequence[Mutation], jobs: int, *, unchanged: bool) -> int:
-    """Try mutations, so many at a time, and print what comes of each; return the exit code."""
+    """Try mutations, `jobs` at a time, and print each outcome; return the exit code.
+
+    The code is 1 if one is not RED, or with `unchanged` not GREEN.
+    """
     expected = GREEN if unchanged else RED
     as_expected = 0
     with TemporaryDirectory(prefix="mutations-") as name, ThreadPoolExecutor(jobs) as pool:
@@ -144,7 +163,7 @@ def try_all(mutations: Sequence[Mutation], jobs: int, *, unchanged: bool) -> int
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Try the mutations that are named, or look whether they can be made."""
+    """Try the mutations that are named, or look whether they can be made; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="which; default: all")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")

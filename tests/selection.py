@@ -11,7 +11,10 @@ import pytest
 
 
 def mark_slow_except(values: Iterable[Any], fast_values: Collection[Any]) -> list[Any]:
-    """Return values for `parametrize`, all marked slow except `fast_values`."""
+    """Return values for `parametrize`, all marked slow except `fast_values`.
+
+    Raises AssertionError for a fast value that is none of the values, or if there is none.
+    """
     values = list(values)
     unknown_values = [value for value in fast_values if value not in values]
     assert fast_values and not unknown_values, f"kept: {fast_values}, no values: {unknown_values}"
@@ -22,7 +25,10 @@ def mark_slow_except(values: Iterable[Any], fast_values: Collection[Any]) -> lis
 
 
 def mark_slow_but(values: Iterable[Any], count: int) -> list[Any]:
-    """Return values for `parametrize`, all marked slow but `count` of them, evenly spread."""
+    """Return values for `parametrize`, all marked slow but `count` of them, evenly spread.
+
+    A value of several arguments is a tuple.
+    """
     values = list(values)
     last = len(values) - 1
     fast_indices = {round(number * last / max(1, count - 1)) for number in range(count)}
@@ -40,9 +46,9 @@ def _read_arguments(value: Any) -> tuple[Any, ...]:
 
 
 def select_cases(request: pytest.FixtureRequest, name: str) -> list[Any]:
-    """Return the values of parameter `name` in the selected tests of this file, each once.
+    """Return the values of parameter `name` in the selected tests of a fixture's file, each once.
 
-    For fixtures that build many things at once. request: the fixture's, of any scope.
+    It is for fixtures that build many things at once. request: the fixture's, of any scope.
     """
     selected_values: list[Any] = []
     for item in request.session.items:

@@ -1,7 +1,6 @@
 """Compute with torchao what the library computes by itself, for comparison.
 
-The one module of tests and benchmarks that imports torchao, whose own modules move between
-releases.
+No other module of tests and benchmarks imports torchao: its modules move between releases.
 """
 
 import logging
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def _import_silently() -> Iterator[None]:
-    """Silence logging and warnings inside: at its import torchao logs what a CPU's build lacks."""
+    """Silence logging and warnings: at its import torchao logs what a build for CPUs lacks."""
     previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -31,7 +30,7 @@ def _import_silently() -> Iterator[None]:
 def is_plain_linear(module: nn.Module, name: str) -> bool:
     """Return True for the modules that `matmul_dtype` changes in a full fine-tune.
 
-    They are the plain linears of the layers.
+    They are the plain linears of the layers. name: the module's.
     """
     return type(module) is nn.Linear and "layers." in name
 
@@ -45,7 +44,7 @@ def convert(
     """Let torchao convert linears to matmuls in `kind` (int8, fp8: one scale a row), in place.
 
     module_filter: called with module and name; None leaves the choice to torchao.
-    settings: of Float8LinearConfig, beside those of its recipe `rowwise`.
+    settings: of Float8LinearConfig, beside those of its recipe `rowwise`; for fp8 only.
     """
     with _import_silently():
         if kind == "int8":
@@ -82,15 +81,18 @@ def round_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return codes, factors.reciprocal().flatten()
 
 
-def build_low_bit_adamw() -> dict[int, Any]:
+def get_low_bit_adamw_classes() -> dict[int, Any]:
     """Return the classes of torchao's AdamW by the bits of their states."""
     with _import_silently():
         from torchao.optim import AdamW4bit, AdamW8bit
     return {8: AdamW8bit, 4: AdamW4bit}
 
 
-def compute_low_bit_codes() -> tuple[Any, dict[tuple[int, bool], tuple[float, ...]]]:
-    """Return (torchao's module of quantizing functions, levels by (bits, is signed))."""
+def get_low_bit_levels() -> tuple[Any, dict[tuple[int, bool], tuple[float, ...]]]:
+    """Return (torchao's module of quantizing functions, its levels by (bits, is signed)).
+
+    Levels are the values of the codes of AdamW's states.
+    """
     with _import_silently():
         from torchao.optim import quant_utils, subclass_4bit, subclass_8bit
     levels = {
@@ -102,7 +104,7 @@ def compute_low_bit_codes() -> tuple[Any, dict[tuple[int, bool], tuple[float, ..
     return quant_utils, levels
 
 
-def build_nf4_tensor() -> Any:
+def get_nf4_class() -> Any:
     """Return torchao's class of NF4 tensors."""
     with _import_silently():
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor
@@ -117,12 +119,15 @@ def compute_mxfp4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
     with _import_silently():
         from torchao.prototype.mx_formats.mx_tensor import to_mx
     rows, columns = matrix.shape
-    scales, codes = to_mx(matrix.contiguous(), torch.float4_e2m1fn_x2, 32)
+    scales, codes = to_mx(matrix.contiguous(), torch.float4_e2m1fn_x2, 32)  # 32 share a scale
     return codes.view(torch.uint8).reshape(rows, columns // 32, 16), scales.view(torch.uint8)
 
 
-def base_config(kind: str, group_size: int = 32) -> Any:
-    """Return torchao's config of an export in `kind` (int4, int8, fp8), as its docs write it."""
+def build_base_config(kind: str, group_size: int = 32) -> Any:
+    """Return torchao's config of an export in `kind` (int4, int8, fp8), as its docs write it.
+
+    group_size: elements of a row that share a scale; for int4 only.
+    """
     with _import_silently():
         from torchao.quantization import (
             Float8DynamicActivationFloat8WeightConfig,
@@ -138,26 +143,34 @@ def base_config(kind: str, group_size: int = 32) -> Any:
 
 
 def export_linears(model: nn.Module, kind: str, group_size: int = 32) -> nn.Module:
-    """Let torchao quantize the layers' linears, in place. fp8 needs a GPU that supports it."""
+    """Let torchao quantize the layers' linears in place; return the model.
+
+    kind, group_size: of `build_base_config`. fp8 needs a GPU that supports it.
+    """
     with _import_silently():
         from torchao.quantization import quantize_
 
-        quantize_(model, base_config(kind, group_size), is_plain_linear)
+        quantize_(model, build_base_config(kind, group_size), is_plain_linear)
     return model
 
 
 def prepare_linears(model: nn.Module, kind: str, group_size: int = 32) -> nn.Module:
-    """Let torchao swap the layers' linears for its own fake-quantized ones, in place."""
+    """Let torchao swap the layers' linears in place for fake-quantized ones, which train.
+
+    Returns the model. kind, group_size: of `build_base_config`.
+    """
     with _import_silently():
         from torchao.quantization import quantize_
         from torchao.quantization.qat import QATConfig
 
-        quantize_(model, QATConfig(base_config(kind, group_size), step="prepare"), is_plain_linear)
+        quantize_(
+            model, QATConfig(build_base_config(kind, group_size), step="prepare"), is_plain_linear
+        )
     return model
 
 
 def compute_fp8_rows(matrix: Tensor) -> Tensor:
-    """Return a matrix `[o, i]` after rounding as an export in fp8 rounds it, in its own dtype."""
+    """Return a matrix `[o, i]` rounded to fp8 and back, as an export does, in its own dtype."""
     with _import_silently():
         from torchao.quantization import PerRow
         from torchao.quantization.quantize_.workflows import Float8Tensor

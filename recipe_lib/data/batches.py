@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -231,10 +232,8 @@ class _StepBuilder:
         """Return the micro-batches with these indices, and the counts over all ranks."""
         # The rows of all ranks are known from lengths alone, so counts need no communication.
         rows = [self.list_rows(number) for number in range(len(self.slots) // self.batch_size)]
-        sequences = np.array(
-            [number for micro_batch in rows for row in micro_batch for number in row],
-            dtype=np.int64,
-        )
+        rows_of_step = chain.from_iterable(rows)
+        sequences = np.fromiter(chain.from_iterable(rows_of_step), dtype=np.int64)
         own_rows = [rows[number] for number in micro_batches]
         return StepBatches(
             micro_batches=[self.make_batch(batch_rows) for batch_rows in own_rows],
@@ -257,13 +256,17 @@ class _StepBuilder:
         """
         group = self.dataset.group
         slots = self.slots[number * self.batch_size : (number + 1) * self.batch_size]
-        # Item i is the sequences i * group .. i * group + group - 1.
-        rows = [[int(item) * group + k for item in slot for k in range(group)] for slot in slots]
-        if self.is_packed:
-            return rows
-        single_rows = [[sequence] for row in rows for sequence in row]
-        # A slot without an item becomes rows of padding: all ranks have equally many rows.
-        return single_rows + [[] for row in rows for _ in range(group - len(row))]
+        is_packed = self.is_packed
+        rows = list[list[int]]()
+        for slot in slots:
+            # Item i is the sequences i * group .. i * group + group - 1.
+            sequences = np.add.outer(slot * group, np.arange(group)).ravel().tolist()
+            if is_packed:
+                rows.append(sequences)
+            else:
+                # A slot without an item becomes rows of padding: all ranks have equally many rows.
+                rows += [[sequence] for sequence in sequences] or [[] for _ in range(group)]
+        return rows
 
     def compute_width(self, rows: list[list[int]]) -> int:
         """Return the number of tokens of each row of a micro-batch, padding included."""
@@ -283,7 +286,7 @@ class _StepBuilder:
             return batch
         group = self.dataset.group
         # The first of each item's sequences stands for the item.
-        items = [number // group for row in rows for number in row][::group]
+        items = [number // group for number in chain.from_iterable(rows)][::group]
         return replace(batch, targets=torch.from_numpy(self.dataset.values[items]))
 
     def make_mismatched(self, rows: list[list[int]]) -> Batch:
@@ -407,8 +410,8 @@ class _StepMaker(TorchDataset):
 
     make: Callable[..., StepBatches]  # `make_step`, with all arguments but the step's own bound
 
-    def __getitem__(self, planned: tuple[list[np.ndarray], int | None]) -> StepBatches:
-        slots, pack_length = planned
+    def __getitem__(self, step_plan: tuple[list[np.ndarray], int | None]) -> StepBatches:
+        slots, pack_length = step_plan
         return self.make(slots, pack_length=pack_length)
 
 
@@ -438,10 +441,10 @@ _EXPERT_TOLERANCE = 1000  # times the precision of the type
 class Evaluator(Protocol):
     """A runner of a model that is divided into pipeline stages."""
 
-    def evaluate(self, batches: Sequence[Any], result_of: Callable[[int, Any], Any]) -> list[Any]:
-        """Return `result_of` of each micro-batch on the last stage's rank, None on the others.
+    def evaluate(self, batches: Sequence[Any], compute: Callable[[int, Any], Any]) -> list[Any]:
+        """Return `compute(index, micro_batch)` of each; None for each without the last stage.
 
-        result_of: called with (index, micro-batch), while a call of the model runs its last stage.
+        compute: called while a call of the model runs its last stage.
         """
 
 
@@ -544,11 +547,11 @@ def _measure_leaks(
             _compute_distance(logits_second_kept[~is_first], logits[~is_first]),
         ]
         # The logits of all documents without their padding, in the order of the packed tokens
-        alone = torch.cat(
+        logits_unpadded = torch.cat(
             [row[: len(document)] for row, document in zip(logits_alone, documents, strict=True)]
         )
         measured[0] = torch.stack(leaks).max()
-        measured[1] = _compute_distance(logits.flatten(0, 1), alone)
+        measured[1] = _compute_distance(logits.flatten(0, 1), logits_unpadded)
         dtype = logits.dtype
     measured[2] = float(any(".experts." in name for name, _ in model.named_parameters()))
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -308,9 +308,8 @@ def _wait_for_first_rank(lock: TextIO, folder: Path) -> None:
 
 def _name_launch() -> str | None:
     """Return a text that is the same for all ranks of a launch on this machine; None: one rank."""
-    environment = os.environ
     # The parent process and these variables tell launches on one machine apart.
-    if int(environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1"))) == 1:
+    if int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))) == 1:
         return None
     names = (
         "TORCHELASTIC_RUN_ID",
@@ -318,7 +317,7 @@ def _name_launch() -> str | None:
         "MASTER_PORT",
         errors.FOLDER_VARIABLE,
     )
-    return "|".join([str(os.getppid()), *(environment.get(name, "") for name in names)])
+    return "|".join([str(os.getppid()), *(os.environ.get(name, "") for name in names)])
 
 
 def _note_failure(lock: TextIO, error: UserError | _Unusable) -> None:

@@ -266,7 +266,7 @@ def move_thought(message: dict[str, Any], features: TemplateFeatures) -> dict[st
 
 
 def complete_thought(
-    alone: str,
+    up_to_answer: str,
     *,
     begin: str,
     message: Message,
@@ -279,11 +279,11 @@ def complete_thought(
     That is the thought, its end, and the answer. Between thought and answer stands the template's
     own markup if it writes thoughts, else that of DeepSeek-R1, whose template does not write any.
 
-    alone: the rendering of the conversation up to the answer, in which the thought is missing or
-    written in another way. begin: the prompt without the beginning of a thought; `alone` begins
-    with it. letter: a character that neither the conversation nor the template contains. render:
-    renders the conversation up to the answer, with the given message in the answer's place; returns
-    an empty text if the template raises an exception.
+    up_to_answer: the rendering of the conversation up to the answer, in which the thought is
+    missing or written in another way. begin: the prompt without the beginning of a thought;
+    `up_to_answer` begins with it. letter: a character that neither the conversation nor the
+    template contains. render: renders the conversation up to the answer, with the given message in
+    the answer's place; returns an empty text if the template raises an exception.
     """
     thought, content = split_thought(message)
     if features.thought_key:
@@ -291,7 +291,7 @@ def complete_thought(
         rendering = render({**message, "content": content, features.thought_key: letter})
         if rendering.startswith(begin) and letter in rendering:
             return (thought or "") + rendering[rendering.index(letter) + 1 :]
-    answer = strip_thought(alone[len(begin) :])
+    answer = strip_thought(up_to_answer[len(begin) :])
     # After a thought, the line ends written here take the place of those of the template.
     return f"{thought or ''}\n</think>\n\n" + (answer if thought is None else answer.lstrip("\n"))
 

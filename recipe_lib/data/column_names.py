@@ -203,11 +203,6 @@ def why_not_column(name: str, value: Any, is_text: bool) -> str:
     return ""
 
 
-def is_idle_beside(name: str, value: Any) -> bool:
-    """Return True if a key beside a file's list of samples is known to change nothing."""
-    return not why_not_column(name, value, is_text=False) and is_idle(name, value)
-
-
 def is_neutral_label(name: str, value: Any) -> bool:
     """Return True if a column only says that its row is desirable, or names its class.
 

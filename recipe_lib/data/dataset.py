@@ -55,7 +55,7 @@ class Origin:
 
     def place(self, item: int) -> str:
         """Return file and line of an item, as text for an error line."""
-        return self.files[int(self.file_of[item])].place_of(int(self.sample_of[item]))
+        return self.files[int(self.file_of[item])].locate_sample(int(self.sample_of[item]))
 
 
 class Dataset:
@@ -347,8 +347,8 @@ def warn_of_overlap(training: Dataset, validation: Dataset | None) -> None:
             " out of one",
             len(shared),
             validation.items,
-            report.noun,
+            report.item_noun,
             report.source,
-            report.noun,
+            report.item_noun,
             validation.place(int(shared[0])),
         )

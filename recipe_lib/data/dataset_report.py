@@ -94,7 +94,7 @@ class DataReport:
         return self.sequences - self.pairs + self.emptied_sequences + self.skipped_long_sequences
 
     @property
-    def noun(self) -> str:
+    def item_noun(self) -> str:
         """Return the noun for an item: `sequence`, or `pair`."""
         return "pair" if self.preferences else "sequence"
 
@@ -139,10 +139,10 @@ class DataReport:
 
         These are the first MOST_BAD_LINES of all, and the first PLACES of each cause.
         """
-        if len(self.bad_lines) < MOST_BAD_LINES or len(self.places(cause)) < PLACES:
+        if len(self.bad_lines) < MOST_BAD_LINES or len(self.list_places(cause)) < PLACES:
             self.bad_lines.append((cause, line))
 
-    def places(self, cause: str) -> list[str]:
+    def list_places(self, cause: str) -> list[str]:
         """Return place and detail of the first bad samples of a cause, at most PLACES."""
         return [line for line_cause, line in self.bad_lines if line_cause == cause][:PLACES]
 
@@ -258,7 +258,7 @@ class DataReport:
             " chats begin with an instruct model, or set tokenizer.chat_template"
         )
 
-    def lines(self, *, faults: bool = True) -> list[str]:
+    def format_lines(self, *, faults: bool = True) -> list[str]:
         """Return the report as log lines; those that begin with `warning:` are warnings.
 
         faults: include bad samples, and duplicates.
@@ -278,7 +278,7 @@ class DataReport:
         lines += (
             self._describe_sequences()
             + self._describe_losses()
-            + self.special.lines(self.chats)
+            + self.special.format_lines(self.chats)
             + self._describe_oddities()
         )
         return lines + self._describe_bad_samples() if faults else lines
@@ -353,7 +353,7 @@ class DataReport:
         done = "truncated" if self.truncated_sequences else "left out"
         lost = f", {self.emptied_sequences} of them left out because no answer was left"
         empty = lost if self.emptied_sequences else ""
-        items = pluralize(self.items_made, self.noun)
+        items = pluralize(self.items_made, self.item_noun)
         long_share = _format_percent(long / max(1, self.items_made))
         return choose_lines(
             (
@@ -447,8 +447,8 @@ class DataReport:
             (
                 self.duplicate_sequences,
                 (
-                    f"data: {pluralize(self.duplicate_sequences, self.noun)} {are} the same as an"
-                    f" earlier one, and kept all the same (first: {first})"
+                    f"data: {pluralize(self.duplicate_sequences, self.item_noun)} {are} the same"
+                    f" as an earlier one, and kept all the same (first: {first})"
                 ),
             ),
             (
@@ -480,10 +480,10 @@ def format_report_lines(
     Validation's begin with `validation:`. Its line on BOS is left out if it equals training's.
     faults: include bad samples, and duplicates.
     """
-    lines = training.lines(faults=faults)
+    lines = training.format_lines(faults=faults)
     if validation is not None:
         bos_line = f"data: {training.describe_bos()}"
-        new_lines = [line for line in validation.lines(faults=faults) if line != bos_line]
+        new_lines = [line for line in validation.format_lines(faults=faults) if line != bos_line]
         lines += [line.replace("data: ", "validation: ", 1) for line in new_lines]
     return lines
 

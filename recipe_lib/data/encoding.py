@@ -243,7 +243,7 @@ class SourceEncoder:
         if list_conversations(sample) and not spelled.rendered:
             report.template = self.encoder.template
             report.chats += 1
-        report.apart_samples += any(encoded.apart for item in items for encoded in item)
+        report.apart_samples += any(encoded.in_pieces for item in items for encoded in item)
         report.unseen_samples += any(encoded.left_out for item in items for encoded in item)
         report.labels += isinstance(sample, LabeledAnswer)
         report.classified += isinstance(sample, Classified)

@@ -74,7 +74,7 @@ class SpecialCounts:
         counters = {name: Counter(content[name]) for name in ("parsed", "unparsed", "foreign")}
         return SpecialCounts(**dict(content) | counters)
 
-    def lines(self, chats: int) -> list[str]:
+    def format_lines(self, chats: int) -> list[str]:
         """Return lines for the log. chats: number of samples that the template has rendered."""
         # Of (count, line) pairs `choose_lines` returns the lines whose count is not 0 or empty.
         return choose_lines(
@@ -140,7 +140,8 @@ class Escape(NamedTuple):
     """How the special tokens in a sample's own text are marked in a rendering."""
 
     letter: str | None = None  # the letter inserted into each of them; None: there are none
-    parses: bool = False  # True: they become tokens when the letter is taken out; else stay text
+    # Whether they become tokens when the letter is taken out; else they stay text
+    parses_special: bool = False
 
 
 class SpecialTokens:
@@ -162,12 +163,12 @@ class SpecialTokens:
             self.spelled = SpecialCounts()
         return spelled
 
-    def note(self, texts: Sequence[str], parses: bool) -> None:
+    def note(self, texts: Sequence[str], parses_special: bool) -> None:
         """Count the special tokens of texts that are encoded as they stand.
 
-        parses: they become tokens; else they stay text.
+        parses_special: they become tokens; else they stay text.
         """
-        self._add(self._count(texts), parses)
+        self._add(self._count(texts), parses_special)
         self.note_foreign(texts)
 
     def note_foreign(self, texts: Sequence[str]) -> None:
@@ -175,23 +176,24 @@ class SpecialTokens:
         for text in texts:
             self.spelled.foreign.update(filter(self._is_foreign, _TEMPLATE_TOKENS.findall(text)))
 
-    def note_once(self, content: list[Any], parses: bool) -> None:
+    def note_once(self, content: list[Any], parses_special: bool) -> None:
         """Subtract the counts of content that was counted twice, such as the prompt of a pair.
 
-        content: nested lists and dicts of texts. parses: as it was counted.
+        content: nested lists and dicts of texts. parses_special: as it was counted.
         """
         if self.spelled.parsed or self.spelled.unparsed:
-            noted = self.spelled.parsed if parses else self.spelled.unparsed
+            noted = self.spelled.parsed if parses_special else self.spelled.unparsed
             noted -= self._escape_content(content)[2]
 
-    def escape(self, content: list[Any], parses: bool = False) -> tuple[Any, Escape]:
+    def escape(self, content: list[Any], parses_special: bool = False) -> tuple[Any, Escape]:
         """Return (content with a private letter inside each special token it spells out, Escape).
 
-        The tokens are counted. content: nested lists and dicts of texts. parses: see `Escape`.
+        The tokens are counted. content: nested lists and dicts of texts. parses_special: see
+        `Escape`.
         """
         changed, letter, counts = self._escape_content(content)
-        self._add(counts, parses)
-        return changed, Escape(letter, parses)
+        self._add(counts, parses_special)
+        return changed, Escape(letter, parses_special)
 
     def find_unused_letters(self, content: Any, count: int) -> list[str]:
         """Return `count` private-use letters that neither content nor chat template contains.
@@ -219,9 +221,9 @@ class SpecialTokens:
             self._foreign[token] = is_split and not is_written
         return self._foreign[token]
 
-    def _add(self, counts: Mapping[str, int], parses: bool) -> None:
+    def _add(self, counts: Mapping[str, int], parses_special: bool) -> None:
         if counts:
-            (self.spelled.parsed if parses else self.spelled.unparsed).update(counts)
+            (self.spelled.parsed if parses_special else self.spelled.unparsed).update(counts)
 
     def _count(self, content: Any) -> Counter[str]:
         """Return how often nested lists and dicts spell out each special token."""
@@ -273,9 +275,10 @@ def restore_tags(message: Message, letter: str) -> Message:
 def encode_escaped(tokenizer: Tokenizer, parts: Sequence[str], escape: Escape) -> list[list[int]]:
     """Return ids of each part of a rendering, without the letter of the escape.
 
-    Tokens that had the letter in them become tokens with `escape.parses`, else they stay text.
+    Tokens that had the letter in them become tokens with `escape.parses_special`, else they stay
+    text.
     """
-    if escape.parses and escape.letter is not None:
+    if escape.parses_special and escape.letter is not None:
         return tokenizer.encode_pieces([part.replace(escape.letter, "") for part in parts])
     return tokenizer.encode_pieces(parts, literal=escape.letter)
 

@@ -245,7 +245,7 @@ def _read_first_samples(files: Sequence[SampleFile]) -> list[tuple[str, dict[str
     for file in files:
         readable = (
             (place, sample)
-            for place, sample in file.first(MAX_SAMPLES_TRIED)
+            for place, sample in file.read_first(MAX_SAMPLES_TRIED)
             if not isinstance(sample, SampleFault)
         )
         first = list(islice(readable, MAX_VOTES))

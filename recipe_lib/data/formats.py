@@ -240,8 +240,8 @@ def read_preference(sample: RawSample) -> Preference:
         if role != "assistant":
             raise SampleFault(
                 "other questions",
-                f"{answer_places.at(shared)}: found a message of the {role} that differs between"
-                " chosen and rejected, expected them to part in an answer",
+                f"{answer_places.locate_message(shared)}: found a message of the {role} that"
+                " differs between chosen and rejected, expected them to part in an answer",
             )
         check_order(turns.messages, answer_places)
         check_answers(turns.messages, shared, answer_places)

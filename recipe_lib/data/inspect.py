@@ -86,7 +86,7 @@ def inspect(
             for finding in _find_faults(validation.report, max_seq_len)
         ]
         if len(overlap):
-            subject = _say(len(overlap), f"validation {validation.report.noun}", "is/are")
+            subject = _say(len(overlap), f"validation {validation.report.item_noun}", "is/are")
             finding = _make_finding(
                 "overlap",
                 f"{subject} in the training data as well",
@@ -147,14 +147,14 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
     lost_tokens = report.lost_answer_tokens
     # Items over max_seq_len are a finding only if answer tokens were lost.
     num_long = report.truncated_sequences + report.skipped_long_sequences if lost_tokens else 0
-    exceed = f"{_say(num_long, report.noun, 'exceeds/exceed')} {max_seq_len} tokens"
+    exceed = f"{_say(num_long, report.item_noun, 'exceeds/exceed')} {max_seq_len} tokens"
     share = lost_tokens / max(1, report.trained_tokens + lost_tokens)
     bad_samples = [
         _make_finding(
             "bad-samples",
             f"{pluralize(count, 'bad sample')}: {cause}",
             count=count,
-            places=report.places(cause),
+            places=report.list_places(cause),
         )
         for cause, count in report.bad_samples.most_common()
     ]
@@ -169,7 +169,7 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
         ),
         Finding(
             "no-answer-left",
-            f"{_say(report.emptied_sequences, report.noun, 'is/are')} left out because the"
+            f"{_say(report.emptied_sequences, report.item_noun, 'is/are')} left out because the"
             f" whole answer is after {max_seq_len} tokens",
             report.emptied_sequences,
         ),
@@ -213,7 +213,7 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
     ]
     copies = _make_finding(
         "duplicates",
-        f"{_say(report.duplicate_sequences, report.noun, 'repeats/repeat')} an earlier one",
+        f"{_say(report.duplicate_sequences, report.item_noun, 'repeats/repeat')} an earlier one",
         count=report.duplicate_sequences,
         places=[f"{item} is {earlier}" for item, earlier in report.duplicates],
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from mmap import ACCESS_READ, mmap
 from typing import Any, BinaryIO
 
-from recipe_lib.data.column_names import is_blank, is_idle_beside
+from recipe_lib.data.column_names import is_blank, is_idle, why_not_column
 from recipe_lib.data.sample_files import IndexedFile, build_empty_fault, build_utf8_fault
 from recipe_lib.data.samples import describe_kind
 from recipe_lib.errors import DataError
@@ -146,8 +146,9 @@ class _Scanner:
             else:
                 value = self.take_value()
                 if not is_blank(value):
-                    is_idle = is_idle_beside(str(key), value)
-                    self.beside[str(key)] = "" if is_idle else _describe(value)
+                    why = why_not_column(str(key), value, is_text=False)
+                    changes_nothing = not why and is_idle(str(key), value)
+                    self.beside[str(key)] = "" if changes_nothing else _describe(value)
         if not has_list:
             self.beside.clear()  # the object is the one sample, and these are its columns
             yield start, self.at, 0

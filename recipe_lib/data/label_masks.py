@@ -38,17 +38,19 @@ from recipe_lib.data.trained_spans import (
     MarkedAnswers,
     Span,
     check_in_whole,
-    check_system,
-    check_tools,
     check_train_on,
-    count_left_out,
     find_answer,
     find_marked_answers,
     find_other_spans,
     list_requests,
     pick_trained,
-    prepare_message,
     split_sequences,
+)
+from recipe_lib.data.written_messages import (
+    check_system,
+    check_tools,
+    count_left_out,
+    prepare_message,
 )
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest, Tokenizer
@@ -62,7 +64,7 @@ class Encoded:
     ids: list[int]
     trained: list[bool]  # for each id, whether the loss counts it as a target
     # Whether the text was encoded in pieces, as a token would reach over the border of a span
-    apart: bool = False
+    in_pieces: bool = False
     # Indices [start, end) into ids of each trained answer, with its end-of-turn token
     answers: tuple[tuple[int, int], ...] = ()
     # Number of trained answers without a trained end of turn: it was cut off, or there is none
@@ -79,7 +81,7 @@ class Encoded:
         return Encoded(
             ids=self.ids[:room],
             trained=self.trained[:room],
-            apart=self.apart,
+            in_pieces=self.in_pieces,
             answers=answers,
             untrained_ends=self.untrained_ends + sum(end > room for _, end in answers),
             left_out=self.left_out,
@@ -117,9 +119,9 @@ def encode_spans(
     nothing is trained.
     """
     cuts = [0, *chain.from_iterable((span.start, span.end) for span in spans), len(text)]
-    ids, lengths, apart = _encode_between(tokenizer, text, cuts=cuts, escape=escape)
+    ids, lengths, in_pieces = _encode_between(tokenizer, text, cuts=cuts, escape=escape)
     if add_bos and ids[:1] != [tokenizer.bos_id]:
-        ids = put_bos(tokenizer, ids)
+        ids = tokenizer.put_bos(ids)
         lengths[0] += 1
     trained = list[bool]()
     for index, length in enumerate(lengths):  # odd pieces lie inside of a span, even ones between
@@ -132,13 +134,7 @@ def encode_spans(
     ends = list(accumulate(lengths, initial=0))  # [0, end of each piece, in ids]
     # strict=False: the first list has one more entry, the end of the text
     answers = tuple(zip(ends[1::2], ends[2::2], strict=False)) if inside else ((0, end),)
-    return Encoded(ids[:end], trained[:end], apart=apart, answers=answers)
-
-
-def put_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Return the ids with BOS in front, unless it is there or the tokenizer has none."""
-    bos = tokenizer.bos_id
-    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+    return Encoded(ids[:end], trained[:end], in_pieces=in_pieces, answers=answers)
 
 
 def _encode_between(
@@ -181,7 +177,7 @@ class Encoder:
     """An encoder of samples for one tokenizer and template.
 
     A sample's text may spell out special tokens. In a column of text they become tokens, in a
-    message they stay text, unless `parse_special` decides for both.
+    message they stay text, unless `parse_special_tokens` decides for both.
     """
 
     def __init__(
@@ -192,7 +188,7 @@ class Encoder:
         add_bos: bool = True,
         history: str = "auto",
         add_eos: bool = True,
-        parse_special: bool | None = None,
+        parse_special_tokens: bool | None = None,
     ) -> None:
         """Take the settings of the section `data`.
 
@@ -201,9 +197,9 @@ class Encoder:
         add_bos: begin text that no chat template writes with BOS, if the tokenizer does so by
         default. history: for answers that the template writes differently once messages follow:
         `auto` makes as few sequences as can be, `split` one for each answer, `refuse` one or a
-        SampleFault. add_eos: put EOS behind texts that no template writes. parse_special: True
-        encodes special tokens that a sample spells out as tokens, False as text; None: see the
-        class.
+        SampleFault. add_eos: put EOS behind texts that no template writes. parse_special_tokens:
+        True encodes special tokens that a sample spells out as tokens, False as text; None: see
+        the class.
 
         Raises DataError for `chat` without a chat template, or a `train_on` that names no role.
         """
@@ -224,11 +220,13 @@ class Encoder:
         self.special = self._template.special
         self.add_bos = add_bos and tokenizer.bos_id is not None and tokenizer.add_bos_by_default
         self._add_eos = add_eos
-        self._parses_texts = parse_special is not False  # special tokens in columns become tokens
+        # Whether special tokens that columns of text spell out become tokens
+        self._parses_special_in_texts = parse_special_tokens is not False
         # Special tokens at which generation stops, as text
         self._ends = self._template.stops & set(tokenizer.special_texts)
         self._puts_bos = self.add_bos and not is_chat  # before a conversation
-        self._parses = parse_special is True  # special tokens in messages become tokens
+        # The same for messages
+        self._parses_special_in_messages = parse_special_tokens is True
         # Which keys of messages the template reads, for the report on keys that change nothing
         self.fields = TemplateFields(tokenizer if is_chat else None)
 
@@ -262,17 +260,17 @@ class Encoder:
         does not fit the template, a pair of equal answers, or one without a prompt.
         """
         # The prompt and answers if they are columns of text; None: messages, or text stays text
-        row = read_text_row(sample) if self._parses_texts else None
+        row = read_text_row(sample) if self._parses_special_in_texts else None
         if row is not None and self.is_rendered(row):
             encoded = self.encode_rendered(row)
         elif isinstance(sample, Preference) and sample.no_prompt is not None:
             raise sample.no_prompt
         else:
-            parses = self._parses or row is not None
-            encoded = [self._encode_answer(chat, parses) for chat in sample.conversations()]
+            parses_special = self._parses_special_in_messages or row is not None
+            encoded = [self._encode_answer(chat, parses_special) for chat in sample.conversations()]
             for _ in encoded[1:]:  # special tokens of a pair's prompt were counted with each answer
                 prompt = Conversation(sample.prompt, sample.tools, variables=sample.variables)
-                self.special.note_once(self._prepare_content(prompt), parses)
+                self.special.note_once(self._prepare_content(prompt), parses_special)
         if len(encoded) == 2 and encoded[0].ids == encoded[1].ids:
             raise SampleFault(
                 "nothing to prefer",
@@ -280,19 +278,21 @@ class Encoder:
             )
         return tuple(encoded)
 
-    def _encode_answer(self, chat: Conversation, parses: bool) -> Encoded:
+    def _encode_answer(self, chat: Conversation, parses_special: bool) -> Encoded:
         """Return a prompt with an answer, which alone is trained.
 
-        parses: encode special tokens that these messages spell out as tokens. Raises SampleFault if
-        they do not fit the template, or become several sequences.
+        parses_special: encode special tokens that these messages spell out as tokens. Raises
+        SampleFault if they do not fit the template, or become several sequences.
         """
         picked = [
-            number >= chat.asked
+            message_index >= chat.asked
             and message["role"] == "assistant"
             and message.get("train") is not False
-            for number, message in enumerate(chat.messages)
+            for message_index, message in enumerate(chat.messages)
         ]
-        return _get_only_sequence(self._encode_conversation(chat, picked, only=True, parses=parses))
+        return _get_only_sequence(
+            self._encode_conversation(chat, picked, only=True, parses_special=parses_special)
+        )
 
     def encode_whole(self, content: Conversation | Document) -> Encoded:
         """Return a text, or the rendering of messages, with everything trained.
@@ -302,7 +302,7 @@ class Encoder:
         """
         row = (
             read_text_row(content)
-            if isinstance(content, Conversation) and self._parses_texts
+            if isinstance(content, Conversation) and self._parses_special_in_texts
             else None
         )
         if row is not None and self.is_rendered(row):
@@ -311,7 +311,7 @@ class Encoder:
             ids = self.encode_text(content.text)
             # Nothing stands before the first token to predict it from.
             return Encoded(ids, [False] + [True] * (len(ids) - 1))
-        chat = self.open_chat(content, self._parses or row is not None)
+        chat = self.open_chat(content, self._parses_special_in_messages or row is not None)
         return encode_spans(
             self.tokenizer,
             chat.whole,
@@ -326,22 +326,26 @@ class Encoder:
 
         Raises DataError where the template refuses the conversation.
         """
-        chat = self.open_chat(Conversation(messages, tools), parses=False)
+        chat = self.open_chat(Conversation(messages, tools), parses_special=False)
         (text,) = chat.render([RenderRequest(len(messages), add_generation_prompt=True)])
         if isinstance(text, DataError):
             raise text
         ids = encode_escaped(self.tokenizer, [text], chat.escape)[0]
-        return put_bos(self.tokenizer, ids) if self._puts_bos else ids
+        return self.tokenizer.put_bos(ids) if self._puts_bos else ids
 
     def _encode_conversation(
-        self, sample: Conversation, picked: Sequence[bool], only: bool = False, parses: bool = False
+        self,
+        sample: Conversation,
+        picked: Sequence[bool],
+        only: bool = False,
+        parses_special: bool = False,
     ) -> EncodedSample:
         """Return the sequences in which the picked messages are trained.
 
         picked: for each message whether it is trained. only: train the picked messages alone, even
         with `train_on: all`; that otherwise trains all text but the messages that are not picked.
-        parses: as for `_encode_answer`. Raises SampleFault if no message is picked, or the messages
-        do not fit the template.
+        parses_special: as for `_encode_answer`. Raises SampleFault if no message is picked, or the
+        messages do not fit the template.
         """
         if not any(picked):
             raise SampleFault(
@@ -352,12 +356,12 @@ class Encoder:
         inside = only or self.train_on != "all"
         # Of the picked messages, or with `train_on: all` of the others, which are left untrained
         indices = [index for index, is_picked in enumerate(picked) if is_picked is inside]
-        parses = parses or self._parses
-        if parses:
+        parses_special = parses_special or self._parses_special_in_messages
+        if parses_special:
             messages = [self._strip_end_token(message) for message in sample.messages]
             sample = replace(sample, messages=messages)
         try:
-            return self._encode_picked(self.open_chat(sample, parses), indices, inside)
+            return self._encode_picked(self.open_chat(sample, parses_special), indices, inside)
         except RecursionError:
             raise SampleFault(
                 "nested too deep", "found lists or objects nested too deep, expected plainer ones"
@@ -371,29 +375,35 @@ class Encoder:
         end = self.find_end(message["content"]) if message["role"] == "assistant" else ""
         if not end:
             return message
-        self.special.note([end], parses=True)
+        self.special.note([end], parses_special=True)
         return {**message, "content": self.strip_end(message["content"])}
 
     def _encode_picked(
-        self, chat: RenderedChat, numbers: Sequence[int], inside: bool
+        self, chat: RenderedChat, message_indices: Sequence[int], inside: bool
     ) -> EncodedSample:
         """Return the sequences that train the messages with these indices.
 
-        numbers: indices into `chat.messages`. inside: True trains these messages, False everything
-        but them, in one sequence. Answers alone may take several, as `history` says. Raises
-        SampleFault for what the template leaves out or writes in another way.
+        message_indices: indices into `chat.messages`. inside: True trains these messages, False
+        everything but them, in one sequence. Answers alone may take several, as `history` says.
+        Raises SampleFault for what the template leaves out or writes in another way.
         """
         messages = chat.messages
-        answers = [number for number in numbers if messages[number]["role"] == "assistant"]
+        answers = [
+            message_index
+            for message_index in message_indices
+            if messages[message_index]["role"] == "assistant"
+        ]
         # In one call, since a tokenizer's template renders in another process
         chat.cache_renderings([RenderRequest(len(messages)), *list_requests(answers)])
         whole = chat.whole
         marked = None
-        if inside and len(answers) == len(numbers):
+        if inside and len(answers) == len(message_indices):
             if self._template.features.marks:
                 marked = find_marked_answers(chat, answers)
             trained_answers = (
-                marked.answers if marked else [find_answer(chat, number) for number in answers]
+                marked.answers
+                if marked
+                else [find_answer(chat, message_index) for message_index in answers]
             )
             sequences = split_sequences(chat, trained_answers, self.history)
             has_all = len(answers) == sum(message["role"] == "assistant" for message in messages)
@@ -404,7 +414,7 @@ class Encoder:
                 texts_with_spans = [(sequence.text, sequence.spans) for sequence in sequences]
         else:
             sequences = []
-            texts_with_spans = [(whole, self._find_in_whole(chat, numbers))]
+            texts_with_spans = [(whole, self._find_in_whole(chat, message_indices))]
         check_tools(chat.tools, whole, chat.places.tools)
         check_system(chat)
         left_out = count_left_out(messages, whole)
@@ -427,37 +437,38 @@ class Encoder:
         whole_ids = encode_escaped(self.tokenizer, [whole], chat.escape)[0] if is_split else []
         return EncodedSample(encoded, len(whole_ids), marked)
 
-    def _find_in_whole(self, chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
+    def _find_in_whole(self, chat: RenderedChat, message_indices: Sequence[int]) -> list[Span]:
         """Return the span of each of these messages in the rendering of all.
 
         Raises SampleFault where the template writes an answer differently once messages follow it.
         """
-        other_numbers = [
-            number for number in numbers if chat.messages[number]["role"] != "assistant"
+        other_indices = [
+            message_index
+            for message_index in message_indices
+            if chat.messages[message_index]["role"] != "assistant"
         ]
-        span_by_number = dict(
-            zip(other_numbers, find_other_spans(chat, other_numbers), strict=True)
-        )
-        for number in sorted(set(numbers) - set(other_numbers)):  # the answers
-            answer = find_answer(chat, number)
-            remedy = (
-                "data.train_on to assistant or last, or tokenizer.chat_template to one that"
-                " does not"
+        span_by_index = dict(zip(other_indices, find_other_spans(chat, other_indices), strict=True))
+        for message_index in sorted(set(message_indices) - set(other_indices)):  # the answers
+            answer = find_answer(chat, message_index)
+            check_in_whole(
+                chat,
+                answer,
+                remedy="data.train_on to assistant or last, or tokenizer.chat_template to one that"
+                " does not",
             )
-            check_in_whole(chat, answer, remedy)
             (span,) = answer.spans
             # The answer's text may have an added end, which the rendering of all has not.
-            span_by_number[number] = Span(span.start, min(span.end, len(chat.whole)))
-        return [span_by_number[number] for number in numbers]
+            span_by_index[message_index] = Span(span.start, min(span.end, len(chat.whole)))
+        return [span_by_index[message_index] for message_index in message_indices]
 
-    def open_chat(self, sample: Conversation, parses: bool) -> RenderedChat:
+    def open_chat(self, sample: Conversation, parses_special: bool) -> RenderedChat:
         """Return a conversation to be rendered by the template.
 
         Special tokens that its texts spell out are counted for the report, and escaped: a letter
-        inside them tells them from the template's own. parses: as for `_encode_answer`.
+        inside them tells them from the template's own. parses_special: as for `_encode_answer`.
         """
         (messages, tools, variables), escape = self.special.escape(
-            self._prepare_content(sample), parses
+            self._prepare_content(sample), parses_special
         )
         opened = replace(sample, messages=messages, tools=tools, variables=variables)
         return RenderedChat(self._template, opened, escape)
@@ -465,21 +476,25 @@ class Encoder:
     def _prepare_content(self, sample: Conversation) -> list[Any]:
         """Return the template's inputs: [messages, tools or None, variables]."""
         messages = [
-            prepare_message(message, sample.places.at(number), self._template.features)
-            for number, message in enumerate(sample.messages)
+            prepare_message(
+                message, sample.places.locate_message(message_index), self._template.features
+            )
+            for message_index, message in enumerate(sample.messages)
         ]
         return [messages, list(sample.tools) if sample.tools else None, dict(sample.variables)]
 
     def encode_text(self, text: str) -> list[int]:
         """Return ids of a text, without an end token."""
-        self.special.note([text], self._parses_texts)
-        return self.tokenizer.encode(text, add_bos=self.add_bos, allow_special=self._parses_texts)
+        self.special.note([text], self._parses_special_in_texts)
+        return self.tokenizer.encode(
+            text, add_bos=self.add_bos, allow_special=self._parses_special_in_texts
+        )
 
     def encode_document(self, text: str) -> list[int]:
         """Return ids of a text and EOS; no EOS behind an end token, or without `add_eos`."""
         ids = self.encode_text(text)
         eos = self.tokenizer.eos_id
-        is_ended = self._parses_texts and self.find_end(text)
+        is_ended = self._parses_special_in_texts and self.find_end(text)
         return ids if is_ended or eos is None or not self._add_eos else [*ids, eos]
 
     def encode_completion(self, sample: Completion, with_prompt: bool = False) -> Encoded:
@@ -490,11 +505,11 @@ class Encoder:
         """
         texts = [sample.prompt, sample.completion]
         escape = Escape()
-        if self._parses_texts:
-            self.special.note(texts, parses=True)
+        if self._parses_special_in_texts:
+            self.special.note(texts, parses_special=True)
         else:
             texts, escape = self.special.escape(texts)
-        is_ended = self._parses_texts and self.find_end(sample.completion)
+        is_ended = self._parses_special_in_texts and self.find_end(sample.completion)
         whole_text = "".join(texts)
         if self._add_eos and not is_ended:
             whole_text += get_eos_text(self.tokenizer)
@@ -550,7 +565,7 @@ class Encoder:
                 answers = [answer.removeprefix(prompt) for answer in answers]
             encoded = [self.encode_completion(Completion(prompt, answer)) for answer in answers]
             # Special tokens of the prompt were counted with each answer: they count once.
-            self.special.note_once([prompt] * (len(encoded) - 1), parses=True)
+            self.special.note_once([prompt] * (len(encoded) - 1), parses_special=True)
             return encoded
         both_ids = [self.encode_document(answer) for answer in row.answers]
         shared = len(commonprefix(both_ids))
@@ -615,7 +630,7 @@ def render_prompt(
 def why_no_system_message(tokenizer: Tokenizer, text: str) -> str | None:
     """Return why a conversation cannot begin with this system message; None: it can."""
     messages = [{"role": "system", "content": text}, {"role": "user", "content": "a"}]
-    chat = Encoder(tokenizer, "auto").open_chat(Conversation(messages), parses=False)
+    chat = Encoder(tokenizer, "auto").open_chat(Conversation(messages), parses_special=False)
     (rendering,) = chat.render([RenderRequest(len(messages), add_generation_prompt=True)])
     if isinstance(rendering, DataError):
         return str(rendering)

@@ -86,13 +86,13 @@ def read_turns(sample: RawSample, name: str, names_calls: bool = True) -> Turns:
         where = f"{path}[{number}]"
         message = read_turn(turn, where)
         previous = messages[-1] if messages else {}
-        turn_is_call = is_call(turn)
+        turn_is_call = is_call_turn(turn)
         names_calls = names_calls or turn_is_call or "function_call" in turn
         if turn_is_call and previous.get("role") == "assistant":
             messages[-1] = _join_call(previous, message, where)
         else:
             messages.append(message)
-            places.append(place_of_turn(turn, where))
+            places.append(locate_turn(turn, where))
     return Turns(name_calls(messages) if names_calls else messages, places)
 
 
@@ -133,7 +133,7 @@ def _read_texts(texts: Sequence[str], path: str) -> Turns:
     return turns
 
 
-def place_of_turn(turn: RawSample, where: str) -> MessagePlace:
+def locate_turn(turn: RawSample, where: str) -> MessagePlace:
     """Return where a message of either spelling is, and its content. where: its path."""
     return MessagePlace(where, f"{where}.{'value' if 'from' in turn else 'content'}")
 
@@ -162,7 +162,7 @@ def read_turn(turn: RawSample, where: str) -> Message:
             f"{where}: found from and {'role' if 'role' in other_keys else 'content'}, expected"
             " {from, value} or {role, content}",
         )
-    if is_call(turn):
+    if is_call_turn(turn):
         return _read_call_turn(turn, text_key, other_keys=other_keys, where=where)
     role = _read_role(turn, role_key, where)
     other_keys = _read_calls(other_keys, role, where)
@@ -180,7 +180,7 @@ def read_turn(turn: RawSample, where: str) -> Message:
     return other_keys | {"role": role, "content": content}
 
 
-def is_call(turn: RawSample) -> bool:
+def is_call_turn(turn: RawSample) -> bool:
     """Return True if a turn is only tool calls, by its speaker."""
     return turn.get("from", turn.get("role")) in CALL_ROLES
 
@@ -197,7 +197,7 @@ def _read_call_turn(
         raise SampleFault(
             "calls of a message", f"{where}: found {text_key} and {second}, expected one of the two"
         )
-    calls, idle = take_idle(parse_calls(text, f"{where}.{text_key}"))
+    calls, idle = split_idle_keys(parse_calls(text, f"{where}.{text_key}"))
     return other_keys | idle | {"role": "assistant", "content": "", "tool_calls": calls}
 
 
@@ -232,7 +232,7 @@ def _read_calls(other_keys: dict[str, Any], role: str, where: str) -> dict[str, 
         raise SampleFault(_CAUSE, f"{path}: found {found_words}, expected {_FUNCTION}")
     else:
         calls = [_read_call(calls_value, path)]
-    calls, idle = take_idle(calls)
+    calls, idle = split_idle_keys(calls)
     return (
         {name: value for name, value in other_keys.items() if name != key}
         | idle
@@ -339,8 +339,8 @@ def check_order(messages: Sequence[Message], places: SamplePlaces) -> None:
         if message["role"] == "tool" and previous_role not in ("assistant", "tool"):
             raise SampleFault(
                 "wrong role order",
-                f"{places.at(number)}: found tool after {previous_role}, expected it after"
-                " assistant or tool",
+                f"{places.locate_message(number)}: found tool after {previous_role}, expected"
+                " it after assistant or tool",
             )
         previous_role = message["role"]
 
@@ -351,7 +351,7 @@ def check_answers(messages: Sequence[Message], first: int, places: SamplePlaces)
         message = messages[number]
         has_content = message["content"].strip() or message.get("tool_calls")
         if message["role"] == "assistant" and not has_content:
-            where = places.text(number)
+            where = places.locate_content(number)
             raise SampleFault(
                 "empty answer", f"{where}: found an empty answer, expected text to train on"
             )
@@ -435,7 +435,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     return {"type": "function"} | beside | {"function": {key: call[key] for key in _FUNCTION_KEYS}}
 
 
-def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def split_idle_keys(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return (calls with the keys that are read alone, {`tool_calls.KEY`: value} of the others).
 
     The others change nothing: any key that may matter was refused before.
@@ -555,12 +555,13 @@ def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
     if isinstance(tools, list) and all(
         isinstance(tool, str) and tool.lstrip().startswith("{") for tool in tools
     ):
-        tools = [
+        # A text that begins so is an object if it is JSON at all.
+        described = [
             parse_column(tool, "tools", path=f"{path}[{number}]", expected="an object")
             for number, tool in enumerate(tools)
         ]
-        sample = {"tools": tools}
-    described, path = read_object_list(sample, "tools")
+    else:
+        described, path = read_object_list(sample, "tools")
     return [_read_tool(tool) for tool in described] or None, path
 
 

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from recipe_lib.data.column_names import is_blank
-from recipe_lib.data.messages import Turns, make_text_turn, place_of_turn, read_turn, read_turns
+from recipe_lib.data.messages import Turns, locate_turn, make_text_turn, read_turn, read_turns
 from recipe_lib.data.samples import (
     Message,
     MessagePlace,
@@ -116,7 +116,7 @@ def read_column(sample: RawSample, name: str, role: str) -> Turns:
         return read_turns(sample, name)
     path = get_path(sample, name)
     if isinstance(value, dict):
-        return Turns([read_turn(value, path)], [place_of_turn(value, path)])
+        return Turns([read_turn(value, path)], [locate_turn(value, path)])
     if not isinstance(value, str):
         found_kind = describe_field(sample, name)
         raise SampleFault(

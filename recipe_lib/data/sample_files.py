@@ -69,11 +69,11 @@ class SampleFile(ABC):
         Few are in memory at a time. A SampleFault stands for a sample that cannot be used.
         """
 
-    def first(self, count: int) -> Iterator[LocatedSample]:
+    def read_first(self, count: int) -> Iterator[LocatedSample]:
         """Yield the same as `read(0, count)`, where possible without a pass over the whole file."""
         return self.read(0, count)
 
-    def place_of(self, sample: int) -> str:
+    def locate_sample(self, sample: int) -> str:
         """Return the place of a sample, the same as `read` yields, without reading it.
 
         It is the file with the sample's line (from 1), or its index (from 0) as a jq path, or both:
@@ -149,11 +149,11 @@ class IndexedFile(LocalFile):
         with open_checked(self.path) as file:
             yield from self._read_rows(file, rows, start)
 
-    def first(self, count: int) -> Iterator[LocatedSample]:
+    def read_first(self, count: int) -> Iterator[LocatedSample]:
         with open_checked(self.path) as scanned, open_checked(self.path) as file:
             yield from self._read_rows(file, islice(self.scan(scanned), count), 0)
 
-    def place_of(self, sample: int) -> str:
+    def locate_sample(self, sample: int) -> str:
         return self.locate(sample, int(self._index[sample, 2]))
 
     def _read_rows(

@@ -27,7 +27,7 @@ class MessagePlace(NamedTuple):
     """The place of a message in its row, as jq paths."""
 
     path: str  # of the message: `.messages[1]`
-    text: str  # of its content: `.messages[1].content`
+    content: str  # of its content: `.messages[1].content`
 
 
 @dataclass(frozen=True)
@@ -37,26 +37,26 @@ class SamplePlaces:
     messages: Sequence[MessagePlace] = ()  # one for each message; empty: not known
     tools: str = ".tools"  # jq path of the tools
 
-    def at(self, number: int, field: str = "") -> str:
+    def locate_message(self, message_index: int, field: str = "") -> str:
         """Return where a message is, or one of its fields (`.train`): the start of an error line.
 
-        number: index of the message. field: jq path inside of it.
+        field: jq path inside of it.
         """
-        if number < len(self.messages):
-            return self.messages[number].path + field
-        return f"message {number} (the first is 0)" + (f": {field}" if field else "")
+        if message_index < len(self.messages):
+            return self.messages[message_index].path + field
+        return f"message {message_index} (the first is 0)" + (f": {field}" if field else "")
 
     @property
     def are_texts(self) -> bool:
         """Return True if each message is the text of a column of its own."""
-        return bool(self.messages) and all(place.path == place.text for place in self.messages)
+        return bool(self.messages) and all(place.path == place.content for place in self.messages)
 
-    def text(self, number: int) -> str:
+    def locate_content(self, message_index: int) -> str:
         """Return where the content of a message is."""
         return (
-            self.messages[number].text
-            if number < len(self.messages)
-            else self.at(number, ".content")
+            self.messages[message_index].content
+            if message_index < len(self.messages)
+            else self.locate_message(message_index, ".content")
         )
 
 

@@ -97,7 +97,7 @@ class ParquetFile(LocalFile):
                     skipped = min(max(start - number, 0), len(batch))
                     number += skipped
                     for sample in _read_batch(self, batch.slice(skipped, stop - number)):
-                        yield self.place_of(number), sample
+                        yield self.locate_sample(number), sample
                         number += 1
                     if number >= stop:
                         return
@@ -232,6 +232,7 @@ class HubSamples(SampleFile):
     ) -> None:
         super().__init__(source, sample_limit)
         self.split = split
+        self.key = key
         if not HUB_NAME.fullmatch(source.removeprefix(HUB)):
             raise DataError(
                 f"{key}: found {source!r}, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME:SUBSET"
@@ -254,7 +255,7 @@ class HubSamples(SampleFile):
         for first in range(start, stop, ROWS_AT_ONCE):
             table = samples[first : min(first + ROWS_AT_ONCE, stop)]
             for number, sample in enumerate(_read_batch(self, table), start=first):
-                yield self.place_of(number), sample
+                yield self.locate_sample(number), sample
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -282,7 +283,7 @@ class HubSamples(SampleFile):
             return load_dataset(name, subset or None, split=self.split).with_format("arrow")
         except (OSError, ValueError, DatasetsError, HTTPError) as error:
             raise DataError(
-                f"data.source: {self.place}: the hub dataset cannot be loaded"
+                f"{self.key}: {self.place}: the hub dataset cannot be loaded"
                 f" ({get_first_line(error)})"
             ) from None
 

@@ -166,7 +166,7 @@ class DatasetBuilder:
             add_bos=cfg.add_bos,
             history=cfg.history,
             add_eos=cfg.add_eos,
-            parse_special=cfg.parse_special_tokens,
+            parse_special_tokens=cfg.parse_special_tokens,
         )
         self.encoders = [  # one for each source
             SourceEncoder(cfg, source, self.encoder, max_seq_len=max_seq_len, section=section)

@@ -8,27 +8,22 @@ any other message, by a letter that is rendered in its place. A SampleFault says
 be used.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.chat_templates import (
     EMPTY_THOUGHT,
     OPEN_THOUGHT,
-    THOUGHT_KEYS,
     RenderedChat,
-    TemplateFeatures,
     complete_thought,
-    move_thought,
     require_text,
     split_thought,
     strip_thought,
 )
-from recipe_lib.data.messages import parse_arguments
 from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, format_value
+from recipe_lib.data.written_messages import check_written
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest
 
@@ -75,37 +70,38 @@ def pick_trained(
         are_trained = [True] * len(messages)
     elif train_on == "last":
         last = max(
-            (number for number, is_answer in enumerate(are_trained) if is_answer), default=-1
+            (message_index for message_index, is_answer in enumerate(are_trained) if is_answer),
+            default=-1,
         )
-        are_trained = [number == last for number in range(len(messages))]
-    for number, message in enumerate(messages):
+        are_trained = [message_index == last for message_index in range(len(messages))]
+    for message_index, message in enumerate(messages):
         train = message.get("train")
         if train is not None and not isinstance(train, bool):
             raise SampleFault(
                 "train is no switch",
-                f"{places.at(number, '.train')}: found {format_value(train)}, expected true or"
-                " false",
+                f"{places.locate_message(message_index, '.train')}: found {format_value(train)},"
+                " expected true or false",
             )
-        are_trained[number] = are_trained[number] if train is None else train
+        are_trained[message_index] = are_trained[message_index] if train is None else train
     return are_trained
 
 
-def find_other_spans(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
+def find_other_spans(chat: RenderedChat, message_indices: Sequence[int]) -> list[Span]:
     """Return the span of each of these messages, none of them an answer, in the rendering of all.
 
-    numbers: indices of the messages. Raises SampleFault where the template raises an exception, or
-    does not write a message exactly once, with everything around it the same for any text.
+    Raises SampleFault where the template raises an exception, or does not write a message exactly
+    once, with everything around it the same for any text.
     """
-    if not numbers:
+    if not message_indices:
         return []
     requests = [RenderRequest(len(chat.messages))]
-    for number in numbers:
-        requests += _list_requests(chat, number)
+    for message_index in message_indices:
+        requests += _list_requests(chat, message_index)
     chat.cache_renderings(requests)
-    return [_find_span(chat, number) for number in numbers]
+    return [_find_span(chat, message_index) for message_index in message_indices]
 
 
-def _list_requests(chat: RenderedChat, number: int) -> list[RenderRequest]:
+def _list_requests(chat: RenderedChat, message_index: int) -> list[RenderRequest]:
     """Return the renderings that tell where a message stands.
 
     The first has a letter in place of the message, and tells where its text begins and ends. The
@@ -114,32 +110,34 @@ def _list_requests(chat: RenderedChat, number: int) -> list[RenderRequest]:
     """
     num_messages = len(chat.messages)
     first, second = chat.letters
-    with_letter = RenderRequest(num_messages, replacements=((number, first),))
-    if number + 1 == num_messages:
+    with_letter = RenderRequest(num_messages, replacements=((message_index, first),))
+    if message_index + 1 == num_messages:
         return [with_letter]
-    if chat.messages[number + 1]["role"] == "assistant":
-        return [with_letter, RenderRequest(number + 1, add_generation_prompt=True)]
+    if chat.messages[message_index + 1]["role"] == "assistant":
+        return [with_letter, RenderRequest(message_index + 1, add_generation_prompt=True)]
     return [
         with_letter,
-        RenderRequest(num_messages, replacements=((number, first), (number + 1, second))),
+        RenderRequest(
+            num_messages, replacements=((message_index, first), (message_index + 1, second))
+        ),
     ]
 
 
-def _find_span(chat: RenderedChat, number: int) -> Span:
+def _find_span(chat: RenderedChat, message_index: int) -> Span:
     """Return a message's span, with the special token that ends its turn, if there is one.
 
     Raises SampleFault as `find_other_spans` does.
     """
     whole = chat.whole
     first, second = chat.letters
-    with_letter, *for_next_message = _list_requests(chat, number)
+    with_letter, *for_next_message = _list_requests(chat, message_index)
     around = chat.get_text(with_letter).split(first)  # [text before the message, text after it]
     if len(around) != 2 or not whole.startswith(around[0]) or not whole.endswith(around[1]):
         raise SampleFault(
             "message not found",
-            f"{chat.places.at(number)}: found that the chat template writes it {len(around) - 1}"
-            " times or differently by its text, expected once; it cannot be trained"
-            f" ({chat.messages[number]['role']} in data.train_on)",
+            f"{chat.places.locate_message(message_index)}: found that the chat template writes it"
+            f" {len(around) - 1} times or differently by its text, expected once; it cannot be"
+            f" trained ({chat.messages[message_index]['role']} in data.train_on)",
         )
     start = len(around[0])
     end = len(whole) - len(around[1])
@@ -158,134 +156,6 @@ def _find_span(chat: RenderedChat, number: int) -> Span:
     return Span(start, token.end() if token else end)
 
 
-def check_written(message: Message, written: str, where: str) -> None:
-    """Raise SampleFault if the template leaves out text, a thought or a tool call of an answer.
-
-    The model would learn to write nothing in its place. written: the part of the rendering that
-    holds the message. where: path of the message in its row, which begins the error line.
-    """
-    squeezed = _remove_white_space(written)
-    for key in ("content", *THOUGHT_KEYS):
-        text = message.get(key)
-        if isinstance(text, str) and _remove_white_space(text) not in squeezed:
-            raise SampleFault(
-                "part of an answer left out",
-                f"{where}: found a {key} that the chat template does not write in full"
-                f" ({text.strip()[:24]!r}), expected a template that does; set"
-                " tokenizer.chat_template to one",
-            )
-    for call in message.get("tool_calls") or ():
-        name = get_function_name(call)
-        if name is None or name not in written:
-            raise SampleFault(
-                "tool call left out",
-                f"{where}: found a tool call that the chat template does not write, expected a"
-                " template that knows tool calls; set tokenizer.chat_template to one",
-            )
-
-
-def count_left_out(messages: Sequence[Message], whole: str) -> int:
-    """Count the messages of the system and the user that the template does not write.
-
-    It is no SampleFault: some models were trained without a system message, and their templates
-    write none. whole: the rendering of all messages.
-    """
-    squeezed = ""  # `whole` without white space; made only where a text is not in `whole` as it is
-    num_left_out = 0
-    for message in messages:
-        text = message.get("content")
-        if message["role"] not in ("system", "user") or not isinstance(text, str) or text in whole:
-            continue
-        squeezed = squeezed or _remove_white_space(whole)  # templates strip and indent
-        num_left_out += _remove_white_space(text) not in squeezed  # a bool
-    return num_left_out
-
-
-def check_system(chat: RenderedChat) -> None:
-    """Raise SampleFault for a system message that is not written, if any is not the first message.
-
-    A single one at the start is no fault, since some templates write none: `count_left_out` counts
-    it.
-    """
-    messages = chat.messages
-    system_indices = [
-        index for index, message in enumerate(messages) if message["role"] == "system"
-    ]
-    if not any(system_indices):  # none, or only index 0
-        return
-    letter = chat.letters[0]
-    for index in system_indices:
-        request = RenderRequest(len(messages), replacements=((index, letter),))
-        if messages[index]["content"].strip() and letter not in chat.get_text(request):
-            raise SampleFault(
-                "system message left out",
-                f"{chat.places.at(index)}: found a system message that the chat template does not"
-                " write, expected one at most, as the first message; set tokenizer.chat_template"
-                " to one that writes others",
-            )
-
-
-def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str, where: str) -> None:
-    """Raise SampleFault if the template leaves out a tool, which the model would not know to call.
-
-    whole: the rendering of all messages. where: path of the tools in the row, for the error.
-    """
-    for number, tool in enumerate(tools or ()):
-        name = get_function_name(tool)
-        if name is not None and name not in whole:
-            raise SampleFault(
-                "tools left out",
-                f"{where}[{number}]: found {name!r}, which the chat template does not write,"
-                " expected a template that shows tools; set tokenizer.chat_template to one, or"
-                " leave the tools out of the samples",
-            )
-
-
-def get_function_name(described: Any) -> str | None:
-    """Return the function's name in a tool call or a tool's description; None: there is none."""
-    function = described.get("function", described) if isinstance(described, Mapping) else {}
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) else None
-
-
-def prepare_message(message: Message, where: str, features: TemplateFeatures) -> dict[str, Any]:
-    """Return the message as the template reads it.
-
-    The key `train` is dropped. A thought (an answer's reasoning) goes into the key that the
-    template reads. Arguments of tool calls become objects, since most templates write the JSON
-    themselves, or text where `features` says so. where: path of the message in its row. Raises
-    SampleFault for arguments that are text and no JSON object.
-    """
-    changed = move_thought(
-        {key: value for key, value in message.items() if key != "train"}, features
-    )
-    if not message.get("tool_calls"):
-        return changed
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping) and "arguments" in function:
-            raw_arguments = function["arguments"]
-            arguments = (
-                parse_arguments(raw_arguments) if isinstance(raw_arguments, str) else raw_arguments
-            )
-            if arguments is None and isinstance(raw_arguments, str):
-                raise SampleFault(
-                    "tool call's arguments are no JSON",
-                    f"{where}: found the arguments {format_value(raw_arguments)} of a tool call,"
-                    " expected a JSON object",
-                )
-            if features.text_arguments:
-                arguments = (
-                    raw_arguments
-                    if isinstance(raw_arguments, str)
-                    else json.dumps(raw_arguments, ensure_ascii=False)
-                )
-            call = {**call, "function": {**function, "arguments": arguments}}
-        calls.append(call)
-    return changed | {"tool_calls": calls}
-
-
 def describe_difference(found: Sequence[str], expected: Sequence[str]) -> str:
     """Describe the first token in which two lists of tokens differ, for an error line.
 
@@ -299,10 +169,6 @@ def describe_difference(found: Sequence[str], expected: Sequence[str]) -> str:
     return f"at token {num_equal + 1} found {found_token}, expected {expected_token}"
 
 
-def _remove_white_space(text: str) -> str:
-    return "".join(text.split())
-
-
 # Rendering options for templates with a switch for thoughts, whose prompt for an answer otherwise
 # ends in an empty thought.
 _THINKING = {"variables": {"enable_thinking": True}}
@@ -312,7 +178,7 @@ _THINKING = {"variables": {"enable_thinking": True}}
 class Answer:
     """An answer of a conversation as text."""
 
-    number: int  # index of its message
+    message_index: int  # index of its message
     prompt: str  # the text that generation is given
     text: str  # the prompt and what a model must write after it, to the end of the turn
     spans: tuple[Span, ...]  # the characters of `text` that are trained
@@ -321,37 +187,41 @@ class Answer:
     ends: bool  # whether generation stops at the last token of `text`
 
 
-def list_requests(numbers: Sequence[int]) -> list[RenderRequest]:
+def list_requests(message_indices: Sequence[int]) -> list[RenderRequest]:
     """Return the renderings that `find_answer` needs for the messages with these indices.
 
     A caller has them all rendered in one call, as a template renders in another process.
     """
-    prompts = [RenderRequest(number, add_generation_prompt=True) for number in numbers]
-    return [*prompts, *(RenderRequest(number + 1) for number in numbers)]
+    prompts = [
+        RenderRequest(message_index, add_generation_prompt=True)
+        for message_index in message_indices
+    ]
+    return [*prompts, *(RenderRequest(message_index + 1) for message_index in message_indices)]
 
 
-def find_answer(chat: RenderedChat, number: int) -> Answer:
+def find_answer(chat: RenderedChat, message_index: int) -> Answer:
     """Return the answer in the message with this index.
 
     Raises SampleFault if the prompt cannot be found in its rendering, or if that leaves a part out.
     Raises DataError if the template ends answers with no special token.
     """
-    message = chat.messages[number]
-    prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
-    alone = chat.get_text(RenderRequest(number + 1))  # without the messages after the answer
-    if not alone.startswith(prompt):
-        prompt, alone = _go_on_from_thought(chat, number, prompt=prompt, alone=alone)
-    text, added = _take_to_end(chat, number, alone=alone, start=len(prompt))
+    prompt = chat.get_text(RenderRequest(message_index, add_generation_prompt=True))
+    up_to_answer = chat.get_text(RenderRequest(message_index + 1))
+    if not up_to_answer.startswith(prompt):
+        prompt, up_to_answer = _go_on_from_thought(
+            chat, message_index, prompt=prompt, up_to_answer=up_to_answer
+        )
+    text, added = _take_to_end(chat, message_index, up_to_answer=up_to_answer, start=len(prompt))
     # A thought that the prompt begins belongs to the answer.
     open_thought = OPEN_THOUGHT.search(prompt)
     check_written(
-        message,
+        chat.messages[message_index],
         text[open_thought.start() if open_thought else len(prompt) :],
-        chat.places.at(number),
+        chat.places.locate_message(message_index),
     )
     span = Span(len(prompt), len(text))
     ends = bool(added) or ends_with_stop(chat, text)
-    return Answer(number, prompt, text, spans=(span,), added=added, ends=ends)
+    return Answer(message_index, prompt, text, spans=(span,), added=added, ends=ends)
 
 
 def ends_with_stop(chat: RenderedChat, text: str) -> bool:
@@ -360,14 +230,14 @@ def ends_with_stop(chat: RenderedChat, text: str) -> bool:
 
 
 def _build_difference(
-    chat: RenderedChat, what: str, number: int, expected: str, found: str, remedy: str
+    chat: RenderedChat, message_index: int, is_past: bool, expected: str, found: str, remedy: str
 ) -> SampleFault:
     """Return the fault of a rendering that is not as expected.
 
-    what: `the past` (the messages before an answer) or `an answer`. number: index of the message.
-    expected, found: renderings. remedy: what to set, the end of the error line.
+    is_past: it is the messages before an answer that differ; else the answer. message_index: of the
+    answer. expected, found: renderings. remedy: what to set, the end of the error line.
     """
-    is_past = what == "the past"
+    what = "the past" if is_past else "an answer"
     then = (
         "what stands before it differently once it is there" if is_past else "it otherwise later on"
     )
@@ -377,41 +247,43 @@ def _build_difference(
     )
     return SampleFault(
         f"template writes {what} anew",
-        f"{chat.places.at(number)}: the chat template writes {then}: {difference} {when}; set"
-        f" {remedy}",
+        f"{chat.places.locate_message(message_index)}: the chat template writes {then}:"
+        f" {difference} {when}; set {remedy}",
     )
 
 
 def _go_on_from_thought(
-    chat: RenderedChat, number: int, prompt: str, alone: str
+    chat: RenderedChat, message_index: int, prompt: str, up_to_answer: str
 ) -> tuple[str, str]:
     """Return (prompt, prompt and answer) where the rendered answer does not begin with the prompt.
 
     The prompt may end in a begun thought, which the model has to go on with, or in an empty one,
-    after which it writes none. alone: the rendering in which the answer comes last.
+    after which it writes none. up_to_answer: the rendering in which the answer comes last.
     """
-    message = chat.messages[number]
+    message = chat.messages[message_index]
     thought, _ = split_thought(message)
     empty_thought = EMPTY_THOUGHT.search(prompt)
     if empty_thought and thought:  # the answer has a thought: take the prompt that asks for one
-        request = RenderRequest(number, add_generation_prompt=True)
+        request = RenderRequest(message_index, add_generation_prompt=True)
         (rendering,) = chat.render([request], options=_THINKING)
         prompt = require_text(rendering)
-        if alone.startswith(prompt):
-            return prompt, alone
-    elif empty_thought and alone.startswith(prompt[: empty_thought.start()]):
-        return prompt, prompt + strip_thought(alone[empty_thought.start() :])
+        if up_to_answer.startswith(prompt):
+            return prompt, up_to_answer
+    elif empty_thought and up_to_answer.startswith(prompt[: empty_thought.start()]):
+        return prompt, prompt + strip_thought(up_to_answer[empty_thought.start() :])
     open_thought = OPEN_THOUGHT.search(prompt)
-    if open_thought is None or not alone.startswith(prompt[: open_thought.start()]):
-        return prompt, prompt + _take_after_turn_begins(chat, number, prompt=prompt, alone=alone)
+    if open_thought is None or not up_to_answer.startswith(prompt[: open_thought.start()]):
+        return prompt, prompt + _take_after_turn_begins(
+            chat, message_index, prompt=prompt, up_to_answer=up_to_answer
+        )
 
     def render_with(replacement: Message) -> str:
-        messages = [*chat.messages[:number], replacement]
-        (rendering,) = chat.render([RenderRequest(number + 1)], messages)
+        messages = [*chat.messages[:message_index], replacement]
+        (rendering,) = chat.render([RenderRequest(message_index + 1)], messages)
         return "" if isinstance(rendering, DataError) else rendering
 
     return prompt, prompt + complete_thought(
-        alone,
+        up_to_answer,
         begin=prompt[: open_thought.start()],
         message=message,
         features=chat.template.features,
@@ -420,45 +292,59 @@ def _go_on_from_thought(
     )
 
 
-def _take_after_turn_begins(chat: RenderedChat, number: int, prompt: str, alone: str) -> str:
+def _take_after_turn_begins(
+    chat: RenderedChat, message_index: int, prompt: str, up_to_answer: str
+) -> str:
     """Return the answer's text where the messages before it are written differently in the prompt.
 
     Some templates write the system message into the last question, and leave it out once the answer
     follows. The answer begins behind what ends the prompt, from its last special token on, where
-    `alone` has the same. alone: the rendering in which the answer comes last. Raises SampleFault if
-    the end of the prompt is not in it.
+    `up_to_answer` has the same. up_to_answer: the rendering in which the answer comes last. Raises
+    SampleFault if the end of the prompt is not in it.
     """
     special = chat.template.special.pattern
     tokens = list(special.finditer(prompt)) if special else []
     turn_start = prompt[tokens[-1].start() :] if tokens else ""
-    start = alone.rfind(turn_start) if turn_start else -1
+    start = up_to_answer.rfind(turn_start) if turn_start else -1
     if start < 0:
-        remedy = "tokenizer.chat_template to one that does not"
         raise _build_difference(
-            chat, "the past", number, expected=prompt, found=alone, remedy=remedy
+            chat,
+            message_index,
+            is_past=True,
+            expected=prompt,
+            found=up_to_answer,
+            remedy="tokenizer.chat_template to one that does not",
         )
-    answer_text = alone[start + len(turn_start) :]
-    check_written(chat.messages[number], answer_text, chat.places.at(number))
+    answer_text = up_to_answer[start + len(turn_start) :]
+    check_written(
+        chat.messages[message_index], answer_text, chat.places.locate_message(message_index)
+    )
     return answer_text
 
 
-def _take_to_end(chat: RenderedChat, number: int, alone: str, start: int) -> tuple[str, str]:
+def _take_to_end(
+    chat: RenderedChat, message_index: int, up_to_answer: str, start: int
+) -> tuple[str, str]:
     """Return (text to the end of the answer's turn, the end that had to be added to it).
 
     Where a template does not end the turn itself, the token that begins the next turn is added. If
-    none was added, the second text is empty. alone: the rendering in which the answer comes last.
-    start: index of the answer in it. Raises SampleFault for a tool call, DataError for any other
-    answer, after which no token could be added.
+    none was added, the second text is empty. up_to_answer: the rendering in which the answer comes
+    last. start: index of the answer in it. Raises SampleFault for a tool call, DataError for any
+    other answer, after which no token could be added.
     """
     template = chat.template
     special = template.special.pattern
     closing = template.end.closing
-    is_call = bool(chat.messages[number].get("tool_calls"))
+    has_calls = bool(chat.messages[message_index].get("tool_calls"))
     # `closing` is text after the turn's last token, which only the end of a conversation has.
-    body = alone.removesuffix(closing) if len(alone) - len(closing) >= start else alone
+    body = (
+        up_to_answer.removesuffix(closing)
+        if len(up_to_answer) - len(closing) >= start
+        else up_to_answer
+    )
     tokens = list(special.finditer(body, start)) if special else []
     end = tokens[-1].end() if tokens and not body[tokens[-1].end() :].strip() else None
-    next_turn = template.features.after_call if is_call else template.end.next_turn
+    next_turn = template.features.after_call if has_calls else template.end.next_turn
     # A special token at the end of the answer ends the turn, unless generation does not stop at it
     # but at the token that begins the next turn.
     if end is not None and (
@@ -467,12 +353,12 @@ def _take_to_end(chat: RenderedChat, number: int, alone: str, start: int) -> tup
         return body[:end], ""
     if next_turn:
         return body + next_turn, next_turn
-    if is_call:
+    if has_calls:
         raise SampleFault(
             "tool call without an end",
-            f"{chat.places.at(number)}: found a tool call that the chat template writes no end of"
-            " turn after, expected one that teaches the model to stop; set tokenizer.chat_template"
-            " to one that does",
+            f"{chat.places.locate_message(message_index)}: found a tool call that the chat template"
+            " writes no end of turn after, expected one that teaches the model to stop; set"
+            " tokenizer.chat_template to one that does",
         )
     raise DataError(
         f"{template.tokenizer.chat_template_place}: the chat template puts no special token after"
@@ -536,10 +422,15 @@ def check_in_whole(chat: RenderedChat, answer: Answer, remedy: str) -> None:
     avoid it, for the error.
     """
     written = answer.text[: len(answer.text) - len(answer.added)]  # by the template itself
-    for what, expected in (("the past", answer.prompt), ("an answer", written)):
+    for is_past, expected in ((True, answer.prompt), (False, written)):
         if not chat.whole.startswith(expected):
             raise _build_difference(
-                chat, what, answer.number, expected=expected, found=chat.whole, remedy=remedy
+                chat,
+                answer.message_index,
+                is_past=is_past,
+                expected=expected,
+                found=chat.whole,
+                remedy=remedy,
             )
 
 
@@ -553,22 +444,26 @@ class MarkedAnswers:
     differing: list[str]
 
 
-def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> MarkedAnswers:
+def find_marked_answers(chat: RenderedChat, message_indices: Sequence[int]) -> MarkedAnswers:
     """Return the answers in the messages with these indices as the template marks them.
 
     Raises SampleFault for an answer without a mark.
     """
     whole_request = RenderRequest(len(chat.messages))
-    requests = [whole_request, *(RenderRequest(number + 1) for number in numbers)]
+    requests = [
+        whole_request,
+        *(RenderRequest(message_index + 1) for message_index in message_indices),
+    ]
     # Rendered anew, since the marks are asked for by an option: two letters, written around them.
     renderings = chat.render(requests, options={"marks": list(chat.letters)})
     by_request = dict(zip(requests, renderings, strict=True))
-    closing = chat.template.end.closing  # it comes with the last answer of a conversation alone
+    # It comes with the last answer of a conversation alone.
+    closing = chat.template.end.closing
     answers = list[Answer]()
     differing = list[str]()
-    for number in numbers:
-        prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
-        text, spans = _remove_marks(by_request[RenderRequest(number + 1)], chat.letters)
+    for message_index in message_indices:
+        prompt = chat.get_text(RenderRequest(message_index, add_generation_prompt=True))
+        text, spans = _remove_marks(by_request[RenderRequest(message_index + 1)], chat.letters)
         start = len(commonprefix([text, prompt]))  # marks before it are of earlier answers
         text_end = len(text) - (len(closing) if closing.strip() and text.endswith(closing) else 0)
         answer_spans = [
@@ -579,15 +474,19 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> MarkedAns
         if not answer_spans:
             raise SampleFault(
                 "answer without a mark",
-                f"{chat.places.at(number)}: found nothing that the chat template marks with"
-                " generation, expected the answer; set tokenizer.chat_template to one that marks"
-                " every answer, or none",
+                f"{chat.places.locate_message(message_index)}: found nothing that the chat template"
+                " marks with generation, expected the answer; set tokenizer.chat_template to one"
+                " that marks every answer, or none",
             )
-        check_written(chat.messages[number], text[start:], chat.places.at(number))
+        check_written(
+            chat.messages[message_index], text[start:], chat.places.locate_message(message_index)
+        )
         marked_text = text[: answer_spans[-1].end]
         ends = ends_with_stop(chat, marked_text)
         prompt = text[: answer_spans[0].start]
-        answer = Answer(number, prompt, marked_text, spans=tuple(answer_spans), added="", ends=ends)
+        answer = Answer(
+            message_index, prompt, marked_text, spans=tuple(answer_spans), added="", ends=ends
+        )
         answers.append(answer)
         differing += _list_differences(chat, answer)
     return MarkedAnswers(
@@ -598,9 +497,9 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> MarkedAns
 def _list_differences(chat: RenderedChat, marked: Answer) -> list[str]:
     """Return [a line] if the marks are not what a model would have to generate, else []."""
     marks = " and ".join(_quote_ends(marked.text[span.start : span.end]) for span in marked.spans)
-    line = f"{chat.places.at(marked.number)}: the template marks {marks}"
+    line = f"{chat.places.locate_message(marked.message_index)}: the template marks {marks}"
     try:
-        generated = find_answer(chat, marked.number)
+        generated = find_answer(chat, marked.message_index)
     except (SampleFault, DataError) as fault:
         return [f"{line}, which is not what generation is asked for ({fault})"]
     (span,) = generated.spans

@@ -275,7 +275,9 @@ class UnreadNames:
                             why_not_key(key)
                             or f"{describe_kind(value)}, which the chat template does not read"
                         )
-                        faults.setdefault(name, f"{chat.places.at(number, f'.{key}')}: found {why}")
+                        faults.setdefault(
+                            name, f"{chat.places.locate_message(number, f'.{key}')}: found {why}"
+                        )
                     idle_names.append(name)
         if faults:
             raise self._build_fault(faults)

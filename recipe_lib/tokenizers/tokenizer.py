@@ -198,9 +198,12 @@ class Tokenizer:
         tokens written in the text become their ids; otherwise they are ordinary text.
         """
         ids = self.encode_pieces([text], allow_special=allow_special)[0]
-        if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
-            return [self.bos_id, *ids]
-        return ids
+        return self.put_bos(ids) if add_bos else ids
+
+    def put_bos(self, ids: list[int]) -> list[int]:
+        """Return the ids with BOS in front, unless it is there or the tokenizer has none."""
+        bos = self.bos_id
+        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def encode_pieces(
         self, pieces: Sequence[str], *, allow_special: bool = True, literal: str | None = None

@@ -280,7 +280,7 @@ class JsonVocabulary(Vocabulary):
                 " the file again"
             )
         # If the decoder drops a first space, the encoder has put it there.
-        self.eats_first_space = any(map(_drops_first_space, _list_decoders(fields.get("decoder"))))
+        self.eats_first_space = any(map(_drops_first_space, _list_steps(fields.get("decoder"))))
         self.eats_space_after_special = self.eats_first_space and self._after_special is self._first
         with _catch_panics(path):
             # [the id that the file's post-processor puts before a text], or []
@@ -368,15 +368,9 @@ def _drops_first_space(decoder: dict[str, Any]) -> bool:
     return decoder.get("type") == "Metaspace" and decoder.get("prepend_scheme", "always") != "never"
 
 
-def _list_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if not decoder:
-        return []
-    return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
-
-
 def _make_piece_decoder(decoder: dict[str, Any] | None) -> Any:
     """Return a function from a piece as the file spells it to the bytes it stands for."""
-    steps = _list_decoders(decoder)
+    steps = list(_list_steps(decoder))
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds:  # a letter of the piece stands for a byte
         table = _build_byte_level_table()
@@ -529,13 +523,13 @@ def check_length(path: Path, tokenizer: Any, *, text: str, growth: float) -> Non
 def _list_steps(part: Any) -> Iterator[dict[str, Any]]:
     """Yield the steps of a part of the file, those of a sequence one by one.
 
-    part: the normalizer, pre-tokenizer or post-processor as JSON; None: the file has none.
+    part: the normalizer, pre-tokenizer, post-processor or decoder as JSON; None: the file has none.
     """
     if not isinstance(part, dict):
         return
     sequences = [
         part[name]
-        for name in ("normalizers", "pretokenizers", "processors")
+        for name in ("normalizers", "pretokenizers", "processors", "decoders")
         if isinstance(part.get(name), list)
     ]
     if not sequences:

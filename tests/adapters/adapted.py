@@ -1,6 +1,6 @@
 """Build small decoders with adapters as a recipe builds them, for the tests.
 
-The adapters' B is not zero, as it is in training's first step: every parameter then has an effect
+Unlike in training's first step the adapters' B is not zero, so that every parameter has an effect
 and a gradient.
 """
 
@@ -22,13 +22,14 @@ from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import World, materialize, shard_model, start_world
 from tests.parallel.small_models import ROWS, make_small_batch
 
+# Values of `lora.target_modules`.
 LINEARS = ["q", "k", "v", "o", "gate", "up", "down"]
 EVERYWHERE = [*LINEARS, "embedding", "head"]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The levers of a model with adapters."""
+    """The sections of a config that decide how a model with adapters is built."""
 
     lora: LoraConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -43,7 +44,7 @@ def build_adapted(
 ) -> Iterator[tuple[Decoder, World]]:
     """Enter this rank's world with the model in it; yield both.
 
-    Adapters are those of init_adapters plus normal random numbers times `moved`.
+    Adapters are initialized as in a run; then normal random numbers times `moved` are added.
     """
     cfg = LoraFinetuneConfig(
         device="cpu", lora=setting.lora, parallel=setting.parallel, memory=setting.memory
@@ -54,7 +55,7 @@ def build_adapted(
         apply_activation_checkpointing(model, setting.memory.activation_checkpointing)
         if setting.compiler:
             compile_layers(model, setting.compiler)
-        shard_model(model, setting.parallel, setting.memory, world)
+        shard_model(model, parallel=setting.parallel, memory=setting.memory, world=world)
         materialize(model, setting.memory, world.device)
         init_weights(model, 3, spec)
         init_adapters(model, 7)
@@ -81,9 +82,10 @@ def move_adapters(model: Decoder, size: float) -> None:
 
 
 def compute_mean_loss(model: Decoder, world: World, part: int = 0, parts: int = 1) -> Tensor:
-    """Return the loss of this rank's rows of the small batch over the label tokens of all rows.
+    """Return this rank's part of the small batch's mean loss.
 
-    Summed over ranks, and over `part` of `parts` equal parts of a rank's rows, this is the mean.
+    It is the summed loss of the rank's sequences, divided by the number of all label tokens. With
+    `parts` micro-batches it is that of micro-batch `part` (from 0).
     """
     tokens, labels = make_small_batch()
     num_rows = ROWS // (world.size * parts)

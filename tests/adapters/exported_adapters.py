@@ -1,4 +1,4 @@
-"""Write tiny bases of every family and adapters for them, and open these with PEFT.
+"""Write tiny base models of every family and adapters for them, and open the adapters with PEFT.
 
 `make_base` and `write_adapter` write; `open_with_peft` asserts that PEFT finds every tensor.
 """
@@ -25,9 +25,9 @@ from tests.models.reference import build_reference_model
 from tests.recipes.external_kinds import KINDS as RUN_KINDS
 from tests.recipes.external_kinds import build_settings
 
-# Base -> (case of tests/models/reference.py, what differs in its config); our decoder loads them.
-# The case llama3.1 ties its embedding and head. Of qwen3-moe the second layer is dense unless
-# `mlp_only_layers` is empty, and qwen3-moe-unnormalized has experts in every second layer.
+# Base -> (case of tests/models/reference.py, keys that differ in its config); our decoder loads
+# these. The case llama3.1 ties its embedding and head. Of qwen3-moe the second layer is dense
+# unless `mlp_only_layers` is empty, and qwen3-moe-unnormalized has experts in every second layer.
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama3", {}),
     "llama, tied": ("llama3.1", {}),
@@ -46,24 +46,26 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe, one dense layer": ("qwen3-moe", {}),
     "qwen3_moe, every second layer dense": ("qwen3-moe-unnormalized", {}),
 }
+# Arguments that both of MIXED share.
 _MIXTURE: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
     "head_dim": 8,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
     "num_experts_per_tok": 2,
 }  # fmt: skip
-# model_type -> its config: mixtures of transformers with dense layers or shared experts among the
-# experts.
+# model_type -> arguments of its config: mixtures of experts with dense layers or shared experts,
+# which run by transformers' own code.
 MIXED: dict[str, dict[str, Any]] = {
     "llama4_text": _MIXTURE
     | {"num_local_experts": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
        "layer_types": ["chunked_attention", "full_attention"]},
     "granitemoeshared": _MIXTURE | {"num_local_experts": 4, "shared_intermediate_size": 16},
 }  # fmt: skip
-# The config with a vision model, of which AutoModelForCausalLM makes
-# Gemma3ForConditionalGeneration; our decoder loads its language model.
+# A base with a vision model: AutoModelForCausalLM makes Gemma3ForConditionalGeneration of it, and
+# our decoder loads its language model.
 MULTIMODAL = "gemma3, multimodal"
-# Base -> arguments of its config: models that run by transformers' own code.
+# Base -> arguments of its config: models that run by transformers' own code. Its name is the
+# model_type and " of transformers".
 TRANSFORMERS = {f"{kind} of transformers": config for kind, config in MIXED.items()}
 TRANSFORMERS |= {f"{kind} of transformers": config for kind, config in TENSOR_TEST_CONFIGS.items()}
 TRANSFORMERS |= {
@@ -75,7 +77,10 @@ TRAINED_SIZE = 0.05  # standard deviation of the noise that stands for an adapte
 
 
 def make_base(base: str, folder: Path) -> Path:
-    """Save a tiny random model of NATIVE, TRANSFORMERS or MULTIMODAL in a folder; return that."""
+    """Save a tiny random model in a folder; return the folder.
+
+    base: of NATIVE or TRANSFORMERS, or MULTIMODAL.
+    """
     if base in NATIVE:
         case, changes = NATIVE[base]
         build_reference_model(case, **changes).save_pretrained(folder)
@@ -95,7 +100,7 @@ def make_base(base: str, folder: Path) -> Path:
 
 
 def read_base_spec(base: str, folder: Path) -> Any:
-    """Return the spec by which our library reads a base's folder."""
+    """Return the spec (the architecture's sizes) by which our library reads a base's folder."""
     implementation = "transformers" if base in TRANSFORMERS else "native"
     return read_trained_spec(read_config(folder), str(folder), implementation)
 
@@ -103,7 +108,7 @@ def read_base_spec(base: str, folder: Path) -> Any:
 def write_adapter(base: str, folder: Path, cfg: LoraConfig, out: Path) -> Path:
     """Write an adapter `out`/adapter as a run does, and the merged model `out`/model; return `out`.
 
-    Random numbers stand for its training.
+    folder: of the base. Random numbers stand for the adapter's training.
     """
     spec = read_base_spec(base, folder)
     model = load_model(spec, folder, dtype=torch.float32, device=torch.device("cpu"), lora=cfg)
@@ -123,8 +128,8 @@ def write_adapter(base: str, folder: Path, cfg: LoraConfig, out: Path) -> Path:
     )
     merge_adapter(
         folder,
-        out / "adapter",
-        out / "model",
+        adapter_folder=out / "adapter",
+        out=out / "model",
         quantize="none",
         implementation="transformers" if base in TRANSFORMERS else "native",
         dtype=torch.float32,
@@ -149,7 +154,7 @@ def open_with_peft(folder: Path, adapter: Path) -> Any:
         assert not any(word in text for word in ("keys", "matched", "ignored")), text
     with safe_open(str(adapter / "adapter_model.safetensors"), framework="pt") as file:
         names = set(file.keys())
-    # Without base weights of embeddings, which PEFT would add to those of the adapter.
+    # Without the base's embeddings, which PEFT would save with the adapter.
     opened = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     assert opened == names, (sorted(opened - names)[:3], sorted(names - opened)[:3])
     return model
@@ -157,7 +162,7 @@ def open_with_peft(folder: Path, adapter: Path) -> Any:
 
 @torch.no_grad()
 def compute_logits(model: Any) -> Tensor:
-    """Return the logits of a fixed prompt, fp64 `[2, 24, vocabulary]`."""
+    """Return the logits of fixed tokens, fp64 `[2, 24, vocabulary]`."""
     vocabulary = model.config.get_text_config().vocab_size
     tokens = torch.randint(0, vocabulary, (2, 24), generator=torch.Generator().manual_seed(2))
     return model(input_ids=tokens, use_cache=False).logits.double()

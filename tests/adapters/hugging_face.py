@@ -17,7 +17,7 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, build_spec, read_config
 from tests.adapters.adapted import EVERYWHERE, move_adapters
 
-# Kinds of adapters that PEFT and we must agree on: arguments of `build_config`.
+# Kind of adapter, on which PEFT and we must agree -> arguments of `build_config`.
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q", "v"]},
     "rslora": {"rslora": True, "rank": 3, "alpha": 5.0},
@@ -29,11 +29,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def build_config(**changes: Any) -> LoraConfig:
-    """Return a config of rank 4 with changes."""
+    """Return an adapter's config of rank 4 with changes."""
     return LoraConfig(**({"rank": 4, "alpha": 8.0} | changes))
 
 
-MOVED = 0.05  # size of the random numbers that stand for an adapter's training
+MOVED = 0.05  # standard deviation of the random numbers that stand for an adapter's training
+# Family -> keys of config.json beside SHAPE.
 TINY: dict[str, dict[str, Any]] = {
     "llama": {
         "architectures": ["LlamaForCausalLM"],
@@ -49,6 +50,7 @@ TINY: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
 }
+# Keys of config.json that the families share.
 SHAPE = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -85,14 +87,17 @@ def write_tiny_folder(folder: Path, family: str, **changes: Any) -> Path:
 
 
 def read_folder_spec(folder: Path) -> DecoderSpec:
-    """Return the spec of a model folder."""
+    """Return the spec (the architecture's sizes) of a model folder."""
     return build_spec(read_config(folder), str(folder))
 
 
 def load_ours(
     folder: Path, cfg: LoraConfig, dtype: torch.dtype = torch.float32, moved: float = MOVED
 ) -> Decoder:
-    """Return our model with the folder's weights and adapters moved as if trained a little."""
+    """Return our model with the folder's weights, and adapters as if trained a little.
+
+    moved: standard deviation of what is added to the adapters; 0 leaves them as initialized.
+    """
     spec = read_folder_spec(folder)
     model = build_meta(spec, dtype)
     add_adapters(model, cfg, dtype)
@@ -138,7 +143,10 @@ def load_with_peft(folder: Path, adapter: Path) -> Any:
 
 
 def save_with_peft(folder: Path, adapter: Path, **settings: Any) -> Any:
-    """Let PEFT build and save an adapter with random weights; return PEFT's model."""
+    """Let PEFT build an adapter with random weights and save it to `adapter`; return PEFT's model.
+
+    folder: of the base. settings: of PEFT's LoraConfig.
+    """
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
@@ -158,7 +166,10 @@ def save_with_peft(folder: Path, adapter: Path, **settings: Any) -> Any:
 
 @torch.no_grad()
 def compute_difference(model: Decoder, reference: Any) -> float:
-    """Return the largest difference of two models' logits, relative to the largest logit."""
+    """Return the largest difference of two models' logits, relative to the largest logit.
+
+    reference: a model of ours or of transformers.
+    """
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, model.spec.vocab_size, (2, 24), generator=generator)
     expected = compute_logits(reference, tokens).double()

@@ -1,7 +1,7 @@
 """Let PEFT write adapters for tiny bases and compute with them: the reference for `tune export`.
 
-`make_base` and `train_with_peft` write a base and an adapter, `ask_peft` gives logits and merged
-tensors, `merge` and `read_merged` those of our export.
+`make_base` and `train_with_peft` write a base model and an adapter. `ask_peft` gives the logits and
+merged tensors of PEFT, `merge` and `read_merged` those of our export.
 """
 
 import copy
@@ -20,7 +20,7 @@ from tests.adapters.hugging_face import SHAPE, write_tiny_folder
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
-# family -> what its tiny base has besides SHAPE
+# Family -> keys of its tiny base's config.json, beside those that `write_tiny_folder` sets.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
@@ -34,7 +34,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make_tokens(vocabulary: int | None = None) -> Tensor:
-    """Return tokens int64 `[2, 24]` of the vocabulary, its last ids among them."""
+    """Return tokens int64 `[2, 24]`, the last ids of the vocabulary among them.
+
+    vocabulary: its size; None for the bases' own.
+    """
     vocab_size = vocabulary or SHAPE["vocab_size"]
     tokens = torch.randint(0, vocab_size, (2, 24), generator=torch.Generator().manual_seed(2))
     tokens[0, :3] = torch.tensor([3, vocab_size - 1, vocab_size - 3])
@@ -43,12 +46,16 @@ def make_tokens(vocabulary: int | None = None) -> Tensor:
 
 def make_base(folder: Path, family: str, **changes: Any) -> Path:
     """Write a tiny base of a family, without tokenizer; return its folder."""
+    # FAMILIES replaces the keys of "llama" that make a family.
     tiny_family = family if family in ("llama", "phi3") else "llama"
     return write_tiny_folder(folder, tiny_family, **(FAMILIES[family] | changes))
 
 
 def load_base(folder: Path, vocabulary: int | None = None) -> Any:
-    """Return transformers' model of the base, its vocabulary resized as users do before PEFT."""
+    """Return transformers' model of the base.
+
+    vocabulary: size to resize its embeddings to, as users do before PEFT; None leaves them.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -61,7 +68,7 @@ def load_base(folder: Path, vocabulary: int | None = None) -> Any:
 def train_with_peft(base: Path, out: Path, vocabulary: int | None = None, **settings: Any) -> Path:
     """Let PEFT save an adapter with random numbers in all that it would train; return its folder.
 
-    settings: of PEFT's LoraConfig.
+    vocabulary: of `load_base`. settings: of PEFT's LoraConfig.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -87,19 +94,20 @@ def train_with_peft(base: Path, out: Path, vocabulary: int | None = None, **sett
 def ask_peft(
     base: Path, adapter: Path, vocabulary: int | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the logits of PEFT's model with the adapter, and the tensors that it merges."""
+    """Return (logits of PEFT's model with the adapter, tensors of the model that PEFT merges)."""
     from peft import PeftModel
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = PeftModel.from_pretrained(load_base(base, vocabulary), str(adapter)).eval()
         logits = model(make_tokens(vocabulary)).logits
+        # Merging changes the model in place.
         return logits, copy.deepcopy(model).merge_and_unload().state_dict()
 
 
 @torch.no_grad()
 def read_merged(folder: Path) -> tuple[Tensor, dict[str, Tensor], Any]:
-    """Return the logits, tensors and config of a merged folder, as transformers loads it.
+    """Return (logits, tensors, config) of a merged folder, as transformers loads it.
 
     A missing or unused weight is an error.
     """

@@ -20,7 +20,7 @@ from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta, init_weights
 from tests.memory.live_bytes import LiveBytes
 from tests.parallel.small_models import build_small_spec
-from tests.torchao_oracle import build_nf4_tensor
+from tests.torchao_oracle import get_nf4_class
 
 DTYPES = [torch.float32, torch.bfloat16]
 # [out, in]: 64 numbers in all; blocks that end within rows; 172 and 1089 blocks, which 256 does not
@@ -53,7 +53,7 @@ def assert_same_as_torchao(weight: Tensor) -> None:
     scaler_block = 256
     while (weight.numel() // nf4.BLOCK) % scaler_block:
         scaler_block //= 2
-    theirs = build_nf4_tensor().from_tensor(weight, nf4.BLOCK, scaler_block)
+    theirs = get_nf4_class().from_tensor(weight, nf4.BLOCK, scaler_block)
     module = quantized(weight, "nf4")
     assert torch.equal(module.weight_codes.view(torch.uint8).flatten(), theirs.quantized_data)
     assert module.weight_scales is not None
@@ -83,7 +83,7 @@ def test_every_bf16_and_the_fp32_around_borders_get_torchaos_level() -> None:
     around = (middles.view(torch.int32).unsqueeze(1) + steps).view(torch.float32).flatten()
     for values in (every, around):
         levels = torch.tensor(nf4.LEVELS, dtype=values.dtype)
-        expected = build_nf4_tensor().quantize_tensor_nearest(values, levels)
+        expected = get_nf4_class().quantize_tensor_nearest(values, levels)
         pairs = torch.stack(
             [values, torch.ones_like(values)], dim=1
         )  # with a 1 every number is its own share
@@ -214,7 +214,7 @@ def test_backward_keeps_codes_and_nothing_else(kind: str) -> None:
     ):
         with LiveBytes() as live:
             product = module(hidden)
-        assert live.now() == product.nbytes
+        assert live.count_bytes() == product.nbytes
     own = {parameter.data_ptr() for parameter in module.parameters()}
     assert kept and {tensor.data_ptr() for tensor in kept} == own
     product.sum().backward()

@@ -1,4 +1,4 @@
-"""A folder in memory for the tests that save hundreds of times: flushing a disk takes too long."""
+"""Provide a folder in memory for tests that save hundreds of times: to flush a disk takes long."""
 
 import os
 import tempfile
@@ -19,5 +19,5 @@ def memory_root() -> Iterator[Path]:
 
 @pytest.fixture
 def memory_path(memory_root: Path) -> Path:
-    """Return an empty folder in it."""
+    """Return an empty folder in the one of `memory_root`."""
     return Path(tempfile.mkdtemp(dir=memory_root))

@@ -1,6 +1,6 @@
 """Write quantized checkpoints with torchao's and transformers' quantizers, and their plain twins.
 
-A twin has the weights that transformers dequantizes; our model must load both alike.
+A twin has the weights that transformers dequantizes; our model has to load both alike.
 """
 
 import json
@@ -20,6 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.models.reference import build_reference_model
 from tests.torchao_oracle import compute_mxfp4_codes
 
+# Sizes that MXFP4's blocks of 32 divide.
 WIDE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -27,13 +28,13 @@ WIDE: dict[str, Any] = {
     "num_hidden_layers": 2,
 }
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-Tensors = dict[str, Tensor]
+Tensors = dict[str, Tensor]  # by name in the file
 
 
 def build_fp8_section(block: tuple[int, int] = (128, 128), **more: Any) -> dict[str, Any]:
     """Return the section quantization_config of FP8 with a scale for each block.
 
-    more: further keys.
+    block: (rows, columns). more: further keys.
     """
     section = {
         "quant_method": "fp8",
@@ -45,7 +46,7 @@ def build_fp8_section(block: tuple[int, int] = (128, 128), **more: Any) -> dict[
 
 
 def write_mxfp4_folder(folder: Path) -> Path:
-    """Write a gpt-oss whose experts torchao has quantized; everything else is in bf16."""
+    """Write a gpt-oss whose experts torchao has quantized, all else in bf16; return its folder."""
     build_reference_model("gpt-oss", dtype=torch.bfloat16, **WIDE).save_pretrained(folder)
 
     def quantize(tensors: Tensors) -> Tensors:
@@ -54,12 +55,13 @@ def write_mxfp4_folder(folder: Path) -> Path:
             if not name.endswith(("gate_up_proj", "down_proj")):
                 quantized[name] = value
                 continue
+            # The model has experts `[E, i, o]`, codes are of `[E, o, i]`.
             experts = [compute_mxfp4_codes(matrix) for matrix in value.transpose(1, 2)]
             quantized[f"{name}_blocks"] = torch.stack([codes for codes, _ in experts])
             quantized[f"{name}_scales"] = torch.stack([scales for _, scales in experts])
         return quantized
 
-    return rewrite(folder, quantize, MXFP4)
+    return rewrite_folder(folder, quantize, MXFP4)
 
 
 def write_fp8_folder(
@@ -72,15 +74,16 @@ def write_fp8_folder(
     fused: bool = False,
     **changes: Any,
 ) -> Path:
-    """Write a model whose matrices transformers has quantized.
+    """Write a model whose matrices transformers has quantized to FP8; return the folder.
 
-    left: parts of the names of matrices that are not quantized. fused: with the names and fused
-    matrices of transformers 5. changes: of the case's config.
+    case: of tests/models/reference.py. block: (rows, columns) that share a scale. scales: their
+    dtype. left: parts of the names of matrices that are not quantized. fused: with the names and
+    fused matrices of transformers 5. changes: of the case's config.
     """
     model = build_reference_model(case, dtype=torch.bfloat16, **WIDE | changes)
     model.save_pretrained(folder, save_original_format=not fused)
     kind = "ue8m0" if scales == torch.float8_e8m0fnu else "float"
-    quantizer = Fp8Quantize(_write_with_config(block, kind))
+    quantizer = Fp8Quantize(_build_quantizer_stub(block, kind))
 
     def quantize(tensors: Tensors) -> Tensors:
         quantized: Tensors = {}
@@ -98,11 +101,14 @@ def write_fp8_folder(
         return quantized
 
     section = build_fp8_section(block, modules_to_not_convert=["lm_head", *left], scale_fmt=kind)
-    return rewrite(folder, quantize, section)
+    return rewrite_folder(folder, quantize, section)
 
 
 def write_twin(folder: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write a copy of the folder with plain weights, as transformers dequantizes its codes."""
+    """Write a copy of the folder with plain weights, as transformers dequantizes its codes.
+
+    Returns `out`.
+    """
     section = json.loads((folder / "config.json").read_text())["quantization_config"]
 
     def dequantize(tensors: Tensors) -> Tensors:
@@ -114,16 +120,20 @@ def write_twin(folder: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> 
                 plain[weight_name] = convert_moe_packed_tensors(value, scales, dtype=dtype)
             elif f"{name}_scale_inv" in tensors:
                 scales = tensors[f"{name}_scale_inv"]
-                plain[name] = decode_fp8(value, scales, section["weight_block_size"], dtype)
+                block = section["weight_block_size"]
+                plain[name] = decode_fp8(value, scales, block=block, dtype=dtype)
             elif not name.endswith(("_scales", "_scale_inv")):
                 plain[name] = value.to(dtype)
         return plain
 
-    return rewrite(copy(folder, out), dequantize, None)
+    return rewrite_folder(copy_folder(folder, out), dequantize, None)
 
 
 def decode_fp8(codes: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> Tensor:
-    """Return the weights that transformers dequantizes from FP8 codes."""
+    """Return the weights that transformers dequantizes from FP8 codes `[..., o, i]`.
+
+    scales: one for each block. block: (rows, columns).
+    """
     rows, columns = codes.shape[-2:]
     # transformers dequantizes full blocks only; torch pads no float8.
     bits = F.pad(codes.view(torch.uint8), (0, -columns % block[1], 0, -rows % block[0]))
@@ -131,25 +141,28 @@ def decode_fp8(codes: Tensor, scales: Tensor, block: list[int], dtype: torch.dty
     return weights[..., :rows, :columns]
 
 
-def _write_with_config(block: tuple[int, int], kind: str) -> SimpleNamespace:
-    """Return what stands for transformers' quantizer, of which only the config is read."""
+def _build_quantizer_stub(block: tuple[int, int], kind: str) -> SimpleNamespace:
+    """Return an object that stands for transformers' quantizer, of which only the config is read.
+
+    kind: of the scales, "float" or "ue8m0" (powers of two).
+    """
     return SimpleNamespace(
         quantization_config=FineGrainedFP8Config(weight_block_size=block, scale_fmt=kind)
     )
 
 
-def copy(folder: Path, out: Path) -> Path:
-    """Copy a folder's config.json and tensors into a new folder; return it."""
+def copy_folder(folder: Path, out: Path) -> Path:
+    """Copy a folder's config.json and tensors into the new folder `out`; return it."""
     out.mkdir()
     for name in ("config.json", "model.safetensors"):
         (out / name).write_bytes((folder / name).read_bytes())
     return out
 
 
-def rewrite(folder: Path, change: Callable[[Tensors], Tensors], section: Any) -> Path:
+def rewrite_folder(folder: Path, change: Callable[[Tensors], Tensors], section: Any) -> Path:
     """Change a folder's tensors, and quantization_config of its config.json; return the folder.
 
-    section: None removes it.
+    change: returns the new tensors. section: the new quantization_config; None removes it.
     """
     tensors = change(load_file(folder / "model.safetensors"))
     contiguous = {name: value.contiguous() for name, value in tensors.items()}

@@ -1,18 +1,22 @@
-"""Spell config.json with the keys of transformers 4 alone, or with those of transformers 5."""
+"""Spell config.json with the keys of transformers 4 alone, or with those of transformers 5.
+
+Tests read both spellings, made by `build_older_config` and `remove_keys`, as the same model.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from tests.models.reference import CASES, SMALL
 
-# Keys that the other release calls otherwise; in the parts of a config too.
+# Keys of transformers 5, and of transformers 4, that the other release spells otherwise. They stand
+# in the parts of a config (`text_config`) too.
 NEWER = {"dtype", "rope_parameters", "num_local_experts"}
 OLDER = {
     "torch_dtype", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_emb_base",
     "rotary_pct", "global_rope_theta", "local_rope_theta", "num_experts",
 }  # fmt: skip
 _ONE_NAME = ("mixtral", "gpt_oss", "olmoe")  # families whose number of experts has kept its key
-# Cases of which the reference gives the newer names, as transformers 4.57.6 writes them.
+# Case whose reference has the newer keys -> its keys as transformers 4.57.6 writes them.
 _BY_HAND: dict[str, dict[str, Any]] = {
     "gemma3": {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": None},
     "mixtral": {"rope_theta": 1000000.0},
@@ -34,8 +38,11 @@ for _case in ("phi3.5-long", "phi3.5-short"):
     del _BY_HAND[_case]["rope_scaling"]["rope_type"]
 
 
-def write_older(case: str, written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a case's config.json as transformers 4 writes it. written: by transformers 5."""
+def build_older_config(case: str, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a case's config.json as transformers 4 writes it.
+
+    case: of tests/models/reference.py. written: its config.json as transformers 5 has written it.
+    """
     options = CASES[case][1]
     shared = {
         key: value for key, value in written.items() if key not in NEWER or is_shared(written, key)
@@ -45,15 +52,15 @@ def write_older(case: str, written: Mapping[str, Any]) -> dict[str, Any]:
     return shared | older | {"torch_dtype": "float32"}
 
 
-def leave_out(config: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """Return a config.json and its parts without the keys `names` of one release."""
+def remove_keys(config: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """Return a config.json without the keys `names` of one release, in its parts too."""
     remaining = {}
     for key, value in config.items():
         if key not in names or is_shared(config, key):
-            remaining[key] = leave_out(value, names) if key.endswith("_config") else value
+            remaining[key] = remove_keys(value, names) if key.endswith("_config") else value
     return remaining
 
 
 def is_shared(config: Mapping[str, Any], key: str) -> bool:
-    """Return True if both releases have this key in this family."""
+    """Return True if both releases have this key in the config's family."""
     return "experts" in key and config.get("model_type") in _ONE_NAME

@@ -1,6 +1,7 @@
 """Build models that are divided over ranks as recipes divide them, and hash what all ranks have.
 
-A test saves in one of WORLDS, loads in another, and compares `hash_trained`.
+A test saves in one of WORLDS, loads in another, and compares `hash_trained`. A stage is the
+consecutive layers that a rank of a pipeline runs.
 """
 
 import hashlib
@@ -46,7 +47,7 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# name -> (ranks, section `parallel`). Layers beyond four belong to the last stage.
+# Name -> (ranks, section `parallel`). A model with other layers than four has another last stage.
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "stages": (2, {"pipeline": 2, "pipeline_layers_per_stage": [3, 1]}),
@@ -61,8 +62,8 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def build_spec_of(config: dict[str, Any], **changes: Any) -> DecoderSpec:
-    """Return the spec of a config with changes, with large random weights."""
+def build_changed_spec(config: dict[str, Any], **changes: Any) -> DecoderSpec:
+    """Return the spec of a config.json with changes, with large random weights."""
     return replace(build_spec(config | changes, "staged"), init_std=0.2)
 
 
@@ -74,7 +75,7 @@ def build_world(name: str) -> Iterator[tuple[FullFinetuneConfig, World]]:
         yield cfg, world
 
 
-def build(
+def build_staged(
     cfg: FullFinetuneConfig,
     world: World,
     spec: DecoderSpec,
@@ -83,6 +84,7 @@ def build(
 ) -> Decoder:
     """Return this rank's part of a model in fp32.
 
+    cfg, world: of `build_world`. lora: None for a model without adapters.
     seed: of the weights; None fills trained ones with NaN, so that a test sees what is not loaded.
     """
     parallel = replace(cfg.parallel)
@@ -115,7 +117,7 @@ def load_staged(
 ) -> Iterator[tuple[Decoder, World]]:
     """Enter one of WORLDS with a model in it; yield both."""
     with build_world(name) as (cfg, world):
-        yield build(cfg, world, spec, lora), world
+        yield build_staged(cfg, world, spec, lora=lora), world
 
 
 def build_optimizer(model: Decoder) -> torch.optim.Optimizer:
@@ -125,10 +127,10 @@ def build_optimizer(model: Decoder) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.05, betas=(0.8, 0.9), weight_decay=0.1, foreach=False)
 
 
-def step(model: Decoder, optimizer: torch.optim.Optimizer, number: int) -> None:
+def take_random_step(model: Decoder, optimizer: torch.optim.Optimizer, number: int) -> None:
     """Do an optimizer step with random gradients, the same on any number of ranks.
 
-    They follow from a parameter's name and the step's number alone.
+    The gradients follow from a parameter's name and the step's number alone.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -147,12 +149,12 @@ def _fill_normal(values: torch.Tensor, generator: torch.Generator) -> torch.Tens
 def hash_trained(
     model: Decoder, optimizer: torch.optim.Optimizer | None, world: RankGroup
 ) -> dict[str, str]:
-    """Return the SHA-256 of every full trained parameter and state of all ranks, by name.
+    """Return the SHA-256 of every full trained parameter and state of all ranks, by `STATE/NAME`.
 
-    Rows are in the order of the checkpoint's file. A collective. Raises AssertionError where two
-    ranks have different values of one tensor.
+    STATE is empty for the parameter itself. Rows are hashed in the order of the checkpoint's file.
+    A collective. Raises AssertionError where two ranks have different values of one tensor.
     """
-    hashes: dict[str, str] = {}  # of this rank's stages
+    hashes: dict[str, str] = {}  # of the parameters of this rank's stages
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -173,5 +175,5 @@ def hash_trained(
 
 
 def read_tensors(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of a folder's safetensors files, by name."""
+    """Return the content of each of a folder's safetensors files, by name."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}

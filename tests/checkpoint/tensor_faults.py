@@ -26,20 +26,20 @@ from recipe_lib.models.meta_init import allocate
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 Tensors = dict[str, Tensor]
-_TOKENS = torch.arange(3, 17).view(2, 7)
+_TOKENS = torch.arange(3, 17).view(2, 7)  # that logits are compared on
 
 
 @dataclass
 class Fault:
-    """What is changed in a folder."""
+    """The changes that a folder gets."""
 
-    # Changes the tensors and the config in place.
+    # Changes the tensors (by name) and config.json in place.
     change: Callable[[Tensors, dict[str, Any]], None] = lambda tensors, config: None
-    names: tuple[str, ...] = ()  # one of which a refusal or a line of the log has to have
-    files: tuple[str, ...] = ()  # names of further copies of the weights
-    # Returns the tensors of each file, in place of one file.
+    names: tuple[str, ...] = ()  # tensors or files: a refusal or the log has to name one of them
+    files: tuple[str, ...] = ()  # names of further files, copies of the weights without the change
+    # Returns the tensors of each file by its name, for a folder with an index; None: one file.
     shards: Callable[[Tensors], dict[str, Tensors]] | None = None
-    # Changes the index (file by tensor) in place.
+    # Changes the index (the file of each tensor, by its name) in place.
     index: Callable[[dict[str, str]], None] = lambda names: None
 
 
@@ -47,13 +47,13 @@ class Fault:
 class Outcome:
     """How loading a folder ended."""
 
-    refused: tuple[str, ...] = ()  # lines of the refusal
-    logits: Tensor | None = None  # None if it was refused
+    refused: tuple[str, ...] = ()  # lines of the refusal; empty if it was loaded
+    logits: Tensor | None = None  # of _TOKENS; None if it was refused
     said: list[str] = field(default_factory=list)  # lines of the log
 
 
 def make_folder(source: Path, fault: Fault, folder: Path) -> None:
-    """Copy a model folder of one file and put the fault in."""
+    """Copy the model folder `source`, which has one file of weights, and put the fault in."""
     shutil.copytree(source, folder)
     tensors = load_file(folder / SINGLE)
     config = json.loads((folder / "config.json").read_text())
@@ -76,7 +76,10 @@ def make_folder(source: Path, fault: Fault, folder: Path) -> None:
 
 @torch.no_grad()
 def load(folder: Path, implementation: str = "native") -> Outcome:
-    """Load a folder as a run and `tune generate` do."""
+    """Load a folder as a run and `tune generate` do, and compute logits.
+
+    implementation: "native" for our decoder, "transformers" for its own code.
+    """
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -101,7 +104,7 @@ def load(folder: Path, implementation: str = "native") -> Outcome:
 
 @torch.no_grad()
 def load_theirs(folder: Path) -> Tensor:
-    """Return the logits of what transformers loads.
+    """Return the logits of the model that transformers loads.
 
     Weights that it does not find are random, so that the logits differ from ours.
     """
@@ -113,12 +116,13 @@ def load_theirs(folder: Path) -> Tensor:
 
 
 def explain_unaccounted(folder: Path, fault: Fault, implementation: str = "native") -> str | None:
-    """Return why a user cannot rely on the outcome; None if all is accounted for."""
+    """Return why a user cannot rely on the outcome; None if all tensors are accounted for."""
     outcome = load(folder, implementation)
     if outcome.refused:
         text = "\n".join(outcome.refused)
         if not any(name in text for name in fault.names):
             return f"refused without a name of {fault.names}: {text}"
+        # By convention an error is `problem; remedy`.
         if not all("; " in line for line in outcome.refused):
             return f"refused without a remedy: {text}"
         return None
@@ -140,7 +144,7 @@ def explain_unaccounted(folder: Path, fault: Fault, implementation: str = "nativ
 
 
 def _is_used(outcome: Outcome, folder: Path, fault: Fault, implementation: str) -> bool:
-    """Return True if the model uses the fault's tensors: other values in them give other logits."""
+    """Return True if other values in the fault's tensors give other logits than `outcome` has."""
     files = [path for path in folder.glob("model*.safetensors") if path.name not in fault.files]
     for path in files:
         tensors = load_file(path)

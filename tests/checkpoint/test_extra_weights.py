@@ -18,7 +18,7 @@ from recipe_lib.models import Decoder, build_meta
 from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.parallel import World
 from tests.checkpoint import staged
-from tests.checkpoint.staged import CONFIG, WORLDS, build, build_spec_of, build_world
+from tests.checkpoint.staged import CONFIG, WORLDS, build_changed_spec, build_staged, build_world
 from tests.checkpoint.tiny import gather_full
 from tests.distributed.ranks import run_ranks
 
@@ -56,7 +56,7 @@ def in_and_out(root: Path, name: str) -> dict[str, torch.Tensor]:
     read, whole.
     """
     with build_world(name) as (cfg, world):
-        model = build(cfg, world, build_spec_of(CONFIG), seed=None)
+        model = build_staged(cfg, world, build_changed_spec(CONFIG), seed=None)
         if name == "one":
             load_weights(model, model.spec, root / "plain", 5)
             for at, tensor in enumerate(find_extra_tensors(model).values()):
@@ -74,7 +74,12 @@ def test_round_trip(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     with build_world("one") as (cfg, world):
-        export(build(cfg, world, build_spec_of(CONFIG)), memory_path / "plain", world, save=False)
+        export(
+            build_staged(cfg, world, build_changed_spec(CONFIG)),
+            memory_path / "plain",
+            world,
+            save=False,
+        )
     request.getfixturevalue("added")
     expected = in_and_out(memory_path, "one")
     kinds = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
@@ -83,7 +88,7 @@ def test_round_trip(
     }
     assert expected.keys() == names
     assert expected["model.layers.0.extra.num_batches_tracked"].dtype == torch.int64
-    check_weights(build_spec_of(CONFIG), memory_path / "one")  # before there is a model
+    check_weights(build_changed_spec(CONFIG), memory_path / "one")  # before there is a model
     found = read_headers(memory_path / "one")
     assert {name for name, tensor in found.items() if tensor.extra} == names
     assert (memory_path / "one" / INDEX).is_file()
@@ -102,7 +107,7 @@ def test_round_trip(
 
 def test_faults(tmp_path: Path, added: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with build_world("one") as (cfg, world):
-        model = build(cfg, world, build_spec_of(CONFIG))
+        model = build_staged(cfg, world, build_changed_spec(CONFIG))
         line = (
             "found model.layers.0.extra.bias and 6 more, which the recipe added .*"
             " checkpoint.extra_parameters=save"
@@ -112,13 +117,13 @@ def test_faults(tmp_path: Path, added: None, monkeypatch: pytest.MonkeyPatch) ->
         assert not (tmp_path / "refused").exists()
         export(model, tmp_path / "one", world)
         monkeypatch.undo()
-        plain = build(cfg, world, build_spec_of(CONFIG))
+        plain = build_staged(cfg, world, build_changed_spec(CONFIG))
         with pytest.raises(
             CheckpointError,
             match="holds model.layers.0.extra.bias and 6 more, which a recipe added",
         ):
             load_weights(plain, plain.spec, tmp_path / "one")
-        other = build_meta(build_spec_of(CONFIG), torch.float32)
+        other = build_meta(build_changed_spec(CONFIG), torch.float32)
         other.model.layers[0].extra, other.model.layers[2].extra = (
             nn.BatchNorm1d(8),
             nn.Linear(8, 6),

@@ -28,7 +28,7 @@ from tests.checkpoint.tiny import (
     build_tiny_spec,
     build_tiny_world,
     compute_fingerprint,
-    list_tree,
+    read_tree,
     train,
 )
 
@@ -228,9 +228,9 @@ def test_a_naive_save_fails_the_same_test(
 ) -> None:
     """The negative control: the harness sees a writer that loses its only state."""
     naive_save(memory_path, 1)
-    good = [list_tree(memory_path)]
+    good = [read_tree(memory_path)]
     count = len(operations_of(lambda: naive_save(memory_path, 2), monkeypatch))
-    good.append(list_tree(memory_path))
+    good.append(read_tree(memory_path))
     lost = 0
     for number in range(count):
         naive_save(memory_path, 1)
@@ -240,7 +240,7 @@ def test_a_naive_save_fails_the_same_test(
             naive_save(memory_path, 2)
 
         assert in_child(save_and_end) == 9
-        lost += list_tree(memory_path) not in good
+        lost += read_tree(memory_path) not in good
     assert lost >= count // 2
 
 
@@ -262,10 +262,10 @@ def test_an_export_that_ends_at_every_operation(
     source.mkdir()
     write_record(source, OutputRecord())
     export(0, source)
-    whole = [list_tree(source / "model")]
+    whole = [read_tree(source / "model")]
     shutil.copytree(source, memory_path / "count")
     places = places_to_stop(operations_of(lambda: export(1, memory_path / "count"), monkeypatch))
-    whole.append(list_tree(memory_path / "count" / "model"))
+    whole.append(read_tree(memory_path / "count" / "model"))
     for number in places:
         root = memory_path / f"out{number}"
         shutil.copytree(source, root)
@@ -276,16 +276,16 @@ def test_an_export_that_ends_at_every_operation(
 
         assert in_child(export_and_end) == 9
         if at_once:
-            assert list_tree(root / "model") in whole, (
+            assert read_tree(root / "model") in whole, (
                 "neither the old model nor the new one is there"
             )
         else:
             models = [root / "model", *root.glob(".model.*.old")]
-            assert any(list_tree(model) in whole for model in models), (
+            assert any(read_tree(model) in whole for model in models), (
                 "neither the old model nor the new one is left"
             )
         export(1, root)
-        assert list_tree(root / "model") == whole[-1]
+        assert read_tree(root / "model") == whole[-1]
         assert sorted(path.name for path in root.iterdir()) == ["model", "written.json"]
         check_weights(SMALL, root / "model")
 

@@ -18,7 +18,7 @@ from recipe_lib.checkpoint.model_export import export_config
 from recipe_lib.cli import main
 from recipe_lib.external.inspection import spell_config
 from recipe_lib.models import build_spec
-from tests.checkpoint.spellings import NEWER, OLDER, leave_out, write_older
+from tests.checkpoint.spellings import NEWER, OLDER, build_older_config, remove_keys
 from tests.models.reference import CASES, SMALL
 from tests.recipes import labeled_runs
 from tests.recipes.labeled_runs import write_margins
@@ -29,7 +29,7 @@ from tests.recipes.runs import (
     ROOT,
     build_arguments,
     keep_latest,
-    probe,
+    make_probe_tokens,
     run_here,
 )
 from tests.selection import mark_slow_except
@@ -70,7 +70,7 @@ def test_either_name_means_what_was_trained(
     case: str, tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
     newer = newer_config(case, tmp_path)
-    older = write_older(case, newer)
+    older = build_older_config(case, newer)
     expected = read_by_transformers(newer | {"dtype": "bfloat16"})
     said.clear()  # what transformers says of the numbers themselves, once in a process
     for source in (newer, older, newer | older):
@@ -79,7 +79,7 @@ def test_either_name_means_what_was_trained(
         assert exported["dtype"] == exported["torch_dtype"] == "bfloat16"
         assert {"rope_parameters", "rope_theta", "rope_scaling"} <= exported.keys()
         for left_out in (set(), OLDER, NEWER):
-            config = leave_out(exported, left_out)
+            config = remove_keys(exported, left_out)
             assert build_spec(config, case) == spec
             read = read_by_transformers(config)
             differing = {
@@ -189,10 +189,10 @@ def test_every_kind_of_export_computes_the_same_by_either_name(kind: str, tmp_pa
         if kind == "reward"
         else transformers.AutoModelForCausalLM
     )
-    expected = opener.from_pretrained(folder).eval()(probe()).logits
+    expected = opener.from_pretrained(folder).eval()(make_probe_tokens()).logits
     for left_out in (NEWER, OLDER):
-        (folder / "config.json").write_text(json.dumps(leave_out(config, left_out)))
-        found = opener.from_pretrained(folder).eval()(probe()).logits
+        (folder / "config.json").write_text(json.dumps(remove_keys(config, left_out)))
+        found = opener.from_pretrained(folder).eval()(make_probe_tokens()).logits
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -232,7 +232,7 @@ def test_what_a_class_of_transformers_reads_stays_the_same(family: str) -> None:
     assert has_key(spelled, theta)
     expected = transformers.AutoConfig.for_model(**json.loads(json.dumps(config))).to_dict()
     for left_out in (set(), OLDER, NEWER):
-        read = transformers.AutoConfig.for_model(**leave_out(spelled, left_out)).to_dict()
+        read = transformers.AutoConfig.for_model(**remove_keys(spelled, left_out)).to_dict()
         assert not {
             key for key, value in expected.items() if read.get(key) != value and key not in OLDER
         }
@@ -285,7 +285,7 @@ def test_every_scaling_is_said_in_older_names_too(family: str, kind: str) -> Non
     said |= {key: spelled[key] for key in ("original_max_position_embeddings",) if key in spelled}
     assert {key: said.get(key) for key in SCALINGS[kind]} == SCALINGS[kind]
     for left_out in (OLDER, NEWER):
-        read = read_by_transformers(leave_out(spelled, left_out))
+        read = read_by_transformers(remove_keys(spelled, left_out))
         assert read["rope_parameters"] == config["rope_parameters"]
 
 

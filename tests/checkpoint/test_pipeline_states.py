@@ -23,15 +23,15 @@ from recipe_lib.parallel import World
 from tests.checkpoint.staged import (
     CONFIG,
     WORLDS,
-    build,
+    build_changed_spec,
     build_optimizer,
-    build_spec_of,
+    build_staged,
     build_world,
     hash_trained,
     load_staged,
-    step,
+    take_random_step,
 )
-from tests.checkpoint.tiny import list_tree
+from tests.checkpoint.tiny import read_tree
 from tests.distributed.ranks import run_ranks
 from tests.selection import mark_slow_except
 
@@ -96,12 +96,12 @@ CROSSINGS = [
 def save(root: Path, case: str, name: str, model: Decoder, world: World) -> list[dict[str, str]]:
     """Saves `root/NAME` after two steps; what was held then, and after a third one."""
     optimizer = build_optimizer(model)
-    step(model, optimizer, 0)
-    step(model, optimizer, 1)
+    take_random_step(model, optimizer, 0)
+    take_random_step(model, optimizer, 1)
     saved = hash_trained(model, optimizer, world)
     torch.manual_seed(100 + world.rank)
     save_state(root / name, 2, model, optimizer, {"step": 2}, world, keep=1)
-    step(model, optimizer, 2)
+    take_random_step(model, optimizer, 2)
     return [saved, hash_trained(model, optimizer, world)]
 
 
@@ -117,14 +117,14 @@ def load(root: Path, saved_by: str, model: Decoder, world: World) -> list[dict[s
         torch.manual_seed(100 + world.rank)
         assert torch.rand(()) == number
     loaded = hash_trained(model, optimizer, world)
-    step(model, optimizer, 2)
+    take_random_step(model, optimizer, 2)
     return [loaded, hash_trained(model, optimizer, world)]
 
 
 def save_alone(root: Path, case: str, name: str = "one") -> Path:
     """A state of one of WORLDS."""
     config, lora = CASES[case]
-    with load_staged(name, build_spec_of(config), lora) as (model, world):
+    with load_staged(name, build_changed_spec(config), lora) as (model, world):
         save(root, case, name, model, world)
     return root / name / "step_2"
 
@@ -140,10 +140,10 @@ def work_in(
     with build_world(name) as (cfg, world):
         if saves:
             found[f"{name} saves"] = save(
-                root, case, name, build(cfg, world, build_spec_of(config), lora), world
+                root, case, name, build_staged(cfg, world, build_changed_spec(config), lora), world
             )
         for other in saved_by:
-            model = build(cfg, world, build_spec_of(config), lora, seed=None)
+            model = build_staged(cfg, world, build_changed_spec(config), lora, seed=None)
             found[f"{other} to {name}"] = load(root, other, model, world)
     return found
 
@@ -214,13 +214,13 @@ def tensors(folder: Path) -> tuple[set[str], int]:
 
 @pytest.mark.slow
 def test_names_are_in_the_order_of_the_whole_model() -> None:
-    with load_staged("one", build_spec_of(CONFIG)) as (model, _):
+    with load_staged("one", build_changed_spec(CONFIG)) as (model, _):
         order = [name for name, _ in model.named_parameters()]
 
     def found(world_names: list[str]) -> list[list[str]]:
         orders = []
         for name in world_names:
-            with load_staged(name, build_spec_of(CONFIG)) as (model, world):
+            with load_staged(name, build_changed_spec(CONFIG)) as (model, world):
                 holders = find_holders(model, world)
                 assert holders.first["model.layers.0.mlp.up_proj.weight"] == 0
                 assert holders.is_ours("model.layers.0.mlp.up_proj.weight") == (holders.leader == 0)
@@ -242,7 +242,7 @@ def refusals(path: Path, world_name: str) -> list[str]:
         plain: bool = False,
         half: bool = False,
     ) -> None:
-        with load_staged(world_name, build_spec_of(config), lora) as (model, world):
+        with load_staged(world_name, build_changed_spec(config), lora) as (model, world):
             optimizer = (
                 torch.optim.SGD(model.parameters(), lr=0.1) if plain else build_optimizer(model)
             )
@@ -282,7 +282,7 @@ def test_a_changed_frozen_weight_of_another_stage_is_found(memory_path: Path) ->
     config, lora = CASES["adapters"]
 
     def work() -> list[Any]:
-        with load_staged("stages", build_spec_of(config), lora) as (model, world):
+        with load_staged("stages", build_changed_spec(config), lora) as (model, world):
             before = hash_frozen_parameters(model, world)
             if model.lm_head is not None:
                 with torch.no_grad():
@@ -299,7 +299,7 @@ def test_a_changed_frozen_weight_of_another_stage_is_found(memory_path: Path) ->
 def test_a_stage_that_cannot_write_stops_all_and_nothing_changes(memory_path: Path) -> None:
     save_alone(memory_path, "tied")
     (memory_path / "one").rename(memory_path / "stages")
-    before = list_tree(memory_path)
+    before = read_tree(memory_path)
 
     def failing() -> str:
         def fail(operation: str, path: Path) -> None:
@@ -312,7 +312,7 @@ def test_a_stage_that_cannot_write_stops_all_and_nothing_changes(memory_path: Pa
         return str(raised.value)
 
     assert "shard-00002-of-00002.safetensors: No space left on device" in run_ranks(failing, 2)[0]
-    assert list_tree(memory_path) == before
+    assert read_tree(memory_path) == before
 
 
 def test_the_room_that_is_asked_for_is_that_of_all_stages(

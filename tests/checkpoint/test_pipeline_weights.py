@@ -23,16 +23,16 @@ from recipe_lib.parallel import World
 from tests.checkpoint.staged import (
     CONFIG,
     WORLDS,
-    build,
+    build_changed_spec,
     build_optimizer,
-    build_spec_of,
+    build_staged,
     build_world,
     hash_trained,
     load_staged,
-    step,
+    take_random_step,
 )
 from tests.checkpoint.test_weights_in import count_reads
-from tests.checkpoint.tiny import list_tree
+from tests.checkpoint.tiny import read_tree
 from tests.distributed.ranks import run_ranks
 from tests.selection import mark_slow_except
 
@@ -73,17 +73,17 @@ def in_and_out(root: Path, case: str, name: str) -> None:
     same of adapters.
     """
     config, lora = CONFIGS[case], ADAPTERS[case]
-    spec = build_spec_of(config)
+    spec = build_changed_spec(config)
     with build_world(name) as (cfg, world):
-        model = build(cfg, world, spec)
+        model = build_staged(cfg, world, spec)
         export(model, config, root / name / "model", world)
-        again = build(cfg, world, spec, seed=None)
+        again = build_staged(cfg, world, spec, seed=None)
         load_weights(again, spec, root / "one" / "model")
         assert hash_trained(again, None, world) == hash_trained(model, None, world)
-        adapted = build(cfg, world, spec, lora)
-        step(adapted, build_optimizer(adapted), 0)
+        adapted = build_staged(cfg, world, spec, lora)
+        take_random_step(adapted, build_optimizer(adapted), 0)
         export_adapter(adapted, spec, lora, root / name / "adapter", base="base", world=world)
-        empty = build(cfg, world, spec, lora, seed=None)
+        empty = build_staged(cfg, world, spec, lora, seed=None)
         load_adapter(empty, spec, root / "one" / "adapter")
         assert hash_trained(empty, None, world) == hash_trained(adapted, None, world)
 
@@ -91,14 +91,14 @@ def in_and_out(root: Path, case: str, name: str) -> None:
 @pytest.mark.parametrize("case", mark_slow_except(CONFIGS, ["tied"]))
 def test_folders_are_those_of_one_process(case: str, memory_path: Path) -> None:
     in_and_out(memory_path, case, "one")
-    expected = list_tree(memory_path / "one")
+    expected = read_tree(memory_path / "one")
     assert len([name for name in expected if name.startswith("model/model-")]) > 3
     assert "adapter/adapter_model.safetensors" in expected
     for ranks in (2, 4):
         names = [name for name in USED[case] if WORLDS[name][0] == ranks]
         run_ranks(lambda: [in_and_out(memory_path, case, name) for name in names], ranks)  # noqa: B023
     for name in USED[case]:
-        assert list_tree(memory_path / name) == expected, name
+        assert read_tree(memory_path / name) == expected, name
 
 
 def test_no_rank_holds_more_than_a_parameter_or_a_piece(
@@ -125,7 +125,7 @@ def test_no_rank_holds_more_than_a_parameter_or_a_piece(
                 yield piece
 
         model_export.gather_whole, rank_groups._receive = count, measure
-        with load_staged("stages of shards", build_spec_of(CONFIG)) as (model, world):
+        with load_staged("stages of shards", build_changed_spec(CONFIG)) as (model, world):
             export(model, CONFIG, memory_path / "out", world)
             own = sum(value.numel() * 4 for name, value in model.named_parameters())
         return most, largest, received - (own if world.rank == 2 else 0)
@@ -136,7 +136,7 @@ def test_no_rank_holds_more_than_a_parameter_or_a_piece(
         for path in memory_path.glob("out/*.safetensors")
         for load in load_file(path).values()
     )
-    with load_staged("one", build_spec_of(CONFIG)) as (model, _):
+    with load_staged("one", build_changed_spec(CONFIG)) as (model, _):
         assert total == sum(value.numel() * 4 for value in model.parameters())
     assert first[:2] == (1, 128)
     assert first[2] == -third[2]  # all that the last stage has, and nothing else
@@ -146,12 +146,12 @@ def test_no_rank_holds_more_than_a_parameter_or_a_piece(
 @pytest.mark.slow
 def test_each_rank_reads_what_its_stages_have(memory_path: Path) -> None:
     config = CONFIGS["tied"]
-    with load_staged("one", build_spec_of(config)) as (model, world):
+    with load_staged("one", build_changed_spec(config)) as (model, world):
         export(model, config, memory_path, world)
 
     def work() -> list[int]:
         read = count_reads()
-        with load_staged("stages of shards", build_spec_of(config)) as (model, _):
+        with load_staged("stages of shards", build_changed_spec(config)) as (model, _):
             load_weights(model, model.spec, memory_path)
             return [
                 sum(read),
@@ -177,7 +177,7 @@ FAULTS = {
 
 @pytest.mark.slow
 def test_faults_of_any_stage_are_told_by_every_rank_as_by_one_process(memory_path: Path) -> None:
-    with load_staged("one", build_spec_of(CONFIG)) as (model, world):
+    with load_staged("one", build_changed_spec(CONFIG)) as (model, world):
         export_model(
             model,
             model.spec,
@@ -196,7 +196,7 @@ def test_faults_of_any_stage_are_told_by_every_rank_as_by_one_process(memory_pat
 
     def told(name: str) -> list[list[str]]:
         found = []
-        with load_staged(name, build_spec_of(CONFIG)) as (model, _):
+        with load_staged(name, build_changed_spec(CONFIG)) as (model, _):
             for fault in FAULTS:
                 with pytest.raises(CheckpointError) as raised:
                     load_weights(model, model.spec, memory_path / fault)
@@ -219,13 +219,13 @@ def test_the_room_that_is_looked_for_is_that_of_the_whole_model(memory_path: Pat
 
         files.require_space = tell
         with (
-            load_staged(name, build_spec_of(CONFIGS["tied"])) as (model, world),
+            load_staged(name, build_changed_spec(CONFIGS["tied"])) as (model, world),
             pytest.raises(StorageError) as raised,
         ):
             check_room(model, memory_path / "out" / "model", world)
         return str(raised.value)
 
-    with load_staged("one", build_spec_of(CONFIGS["tied"])) as (model, _):
+    with load_staged("one", build_changed_spec(CONFIGS["tied"])) as (model, _):
         needed = str(sum(parameter.numel() * 4 for parameter in model.parameters()))
     assert run_ranks(told, 2, "stages")[0] == needed
 
@@ -238,7 +238,7 @@ def test_rank_0_cannot_write_what_another_stage_sends_and_no_rank_hangs(memory_p
 
         files.before_operation = fail
         with (
-            load_staged("stages", build_spec_of(CONFIG)) as (model, world),
+            load_staged("stages", build_changed_spec(CONFIG)) as (model, world),
             pytest.raises(StorageError) as raised,
         ):
             export(model, CONFIG, memory_path / "out", world)

@@ -34,8 +34,8 @@ from tests.adapters.hugging_face import (
 )
 from tests.checkpoint.quantized_folders import (
     Tensors,
-    copy,
-    rewrite,
+    copy_folder,
+    rewrite_folder,
     write_fp8_folder,
     write_mxfp4_folder,
     write_twin,
@@ -174,8 +174,8 @@ def test_a_base_and_its_twin_have_one_mark(
         codes[len(codes) // 2].view(-1)[0] ^= 3
         return tensors
 
-    moved = rewrite(
-        copy(folder, tmp_path / "moved"), move, read_config(folder)["quantization_config"]
+    moved = rewrite_folder(
+        copy_folder(folder, tmp_path / "moved"), move, read_config(folder)["quantization_config"]
     )
     with pytest.raises(CheckpointError, match="was trained on other weights"):
         check_base(read_adapter(tmp_path / "adapter"), read_folder_spec(moved), moved)
@@ -205,7 +205,7 @@ def test_untrained_rows_of_an_embedding_in_fp8(
         tensors["model.embed_tokens.weight"].view(torch.uint8)[[5, 9]] = 0
         return tensors
 
-    rewrite(folder, empty, read_config(folder)["quantization_config"])
+    rewrite_folder(folder, empty, read_config(folder)["quantization_config"])
     assert find_untrained_embeddings(read_folder_spec(folder), folder, [4, 5, 9, 11], [5]) == [5, 9]
 
 

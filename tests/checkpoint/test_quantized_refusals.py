@@ -21,8 +21,8 @@ from tests.checkpoint.quantized_folders import (
     WIDE,
     Tensors,
     build_fp8_section,
-    copy,
-    rewrite,
+    copy_folder,
+    rewrite_folder,
     write_fp8_folder,
     write_mxfp4_folder,
     write_twin,
@@ -179,7 +179,7 @@ def changed(folder: Path, out: Path, change: Callable[[Tensors], Any], section: 
         return tensors
 
     kept = read_config(folder)["quantization_config"]
-    return rewrite(copy(folder, out), rewritten, kept if section is ... else section)
+    return rewrite_folder(copy_folder(folder, out), rewritten, kept if section is ... else section)
 
 
 def without(name: str) -> Callable[[Tensors], Any]:
@@ -302,7 +302,7 @@ def test_plain_weights_that_config_json_calls_quantized_are_read(
 ) -> None:
     bare = write_twin(made[kind], tmp_path / "bare")
     said = read_config(made[kind])["quantization_config"]
-    rewrite(write_twin(made[kind], tmp_path / "said"), lambda tensors: tensors, said)
+    rewrite_folder(write_twin(made[kind], tmp_path / "said"), lambda tensors: tensors, said)
     expected = dict(load_plain(bare).named_parameters())
     for name, parameter in load_plain(tmp_path / "said").named_parameters():
         assert torch.equal(parameter, expected[name]), name

@@ -19,7 +19,7 @@ from tests.checkpoint.tiny import (
     build_tiny_world,
     compute_fingerprint,
     gather_full,
-    list_tree,
+    read_tree,
     train,
 )
 from tests.distributed.ranks import run_ranks
@@ -305,7 +305,7 @@ def test_the_state_of_another_model_dtype_or_optimizer(tmp_path: Path) -> None:
 
 def test_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_after(tmp_path, 1)
-    before = list_tree(tmp_path)
+    before = read_tree(tmp_path)
     monkeypatch.setattr(
         files.shutil, "disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 1000})()
     )
@@ -316,7 +316,7 @@ def test_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         == f"{tmp_path}: the state of step 2 needs 2.01 MiB, 1000 B are free; free some space, or"
         " choose another place"
     )
-    assert list_tree(tmp_path) == before
+    assert read_tree(tmp_path) == before
 
 
 @pytest.mark.slow
@@ -333,7 +333,7 @@ def test_a_folder_that_other_ranks_do_not_see(tmp_path: Path) -> None:
     assert messages[0].endswith(
         "made by rank 0, not seen here; set output_dir to a disk that all ranks share"
     )
-    assert list_tree(tmp_path) == {}
+    assert read_tree(tmp_path) == {}
 
 
 def test_gathering_is_what_the_comparison_rests_on() -> None:

@@ -28,7 +28,7 @@ from tests.checkpoint.tiny import (
     build_tiny_model,
     build_tiny_spec,
     build_tiny_world,
-    list_tree,
+    read_tree,
     train,
 )
 from tests.distributed.ranks import run_ranks
@@ -256,7 +256,7 @@ def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(
         model = build_tiny_model(world, spec=spec)
     export(model, spec, CONFIG, tmp_path / "1", max_shard_bytes=700)
     assert run_ranks(export_sharded, 4, tmp_path / "4") == [1, 1, 1, 1]
-    assert list_tree(tmp_path / "1") == list_tree(tmp_path / "4")
+    assert read_tree(tmp_path / "1") == read_tree(tmp_path / "4")
 
 
 def test_an_older_export_is_replaced_and_a_stranger_is_not(tmp_path: Path) -> None:

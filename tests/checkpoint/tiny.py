@@ -39,7 +39,7 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-OPTIMIZERS = {
+OPTIMIZERS = {  # name -> function of the parameters; those with other states each
     "adamw": lambda parameters: torch.optim.AdamW(
         parameters, lr=0.01, weight_decay=0.1, betas=(0.8, 0.9)
     ),
@@ -50,13 +50,16 @@ OPTIMIZERS = {
 
 
 def build_tiny_spec(**changes: Any) -> DecoderSpec:
-    """Return the spec of CONFIG with changes."""
+    """Return the spec (the architecture's sizes) of CONFIG with changes."""
     return build_spec(CONFIG | changes, "tiny")
 
 
 @contextmanager
 def build_tiny_world(replicate: int = 1) -> Iterator[World]:
-    """Enter the world of this process, on the CPU."""
+    """Enter the world (rank, device and mesh) of this process, on the CPU.
+
+    replicate: number of replicas; each is sharded over the other ranks.
+    """
     parallel = ParallelConfig(data_replicate=replicate)
     with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:
         yield world
@@ -71,6 +74,7 @@ def build_tiny_model(
     """Build a decoder as a recipe does: on meta, sharded over the ranks, then materialized.
 
     seed: of its random weights; None fills them with NaN, so that a test sees what is not loaded.
+    spec: None for `build_tiny_spec()`.
     """
     spec = spec or build_tiny_spec()
     model = build_meta(spec, dtype)
@@ -94,11 +98,14 @@ def build_tiny_model(
 def train(
     model: Decoder, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
 ) -> list[float]:
-    """Train on rows that depend on the step's number alone; return the losses."""
+    """Train on sequences that depend on the step's number alone; return the loss of each step.
+
+    first: number of the first step, for a run that goes on.
+    """
     losses = []
     for step in range(first, first + steps):
         rows = torch.randint(0, 31, (2, 9), generator=torch.Generator().manual_seed(step))
-        loss = model(rows[:, :-1], labels=rows[:, 1:]) / 16
+        loss = model(rows[:, :-1], labels=rows[:, 1:]) / 16  # the number of labels
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -112,9 +119,9 @@ def gather_full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compute_fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return the SHA-256 of every full parameter and optimizer state, and of the group values.
+    """Return the SHA-256 of all full parameters, optimizer states and settings of its groups.
 
-    A collective.
+    A collective if the model is sharded.
     """
     model.state_dict()  # FSDP's hook frees gathered parameters
     digest = hashlib.sha256()
@@ -134,7 +141,7 @@ def compute_fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer
     return digest.hexdigest()
 
 
-def list_tree(folder: Path) -> dict[str, bytes]:
+def read_tree(folder: Path) -> dict[str, bytes]:
     """Return the contents of every file under the folder, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()

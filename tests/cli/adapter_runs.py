@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.recipes.runs import LORA, build_story_arguments, run_here
 
-ROWS = [
+ROWS = [  # conversations of (role, content)
     [("user", "Hi"), ("assistant", "Hello, you.")],
     [
         ("system", "Be kind."),
@@ -19,9 +19,10 @@ ROWS = [
 
 
 def write_adapter_run(realdata: Path, output: Path, *more: str, recipe: str = LORA) -> Any:
-    """Train the stories' model on two conversations for two steps and return the run.
+    """Train a real model of 260 K weights on two conversations for two steps; return the run.
 
-    more: further words of the command line.
+    realdata: the folder that has the model. output: the run's folder. more: further words of the
+    command line.
     """
     rows_file = output.with_name(f"{output.name}.jsonl")
     rows_file.parent.mkdir(parents=True, exist_ok=True)

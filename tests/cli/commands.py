@@ -1,7 +1,7 @@
 """Run `tune` in a process of its own: `tune(...)` starts Python, `tune_forked(...)` forks.
 
-A fork has torch imported already, so it starts in no time; use `tune` where the start of the
-process itself is tested.
+A fork has torch imported already and saves seconds; use `tune` where the start of the process
+itself is tested.
 """
 
 import importlib
@@ -24,7 +24,10 @@ TUNE = [sys.executable, "-m", "recipe_lib.cli.main"]
 
 
 def build_environment(**changes: str | None) -> dict[str, str]:
-    """Return this process's environment with recipe_lib importable; None removes a variable."""
+    """Return this process's environment with recipe_lib importable.
+
+    changes: variables to set, or to remove (None).
+    """
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
     return {name: value for name, value in variables.items() if value is not None}
 
@@ -34,7 +37,7 @@ def tune(
 ) -> subprocess.CompletedProcess:
     """Run `tune` and return its exit code and what it wrote, as text.
 
-    changes: variables of the environment to set, or to remove (None).
+    timeout: seconds. changes: variables of the environment to set, or to remove (None).
     """
     return subprocess.run(
         [*TUNE, *map(str, words)],
@@ -48,7 +51,7 @@ def tune(
 
 def become_tune(*words: object, cwd: Path = ROOT, **changes: str | None) -> NoReturn:
     """Run `tune` in this process, a fork of the test process, and end with its exit code."""
-    # pytest has replaced the streams.
+    # pytest has replaced the streams, the descriptors are those that the fork was given.
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         errors = getattr(sys, f"__{name}__").errors
         mode = "r" if name == "stdin" else "w"
@@ -63,7 +66,7 @@ def become_tune(*words: object, cwd: Path = ROOT, **changes: str | None) -> NoRe
         if "huggingface_hub.constants" in sys.modules:
             importlib.reload(sys.modules["huggingface_hub.constants"])  # which reads variables
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        logging.getLogger("tune").handlers.clear()
+        logging.getLogger("tune").handlers.clear()  # one writes to the test process's stream
         code = main([str(word) for word in words])
     except BaseException:  # noqa: BLE001  (its traceback is written, as Python does at an exit)
         traceback.print_exc()
@@ -99,7 +102,10 @@ def start_forked(
 def tune_forked(
     *words: object, said: str = "", cwd: Path = ROOT, timeout: float = 120, **changes: str | None
 ) -> subprocess.CompletedProcess:
-    """Run `tune` in a fork, with `said` as its input; else like `tune`."""
+    """Run `tune` in a fork, with `said` as its standard input; otherwise like `tune`.
+
+    Raises AssertionError if it has not ended after `timeout` seconds.
+    """
     with (
         tempfile.TemporaryFile("w+") as stdin,
         tempfile.TemporaryFile("w+") as stdout,

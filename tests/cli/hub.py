@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
-COMMIT = "c0ffee" + "0" * 34
+COMMIT = "c0ffee" + "0" * 34  # of every repository
+# File -> content: those that a download takes.
 SAFE = {
     "config.json": b'{"model_type": "llama"}',
     "generation_config.json": b"{}",
@@ -25,6 +26,7 @@ SAFE = {
     "special_tokens_map.json": b"{}",
     "chat_template.jinja": b"{{ messages }}",
 }
+# File -> content: code, pickles, and what a run does not need, which a download leaves.
 UNSAFE = {
     "modeling_own.py": b"print('code ran')",
     "tokenizer_own.py": b"print('code ran')",
@@ -37,7 +39,7 @@ UNSAFE = {
     "README.md": b"# words",
     "model.gguf": b"other",
 }
-REPOSITORIES = {
+REPOSITORIES = {  # name -> its files; `_send_listing` and `_send_file` treat some names differently
     "owner/good": SAFE | UNSAFE,
     "owner/gated": SAFE,
     "owner/bins": {"config.json": b"{}", "pytorch_model.bin": b"pickle"},
@@ -46,11 +48,11 @@ REPOSITORIES = {
     "owner/large": {"model.safetensors": b"x", "config.json": b"{}"},
     "owner/broken": SAFE,
 }
-LARGE = 10**18  # bytes that the API claims for a file
+LARGE = 10**18  # bytes that the API claims for a file of owner/large
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers the API for a model's information and its tree, and requests of files."""
+    """Answers requests for a model's information and its tree, and for files."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -62,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _send(self, status: int, body: bytes = b"", **headers: str) -> None:
-        """Send a response. headers: with `_` for `-` in their names."""
+        """Send a response. headers: by name, with `_` for `-`."""
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
@@ -72,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _refuse(self, status: int, code: str) -> None:
-        """Send an error as the hub does, with its own code."""
+        """Send an error as the hub does. status: of HTTP. code: the hub's, in a header."""
         self._send(status, b"{}", X_Error_Code=code, X_Error_Message=code)
 
     def _answer(self) -> None:
@@ -89,7 +91,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_file(name, rest.partition("/")[2])
 
     def _send_listing(self, name: str, revision: str, *, tree: bool) -> None:
-        """Send a repository's information, or its files as a tree."""
+        """Send a repository's information, or with `tree` the list of its files.
+
+        owner/broken, an expired token, an unknown name or revision get an error.
+        """
         if name == "owner/broken":
             return self._send(500)
         if self.headers.get("Authorization") == "Bearer hf_expired_token":
@@ -120,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(body).encode(), Content_Type="application/json")
 
     def _send_file(self, name: str, file: str) -> None:
-        """Send a file of a repository."""
+        """Send a file of a repository; owner/gated wants a token that is allowed."""
         if name == "owner/gated":
             allowed = self.headers.get("Authorization") == "Bearer hf_allowed_token"
             if not allowed:
@@ -132,18 +137,18 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _compute_etag(content: bytes) -> str:
-    """Return what stands for the hub's hash of a file."""
+    """Return a hash that stands for the hub's of a file."""
     return hashlib.sha1(content).hexdigest()
 
 
 class Hub(ThreadingHTTPServer):
-    """The server."""
+    """The server of REPOSITORIES."""
 
-    daemon_threads = True
+    daemon_threads = True  # a request that hangs does not keep the test process alive
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.asked: list[str] = []  # paths that were requested
+        self.asked: list[str] = []  # paths of all requests, in order
 
     @property
     def address(self) -> str:

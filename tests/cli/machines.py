@@ -1,4 +1,8 @@
-"""Build the facts that `tune doctor` gathers of a machine, for tests to plant faults in."""
+"""Build the facts that `tune doctor` gathers of a machine, for tests to plant faults in.
+
+`build_healthy()` returns all of them, nested dicts as the command measures them; `set_fact` plants.
+Sizes are in bytes, rates in bytes a second and for matmuls in operations a second.
+"""
 
 import copy
 from typing import Any
@@ -10,7 +14,7 @@ RANGE = ("all_reduce", "all_gather", "reduce_scatter")  # the collectives that a
 
 def build_links(backend: str = "nccl", ranks: int = 2, **changes: Any) -> dict[str, Any]:
     """Return measured collectives without a fault. changes: keys to replace."""
-    points = []
+    points = []  # time over size: 10 us and 10 GB/s
     for size in (4096, 2**20):
         for name in RANGE:
             points.append({"operation": name, "bytes": size, "seconds": 1e-5 + size / 1e10})
@@ -29,8 +33,8 @@ def build_gpu(**changes: Any) -> dict[str, Any]:
     return card | changes
 
 
-def build_ways(wrong: list[str] | None = None) -> dict[str, Any]:
-    """Return the checked copies between two GPUs. wrong: faults of the first one."""
+def build_checked_copies(wrong: list[str] | None = None) -> dict[str, Any]:
+    """Return the checked copies between two GPUs. wrong: faults of the first copy."""
     return {
         "copies from GPU 0 to GPU 1": {"wrong": wrong or [], "rate": 2e10},
         "copies from GPU 1 to GPU 0": {"wrong": [], "rate": 2e10},
@@ -68,7 +72,7 @@ def build_healthy() -> dict[str, Any]:
             "int8 matmuls": 2.8e14,
             "fp8 matmuls": 2.7e14,
             "calibration": calibration,
-            **build_ways(),
+            **build_checked_copies(),
         },
         "failed": {},
         "links": build_links(),
@@ -79,7 +83,7 @@ def build_healthy() -> dict[str, Any]:
     return copy.deepcopy(facts)  # else a change of one folder or driver row would change others
 
 
-def put(facts: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
+def set_fact(facts: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
     """Set one value of the facts in place; return them.
 
     place: a path such as `machine/memory/available` or `steps/torch/gpus/0/free`.

@@ -19,7 +19,7 @@ from recipe_lib.plan.measured import measure_rates as calibrate
 from recipe_lib.plan.measured import rates_file as calibration
 from recipe_lib.units import GIB, MIB
 from tests.cli.commands import ROOT
-from tests.cli.machines import build_healthy, build_ways, put
+from tests.cli.machines import build_checked_copies, build_healthy, set_fact
 from tests.cli.machines import build_links as collectives
 from tests.plan.apart import call_in_fork
 
@@ -154,7 +154,7 @@ def test_the_two_rates_of_a_card_are_of_one_product_cold_and_loaded(share: float
 def test_a_fault_is_found_and_told_with_its_remedy(
     place: str, value: Any, name: str, told: str
 ) -> None:
-    facts = put(build_healthy(), place, value)
+    facts = set_fact(build_healthy(), place, value)
     (found,) = find_faults(facts)
     assert found["name"] == name and told in f"{found['line']}; {found['remedy']}"
     assert found["remedy"] and "\n" not in found["line"] + found["remedy"]
@@ -201,7 +201,7 @@ def test_what_two_cards_give_is_told_and_written(
 ) -> None:
     """Two cards whose copies deliver zeros: NCCL stands still, so that no links are written."""
     facts, tried = build_healthy(), []
-    steps = facts["steps"] | build_ways(wrong=ZEROS)
+    steps = facts["steps"] | build_checked_copies(wrong=ZEROS)
     outcomes = [HANGS, collectives()]
 
     def measured(ranks: int, on_gpu: bool) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def test_what_two_cards_give_is_told_and_written(
 
 def test_advice_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Of cards that are not alike, and of a machine without a compiler."""
-    facts = put(build_healthy(), "machine/compiler", None)
+    facts = set_fact(build_healthy(), "machine/compiler", None)
     steps = facts["steps"]
     steps["torch"]["gpus"][1]["name"] = "NVIDIA GeForce RTX 3090"
     steps["rates of GPU 1"]["bf16"] = 1.0e14

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.gguf.made_models import SMALL, save_model
 from tests.cli.adapter_runs import write_adapter_run
-from tests.cli.export_calls import call, expect_refusal
+from tests.cli.export_calls import call_export, expect_refusal
 
 
 def tensors(file: Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def adapted(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_model_folder(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     shutil.copytree(realdata / "stories260K-hf", tmp_path / "stories")
-    code, out, err = call(capsys, tmp_path / "stories", "--gguf", "f16")
+    code, out, err = call_export(capsys, tmp_path / "stories", "--gguf", "f16")
     assert (code, err) == (0, "")
     file = tmp_path / "stories-f16.gguf"
     lines = out.splitlines()
@@ -47,13 +47,16 @@ def test_a_model_folder(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFi
     again = expect_refusal(capsys, tmp_path / "stories", "--gguf", "f16")
     assert again == f"{file}: exists; choose another name with --out, or remove it"
     assert (
-        call(capsys, tmp_path / "stories", "--gguf", "q4_k_m", "--out", tmp_path / "x.gguf")[0] == 0
+        call_export(capsys, tmp_path / "stories", "--gguf", "q4_k_m", "--out", tmp_path / "x.gguf")[
+            0
+        ]
+        == 0
     )
 
 
 @pytest.mark.slow
 def test_a_run_of_adapters_is_merged_on_the_way(adapted: Path, capsys: pytest.CaptureFixture):
-    code, out, err = call(capsys, adapted, "--gguf", "f32")
+    code, out, err = call_export(capsys, adapted, "--gguf", "f32")
     assert (code, err) == (0, "")
     assert (
         out.splitlines()[0] == f"merged: {adapted / 'adapter'} into its base, for this export alone"
@@ -62,14 +65,14 @@ def test_a_run_of_adapters_is_merged_on_the_way(adapted: Path, capsys: pytest.Ca
         "model-f32.gguf"
     ]
     assert contents(adapted / "model-f32.gguf", "general.name") == "mine"
-    assert call(capsys, adapted, "--merge", "--out", adapted.parent / "merged")[0] == 0
+    assert call_export(capsys, adapted, "--merge", "--out", adapted.parent / "merged")[0] == 0
     merged = load_file(adapted.parent / "merged" / "model.safetensors")
     found = tensors(adapted / "model-f32.gguf")["blk.2.ffn_down.weight"]
     assert np.array_equal(found, merged["model.layers.2.mlp.down_proj.weight"].float().numpy())
 
 
 def test_an_adapter_by_itself(adapted: Path, capsys: pytest.CaptureFixture):
-    code, out, err = call(capsys, adapted / "adapter", "--gguf", "f32")
+    code, out, err = call_export(capsys, adapted / "adapter", "--gguf", "f32")
     assert (code, err) == (0, "")
     file = adapted / "adapter-f32.gguf"
     lines = out.splitlines()
@@ -117,7 +120,7 @@ def test_what_an_adapters_file_cannot_be(
         == f"{dora / 'adapter'}: is a DoRA adapter, which llama.cpp does not load; merge it (tune"
         f" export {dora / 'adapter'} --merge)"
     )
-    assert call(capsys, dora, "--gguf", "f16")[0] == 0  # merged on the way
+    assert call_export(capsys, dora, "--gguf", "f16")[0] == 0  # merged on the way
 
 
 def test_options_that_do_not_go_together(

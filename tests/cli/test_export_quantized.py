@@ -15,7 +15,7 @@ from recipe_lib.cli import main
 from recipe_lib.errors import StorageError
 from tests.checkpoint.gguf.made_models import SMALL, save_model
 from tests.cli.adapter_runs import write_adapter_run
-from tests.cli.export_calls import call, expect_refusal
+from tests.cli.export_calls import call_export, expect_refusal
 
 
 def check_rounded(found: torch.Tensor, weight: torch.Tensor, kind: str, group: int) -> None:
@@ -39,7 +39,7 @@ def test_linears_are_rounded_and_the_rest_is_kept(
 ):
     model = save_model("llama2" if group == 64 else "qwen2", tmp_path / "model")
     words = ["--group-size", group] if group == 64 else []
-    code, out, err = call(capsys, tmp_path / "model", "--quantize", kind, *words)
+    code, out, err = call_export(capsys, tmp_path / "model", "--quantize", kind, *words)
     assert (code, err) == (0, "")
     folder = tmp_path / f"model-{kind}"
     lines = out.splitlines()
@@ -80,7 +80,7 @@ def test_a_run_of_adapters_and_generate_on_what_comes_out(
         " weights, expected a "
     )
     assert [path.name for path in (tmp_path / "mine").iterdir() if "model" in path.name] == []
-    code, out, err = call(capsys, tmp_path / "mine", "--quantize", "int8")
+    code, out, err = call_export(capsys, tmp_path / "mine", "--quantize", "int8")
     assert (code, err) == (0, "") and out.startswith(
         f"merged: {tmp_path / 'mine' / 'adapter'} into its base"
     )
@@ -131,7 +131,7 @@ def test_a_failure_leaves_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(files, "before_operation", fail)
-        code, out, err = call(capsys, tmp_path / "model", "--quantize", "int8")
+        code, out, err = call_export(capsys, tmp_path / "model", "--quantize", "int8")
     assert code == 6 and out == "" and "No space left on device" in err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -148,6 +148,6 @@ def test_what_a_killed_export_left_takes_no_space(
         )
 
     monkeypatch.setattr(files, "require_space", refuse)
-    assert call(capsys, tmp_path / "model", "--quantize", "int8") == (
+    assert call_export(capsys, tmp_path / "model", "--quantize", "int8") == (
         6, "", "error: the quantized model has no room beside ['model']\n"
     )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe_lib.cli.main import main
-from tests.evaluation.models import ROWS, answer, encode_samples, write_model
+from tests.evaluation.models import ROWS, encode_samples, generate_answer, write_model
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_answers_are_those_of_transformers(folder: Path, whole: Path) -> None:
         folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    expected = [answer(model, tokenizer, sample, 7) for sample in encode_samples(folder)]
+    expected = [generate_answer(model, tokenizer, sample, 7) for sample in encode_samples(folder)]
     found = answers(whole)
     assert [line["answer"] for line in found] == expected
     assert [line["number"] for line in found] == list(range(1, len(ROWS) + 1))

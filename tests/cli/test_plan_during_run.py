@@ -16,7 +16,7 @@ from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.plan_schema import PhasePeak
 from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 from recipe_lib.units import GIB
-from tests.plan.plans import hand_made
+from tests.plan.plans import build_example_plan
 
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -52,9 +52,9 @@ def test_steps_of_rank_0_are_compared(monkeypatch: pytest.MonkeyPatch):
         PhasePeak("step", 40, 41, 38, 36, 0),
         PhasePeak("save", 80, 81, 82, 83, 0),
     ]
-    first = dataclasses.replace(hand_made().rank_plans[0], peaks=peaks)
+    first = dataclasses.replace(build_example_plan().rank_plans[0], peaks=peaks)
     other = dataclasses.replace(first, rank=3, peaks=[PhasePeak("step", 99, 99, 99, 99, 0)])
-    plan = hand_made(rank_plans=[other, first])
+    plan = build_example_plan(rank_plans=[other, first])
     found = plan_during_run.collect_figures(plan)
     assert found["first"] == {"active": 40, "allocated": 41, "reserved": 42}
     assert (found["active"], found["allocated"], found["reserved"]) == (
@@ -100,7 +100,7 @@ SETTINGS = PlanSettings(
 
 
 def test_the_line_says_what_it_was_planned_for():
-    figures = plan_during_run.collect_figures(hand_made())
+    figures = plan_during_run.collect_figures(build_example_plan())
     own, other = (plan_during_run.describe(figures, SETTINGS, own=own) for own in (True, False))
     assert own.startswith("plan: fits (4 x rtx4090): active ")
     assert "sequences of 512 tokens; a step 4.00s (uncalibrated)" in own
@@ -110,7 +110,7 @@ def test_the_line_says_what_it_was_planned_for():
 
 
 def test_a_plan_of_one_step_says_that_it_is_rough():
-    figures = plan_during_run.collect_figures(hand_made()) | {"is_short": True}
+    figures = plan_during_run.collect_figures(build_example_plan()) | {"is_short": True}
     assert " about " in plan_during_run.describe(figures, SETTINGS, own=True)
 
 

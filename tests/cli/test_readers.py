@@ -110,7 +110,7 @@ def check_refused(
     reader: Reader, kind: str, folder: Path, config: Path, capsys: pytest.CaptureFixture
 ) -> None:
     file = make(reader, kind, folder)
-    code = main(reader.command(file, config))
+    code = main(reader.build_command(file, config))
     said = capsys.readouterr().err
     assert (code, "Traceback" in said) == (2, False), f"{reader}: {kind}: {said}"
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
@@ -154,7 +154,7 @@ def test_no_permission(reader: Reader, config: Path, tmp_path: Path):
     def read() -> list[object]:
         said = io.StringIO()
         with redirect_stdout(io.StringIO()), redirect_stderr(said):
-            return [main(reader.command(file, config)), said.getvalue()]
+            return [main(reader.build_command(file, config)), said.getvalue()]
 
     code, said = call_forked(read, as_plain_user=True)
     assert code == 2 and "error: " in said and "Traceback" not in said, said
@@ -176,7 +176,7 @@ def test_odd_letters(
     """Read, or refused in lines that any terminal takes."""
     file = make(reader, "missing", tmp_path / "0" / "in")
     file.write_bytes(ODD[kind])
-    code = main(reader.command(file, config))
+    code = main(reader.build_command(file, config))
     said = capsys.readouterr().err
     assert code in (0, 2) and "Traceback" not in said, said
     assert said.isascii() or said.encode()
@@ -190,7 +190,7 @@ def test_a_name_that_no_file_can_have(
 ):
     file = tmp_path / "in" / f"a\0{reader.name}"
     file.parent.mkdir()
-    assert main(reader.command(file, config)) == 2
+    assert main(reader.build_command(file, config)) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and "Traceback" not in said and "\0" not in said
 
@@ -205,7 +205,7 @@ def test_a_byte_order_mark_changes_nothing(
     for encoding in ("utf-8", "utf-8-sig"):
         file = make(reader, "missing", tmp_path / encoding / "in")
         file.write_text(reader.whole or "", encoding=encoding)
-        code = main(reader.command(file, config))
+        code = main(reader.build_command(file, config))
         said = capsys.readouterr()
         answers.append(
             (

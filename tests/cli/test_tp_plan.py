@@ -7,7 +7,7 @@ import pytest
 
 from recipe_lib.cli.main import main
 from recipe_lib.config.suggest import show
-from tests.external.tensor_plan.stored_plan import plan_from
+from tests.external.tensor_plan.stored_plan import read_stored_plan
 
 LLAMA = {
     "model_type": "llama",
@@ -118,7 +118,7 @@ def test_the_numbers_are_those_of_the_formulas(tmp_path, capsys):
             "loss": ring * 4 * tokens * 3,
             "gradients": ring * 4 * norms,
         }
-    plan = plan_from(found["plans"][found["sizes"]["2"]["plan"]])
+    plan = read_stored_plan(found["plans"][found["sizes"]["2"]["plan"]])
     assert plan.hash() == found["sizes"]["2"]["plan"]
     assert "cut" in capsys.readouterr().out
 
@@ -169,7 +169,7 @@ def test_a_certificate_that_fails_is_exit_code_3(spoil, tmp_path, capsys, monkey
         plan, mask = right(*asked)
         held = plan.to_dict()
         lines.append(spoil(held))
-        return plan_from(held), mask
+        return read_stored_plan(held), mask
 
     monkeypatch.setattr(transformers_models, "infer_plan_and_mask", wrong)
     assert main(["tp-plan", model(tmp_path, QWEN3), "--tensor", "2", "--certify"]) == 3
@@ -188,7 +188,7 @@ def test_a_plan_whose_tokens_cannot_be_shared_gives_way_to_one_without(
         plan, mask = right(*asked)
         held = plan.to_dict()
         held["boundaries"] = [each for each in held["boundaries"] if each["kind"] != "slice"]
-        return plan_from(held), mask
+        return read_stored_plan(held), mask
 
     monkeypatch.setattr(transformers_models, "infer_plan_and_mask", wrong)
     assert main(["tp-plan", model(tmp_path, QWEN3), "--tensor", "2", "--certify"]) == 0

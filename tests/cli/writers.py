@@ -1,6 +1,7 @@
-"""Every file and folder that `tune` writes where its user says: a row of WRITERS for each.
+"""List every file and folder that `tune` writes where its user says, in the table WRITERS.
 
-test_writers.py runs every row on paths that exist, cannot be written, or are on a full disk.
+test_writers.py runs each of its rows, a command, on paths that exist, cannot be written, or are on
+a full disk.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,20 +18,21 @@ from tests.evaluation.models import write_model, write_rows
 from tests.recipes.runs import LORA, build_arguments
 
 TORCHTUNE = ROOT / "tests" / "config" / "torchtune_lora.yaml"
+# Calibration in place of a measured one, see `write`.
 RATES = {"version": 1, "device": "cuda", "dry_run": False, "matmul": {}}
-# What a writer writes: a file, a folder that must not exist, or one that may.
+# Kinds of what is written.
 FILE = "file"
-NEW_FOLDER = "new folder"
-FOLDER = "folder"
+NEW_FOLDER = "new folder"  # that must not exist
+FOLDER = "folder"  # that may exist
 
 
 class Material:
-    """What the commands read, made once."""
+    """Files that the commands read, each written once."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.model = write_model("llama", folder / "model")
-        self.rows = write_rows(folder)
+        self.model = write_model("llama", folder / "model")  # folder of a tiny model
+        self.rows = write_rows(folder)  # file of samples
         self.prompts = folder / "prompts.jsonl"
         self.prompts.write_text('{"prompt": "Once"}')  # no newline at its end
         self.config = folder / "mine.yaml"
@@ -38,7 +40,7 @@ class Material:
 
     @property
     def of_model(self) -> list[str]:
-        """Return the words of a run that starts from the model instead of the preset."""
+        """Return the words of a run that starts from the model's weights, not from a preset."""
         words = [
             word
             for word in build_arguments(self.folder / "unused")
@@ -63,11 +65,13 @@ class Material:
 
     @cached_property
     def plan(self) -> Any:
-        """Return a plan and its trace, as `tune plan` makes them."""
+        """Return (plan, trace of its simulation), as `tune plan` makes them."""
         from recipe_lib.cli import plan
 
-        # Trained before there is a simulated device, with which no fork could train.
+        # Train before there is a simulated device: it stays in the process, and no fork of it could
+        # train then.
         assert self.trained
+        # `write_files(plan, trace, ...)` writes what the options ask for.
         with mock.patch.object(plan, "write_files") as write:
             assert main(["plan", *self.run_words, "--device", "24GB"]) == 0
         return write.call_args.args[:2]
@@ -78,90 +82,89 @@ class Material:
         return [*build_arguments(self.folder / "unused"), "max_steps=1", "device=cpu"]
 
 
-# Returns the words of the command that writes a path.
+# Returns the words of a command that writes the path; `write` makes each a string.
 Words = Callable[[Material, Path], Sequence[object]]
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A command and the option, or key of the config, that names what it writes."""
+    """A command, with the option or key of the config that names what it writes."""
 
-    verb: str
-    option: str
+    verb: str  # of `tune VERB`
+    option: str  # or the key
     words: Words
-    kind: str = FILE
+    kind: str = FILE  # FILE, NEW_FOLDER or FOLDER
     ending: str = ""  # of the path's name
     reads: tuple[str, ...] = ()  # attributes of `Material` that it reads: the path may not be one
     full: tuple[int, ...] = (100,)  # bytes that a file may have on a full disk, each of them tried
-    names: tuple[str, ...] = ()  # files of a folder that are overwritten
+    names: tuple[str, ...] = ()  # files that it overwrites in a folder that exists
     note: str = ""  # tells rows of one option apart
-    source: str = ""  # attribute of `Material` that is written
-    slow: bool = False  # takes seconds until it writes
+    source: str = ""  # attribute of `Material` that has to be made before the disk is full
+    slow: bool = False  # it takes seconds until it writes
 
     def __str__(self) -> str:
         return f"{self.verb} {self.option} {self.note}".strip()
 
 
-def plan_words(option: str) -> Words:
-    """Return the words of a plan that is written by an option."""
+def build_plan_words(option: str) -> Words:
+    """Return the words of `tune plan` with an option that names the file to write."""
     return lambda material, out: ["plan", *material.run_words, "--device", "24GB", option, out]
 
 
-def export_words(source: str, *options: str) -> Words:
-    """Return the words of an export of something in the material."""
+def build_export_words(source: str, *options: str) -> Words:
+    """Return the words of `tune export`. source: attribute of `Material` to export."""
     return lambda material, out: ["export", getattr(material, source), *options, "--out", out]
 
 
 WRITERS = (
-    Writer("cp", "DEST", lambda material, out: ["cp", "demo/full", out], ending=".yaml"),
-    Writer("cp", "DEST", lambda material, out: ["cp", material.config, out, "--force"], ending=".yaml",
+    Writer("cp", "DEST", words=lambda material, out: ["cp", "demo/full", out], ending=".yaml"),
+    Writer("cp", "DEST", words=lambda material, out: ["cp", material.config, out, "--force"], ending=".yaml",
            reads=("config",), note="--force", full=(10,)),
-    Writer("import", "--out", lambda material, out: ["import", TORCHTUNE, "--out", out], ending=".yaml", full=(400,)),
-    Writer("plan", "--json", plan_words("--json"), source="plan"),
-    Writer("plan", "--json", lambda material, out: ["plan", "--receipts", "--json", out], note="--receipts",
+    Writer("import", "--out", words=lambda material, out: ["import", TORCHTUNE, "--out", out], ending=".yaml",
+           full=(400,)),
+    Writer("plan", "--json", words=build_plan_words("--json"), source="plan"),
+    Writer("plan", "--json", words=lambda material, out: ["plan", "--receipts", "--json", out], note="--receipts",
            full=(10,)),
-    Writer("plan", "--html", plan_words("--html"), source="plan"),
-    Writer("plan", "--snapshot", plan_words("--snapshot"), source="plan"),
-    Writer("plan", "--calibrate", lambda material, out: ["plan", "--calibrate", out], full=(10,)),
-    Writer("tp-plan", "--json", lambda material, out: ["tp-plan", material.model, "--tensor", 2, "--json", out]),
-    Writer("doctor", "--write", lambda material, out: ["doctor", "--write", out], full=(10,)),
-    Writer("run", "output_dir", lambda material, out: ["run", *build_arguments(out), "max_steps=1", "device=cpu"],
-           FOLDER, slow=True, names=("config.yaml", "metrics.jsonl", "summary.json", "report.html"), full=(100, 20000)),
-    Writer("eval", "--out", lambda material, out: ["eval", material.model, "--data", material.rows, "--no-generate",
-                                                   "--out", out],
-           FOLDER, slow=True, names=("examples.jsonl", "summary.json", "report.html"), full=(100, 5000)),
-    Writer("export", "--out", export_words("adapted", "--merge"), NEW_FOLDER, slow=True, note="--merge",
-           source="adapted"),
-    Writer("export", "--out", export_words("adapted", "--adapter"), NEW_FOLDER, slow=True, note="--adapter",
-           source="adapted"),
-    Writer("export", "--out", export_words("trained", "--hf"), NEW_FOLDER, slow=True, note="--hf",
-           source="trained"),
-    Writer("export", "--out", export_words("model", "--gguf", "f32", "--pre", "llama-bpe"), ending=".gguf",
+    Writer("plan", "--html", words=build_plan_words("--html"), source="plan"),
+    Writer("plan", "--snapshot", words=build_plan_words("--snapshot"), source="plan"),
+    Writer("plan", "--calibrate", words=lambda material, out: ["plan", "--calibrate", out], full=(10,)),
+    Writer("tp-plan", "--json", words=lambda material, out: ["tp-plan", material.model, "--tensor", 2, "--json", out]),
+    Writer("doctor", "--write", words=lambda material, out: ["doctor", "--write", out], full=(10,)),
+    Writer("run", "output_dir", words=lambda material, out: ["run", *build_arguments(out), "max_steps=1", "device=cpu"],
+           kind=FOLDER, slow=True, names=("config.yaml", "metrics.jsonl", "summary.json", "report.html"),
+           full=(100, 20000)),
+    Writer("eval", "--out", words=lambda material, out: ["eval", material.model, "--data", material.rows,
+                                                         "--no-generate", "--out", out],
+           kind=FOLDER, slow=True, names=("examples.jsonl", "summary.json", "report.html"), full=(100, 5000)),
+    Writer("export", "--out", words=build_export_words("adapted", "--merge"), kind=NEW_FOLDER, slow=True,
+           note="--merge", source="adapted"),
+    Writer("export", "--out", words=build_export_words("adapted", "--adapter"), kind=NEW_FOLDER, slow=True,
+           note="--adapter", source="adapted"),
+    Writer("export", "--out", words=build_export_words("trained", "--hf"), kind=NEW_FOLDER, slow=True,
+           note="--hf", source="trained"),
+    Writer("export", "--out", words=build_export_words("model", "--gguf", "f32", "--pre", "llama-bpe"), ending=".gguf",
            slow=True, note="--gguf"),
-    Writer("export", "--out", export_words("model", "--quantize", "int8"), NEW_FOLDER, slow=True, note="--quantize",
-           full=(4000,)),
-    Writer("generate", "--out", lambda material, out: ["generate", material.model, "--prompts", material.prompts,
-                                                       "--out", out, "--max-new-tokens", 2, "--device", "cpu"],
+    Writer("export", "--out", words=build_export_words("model", "--quantize", "int8"), kind=NEW_FOLDER, slow=True,
+           note="--quantize", full=(4000,)),
+    Writer("generate", "--out", words=lambda material, out: ["generate", material.model, "--prompts", material.prompts,
+                                                             "--out", out, "--max-new-tokens", 2, "--device", "cpu"],
            ending=".jsonl", reads=("prompts",)),
 )  # fmt: skip
 
-# Options whose files other code writes, or that have tests of their own.
+# (verb, option) that is not in the table -> which code writes the file, or which test has it.
 NOT_IN_THE_TABLE = {
     ("download", "--output-dir"): "the hub's own client writes aside; tests/cli/test_download.py",
     ("run", "--log-dir"): "torchrun's own",
-    # fmt: off
-    (
-        "run",
-        "data.cache_dir",
-    ): "what cannot be kept there stays in memory; tests/data/test_cache.py",
-    # fmt: on
+    ("run", "data.cache_dir"): (
+        "what cannot be kept there stays in memory; tests/data/test_cache.py"
+    ),
 }
 
 
 def write(writer: Writer, material: Material, out: Path) -> int:
     """Run the command in this process and return its exit code.
 
-    What it would measure or plan first is replaced by results at hand.
+    Facts of the machine, measured rates and plans are replaced: they would take too long.
     """
     from recipe_lib.cli import doctor, plan
     from recipe_lib.plan.measured import measure_rates as calibrate

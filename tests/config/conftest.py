@@ -1,4 +1,4 @@
-"""Fixtures that write a config's text, load it, or list its faults."""
+"""Provide fixtures that write a config's text, load it, or list its faults."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 
-# What every config needs; written last, so that the lines of a test's own text count from 1.
+# Sections that every config needs; written last, so that a test's own lines count from 1.
 NEEDED = {"model": "  path: checkpoint\n", "data": "  source: rows.jsonl\n"}
 
 
@@ -45,9 +45,10 @@ def load(write) -> Callable[..., FullFinetuneConfig]:
 
 @pytest.fixture
 def faults(write) -> Callable[..., list[str]]:
-    """Return a function that gives the fault lines of a config's text, its file called `c.yaml`.
+    """Return a function that lists the faults of a config's text, a line each.
 
-    It fails if the text loads. whole: the text is not completed.
+    In them the file is called `c.yaml`. The function fails the test if the text loads. Its argument
+    `whole`: the text is not completed.
     """
 
     def faults(

@@ -9,7 +9,7 @@ import yaml
 from recipe_lib.config.torchtune import import_file
 from recipe_lib.errors import UserError
 from tests.config.test_torchtune_configs import PLANNED, WHEEL, needs_wheel
-from tests.hostile import change_files
+from tests.hostile import change_json
 
 KINDS = ("full", "lora", "KD_lora", "qat", "dpo")
 
@@ -31,7 +31,7 @@ def check_changes(text: str, path: Path, count: int) -> None:
         draw = random.Random(seed)
         theirs = yaml.safe_load(text)
         for _ in range(draw.choice((1, 1, 2, 3))):
-            theirs = change_files(theirs, draw)
+            theirs = change_json(theirs, draw)
         path.write_text(yaml.safe_dump(theirs))
         imported(path)
 

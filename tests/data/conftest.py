@@ -1,4 +1,4 @@
-"""Fixtures: the tokenizers of tests/tokenizers, a writer of data files, the log's lines."""
+"""Provide fixtures: tokenizers, a writer of data files, the log's lines."""
 
 import json
 import logging
@@ -15,13 +15,13 @@ from tests.tokenizers.made import write_json
 
 @pytest.fixture(scope="session")
 def chatml(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Return a tiny tokenizer with ChatML; its BOS is not put by itself."""
+    """Return a tiny tokenizer with ChatML, which begins no text with BOS."""
     return load_tokenizer(write_json(tmp_path_factory.mktemp("chatml")))
 
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Return the same without a chat template, beginning texts with BOS."""
+    """Return the same tokenizer without a chat template; it begins texts with BOS."""
     return load_tokenizer(
         write_json(tmp_path_factory.mktemp("plain"), template=None, add_bos_token=True)
     )
@@ -43,6 +43,7 @@ def rows_file(tmp_path: Path) -> Callable[..., str]:
 @pytest.fixture
 def said() -> list[str]:
     """Return a list that gets the log's lines as they come."""
+    # The fixture `fresh_logger` removes the handler.
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

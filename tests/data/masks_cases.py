@@ -1,9 +1,9 @@
-"""Real chat templates with tokenizers, rows of each format, and the table of their label tokens.
+"""Write docs/masks.md: which tokens of a conversation are labels, with real chat templates.
 
     REALDATA_DIR=... python -m tests.data.masks_cases > docs/masks.md
 
-Where a model's own vocabulary is not at hand, another real one with its special tokens added stands
-in: the labels depend on the template and the special tokens alone.
+REALDATA_DIR has the tokenizers and templates. Where a model's own vocabulary is not there, another
+one with its special tokens added stands in: labels depend on template and special tokens alone.
 """
 
 import gzip
@@ -36,17 +36,18 @@ LLAMA2 = (
 class Case:
     """A model's chat template, and a tokenizer for it."""
 
-    name: str
-    tokenizer: str  # folder or file under `tokenizers`
-    # `jinja:FILE` under `chat-templates`, `config:FILE` with `chat_template`, Jinja itself, or
-    # nothing for the tokenizer's own.
+    name: str  # of the model, as the table shows it
+    tokenizer: str  # folder, or FOLDER/FILE, under `tokenizers` of REALDATA_DIR
+    # `jinja:FILE` under `chat-templates`, `config:FOLDER` whose tokenizer_config.json has it, the
+    # Jinja text itself, or empty for the tokenizer's own.
     template: str = ""
-    config: str = ""  # a tokenizer_config.json to take over
+    config: str = ""  # folder whose JSON files replace the tokenizer's; empty: none
     extra: tuple[str, ...] = ()  # special tokens that the tokenizer lacks
-    bos: str = ""
-    eos: str = ""
+    bos: str = ""  # empty: the tokenizer's own
+    eos: str = ""  # empty: the tokenizer's own
 
 
+# Special tokens of Mistral's tokenizers.
 MISTRAL = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]",
            "[/TOOL_RESULTS]", "<s>", "</s>")  # fmt: skip
 CASES = [
@@ -70,10 +71,12 @@ CASES = [
     Case("none: plain", "gpt2"),
 ]  # fmt: skip
 
+# Two questions and their answers.
 HOT = "It is 31 degrees."
 MILD = "It is 18 degrees."
 ASKS = ["How hot is it in Rome?", "And in Oslo?"]
-THOUGHT = "<think>\nI look it up.\n</think>\n\n"
+THOUGHT = "<think>\nI look it up.\n</think>\n\n"  # reasoning, which an answer begins with
+# A tool, as `tools` of a row has it, and an answer's call of it.
 TOOL = {
     "type": "function",
     "function": {
@@ -88,13 +91,13 @@ CALL = {
 
 
 def say_turns(*turns: tuple[str, str]) -> list[dict[str, str]]:
-    """Return messages of (role, content)."""
+    """Return the messages of (role, content) pairs."""
     return [{"role": role, "content": content} for role, content in turns]
 
 
-_FIRST = [("user", ASKS[0]), ("assistant", HOT)]
+_FIRST = [("user", ASKS[0]), ("assistant", HOT)]  # (role, content) of the first two turns
 _SECOND = [("user", ASKS[1]), ("assistant", MILD)]
-# column of the table -> format, row
+# Column of the table -> (value of `data.format`, row).
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "alpaca": ("alpaca", {"instruction": ASKS[0], "output": HOT}),
     "sharegpt, two answers": (
@@ -121,11 +124,15 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": say_turns(_FIRST[0], ("assistant", THOUGHT + HOT), _SECOND[0], ("assistant", THOUGHT + MILD))},
     ),
 }  # fmt: skip
+# Question, chosen answer, rejected answer: the column `preference`.
 PAIR = Preference(say_turns(_FIRST[0]), say_turns(_FIRST[1]), say_turns(("assistant", MILD)))
 
 
 def write_folder(case: Case, realdata: Path, folder: Path) -> Path:
-    """Write a case's tokenizer as a checkpoint has it; return its folder, or the file in it."""
+    """Write a case's tokenizer as a checkpoint has it.
+
+    Returns what `load_tokenizer` reads: the folder, or the one file of a case that names it.
+    """
     name, _, single_file = case.tokenizer.partition("/")
     folder.mkdir(parents=True)
     for file in (realdata / "tokenizers" / name).iterdir():
@@ -158,7 +165,7 @@ def write_folder(case: Case, realdata: Path, folder: Path) -> Path:
 
 
 def _add_tokens(file: Path, texts: tuple[str, ...]) -> None:
-    """Add special tokens to a tokenizer.json."""
+    """Add special tokens to a tokenizer.json, with the ids after its last one."""
     content = json.loads(file.read_text())
     known_ids = list(content["model"]["vocab"].values())
     known_ids += [token["id"] for token in content["added_tokens"]]
@@ -177,29 +184,34 @@ def _add_tokens(file: Path, texts: tuple[str, ...]) -> None:
 
 
 def read_row(column: str) -> Sample:
-    """Return a row of the table as its format reads it."""
+    """Return the row of one of ROWS as its format reads it."""
     name, row = ROWS[column]
     return get_registered("data.format", name)(row)
 
 
 def list_trained_texts(encoder: Encoder, encoded: Encoded) -> list[str]:
-    """Return the text of each run of trained ids, decoded behind what stands before it."""
+    """Return the text of each run of consecutive trained ids, that is of label tokens."""
     tokenizer = encoder.tokenizer
-    runs: list[list[int]] = []  # [start, end]
+    runs: list[list[int]] = []  # [start, end)
     for position, trained in enumerate(encoded.trained):
+        # Position 0 is never trained: every row begins with a prompt.
         if trained and not encoded.trained[position - 1]:
             runs.append([position, position])
         if trained:
             runs[-1][1] = position + 1
     texts = []
     for start, end in runs:
+        # Decoded with the ids before it, on which the text of a first token may depend.
         prefix = tokenizer.decode(encoded.ids[:start])
         texts.append(tokenizer.decode(encoded.ids[:end]).removeprefix(prefix))
     return texts
 
 
 def describe_outcome(encoder: Encoder, column: str) -> list[str] | str:
-    """Return the trained texts of a row, `|` between its sequences, or why it is refused."""
+    """Return the texts of a row's label tokens, or why the row is refused.
+
+    column: of ROWS, or `preference`. With several sequences `|` stands between their texts.
+    """
     texts: list[str] = []
     try:
         if column == "preference":
@@ -283,7 +295,7 @@ with what transformers renders for generation.
 
 
 def format_cell(outcome: list[str] | str) -> str:
-    """Return a cell of the table. outcome: of `describe_outcome`."""
+    """Return a cell of the table. outcome: what `describe_outcome` returns."""
     if isinstance(outcome, str):
         return outcome.replace("refused by the chat template", "the template objects")
     lines = []
@@ -295,7 +307,7 @@ def format_cell(outcome: list[str] | str) -> str:
 
 
 def build_page(encoders: Iterable[Encoder]) -> str:
-    """Return docs/masks.md. encoders: one for each of CASES."""
+    """Return the text of docs/masks.md. encoders: one for each of CASES, in order."""
     columns = [*ROWS, "preference"]
     lines = [HEAD, f"| template | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for case, encoder in zip(CASES, encoders, strict=True):
@@ -308,4 +320,5 @@ if __name__ == "__main__":
     realdata = Path(os.environ["REALDATA_DIR"])
     with tempfile.TemporaryDirectory() as root:
         folders = [write_folder(case, realdata, Path(root) / case.name) for case in CASES]
+        # "auto": with the tokenizer's chat template, and without it as plain text.
         sys.stdout.write(build_page(Encoder(load_tokenizer(folder), "auto") for folder in folders))

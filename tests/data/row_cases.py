@@ -1,4 +1,4 @@
-"""A minimal row of every format, and the columns and message keys that rows of other tools have.
+"""Define a minimal row of every format, and columns and message keys that other tools' rows have.
 
 The names are those of TRL's, LLaMA-Factory's, Axolotl's, torchtune's, ms-swift's and OpenAI's rows,
 and of datasets of the hub. `encode(tokenizer, format, row)` reads rows as a run does.
@@ -16,9 +16,12 @@ from recipe_lib.data.encoding import SourceEncoder
 from recipe_lib.data.label_masks import Encoder
 from recipe_lib.tokenizers import Tokenizer
 
+# A question and its answer.
 USER = {"role": "user", "content": "Capital of Peru?"}
 SAID = {"role": "assistant", "content": "Lima."}
+# The same two turns as ShareGPT has them.
 TURNS = [{"from": "human", "value": "Capital of Peru?"}, {"from": "gpt", "value": "Lima."}]
+# Format, ` of ` and a variant where it has several -> row.
 ROWS: dict[str, dict[str, Any]] = {
     "alpaca": {"instruction": "Capital of Peru?", "output": "Lima."},
     "sharegpt": {"conversations": TURNS},
@@ -35,9 +38,10 @@ TOOL = {
     "type": "function",
     "function": {"name": "weather", "description": "Of Rome.", "parameters": {}},
 }
+# Another conversation, to stand beside a row's own.
 OTHER = [{"role": "user", "content": "Moon?"}, {"role": "assistant", "content": "Round."}]
 
-# Columns with content that no format reads: a fault names them, whatever they hold.
+# Column -> a value: content that no format reads. A fault names the column, whatever it holds.
 CONTENT: dict[str, Any] = {
     "images": ["a.jpg"], "image": "a.jpg", "videos": ["a.mp4"], "audios": ["a.wav"], "audio": {"bytes": b"RIFF"},
     "input_ids": [1, 2], "labels": [-100, 2], "attention_mask": [1, 1], "completion_mask": [0, 1], "token_ids": [3],
@@ -47,7 +51,7 @@ CONTENT: dict[str, Any] = {
     "is_correct": False, "subject": "An article of many words.\nIt has two lines.", "html": "<p>Peru</p>",
     "hidden": True,
 }  # fmt: skip
-# Columns that some formats read, and others refuse or ignore.
+# Column -> a value: some formats read it, others refuse or ignore it.
 COLUMNS: dict[str, Any] = {
     "instruction": "Add.", "input": "Be quick.", "query": "In words.", "output": "Quito.", "history": [["2+2?", "4"]],
     "system": "You are a pirate.", "system_prompt": "You are a pirate.", "messages": OTHER, "conversations": OTHER,
@@ -58,7 +62,7 @@ COLUMNS: dict[str, Any] = {
     "non_preferred_output": [{"role": "assistant", "content": "Flat."}], "segments": [{"label": True, "text": "Moon"}],
     "conversation": OTHER, "response": "Round.", "answer": "Round.", "question": "Moon?", "dialogue": OTHER,
 }  # fmt: skip
-# Columns that change nothing in any format.
+# Column -> a value: changes nothing in any format.
 IDLE: dict[str, Any] = {
     "id": 7, "ids": [1, 2], "idx": 3, "index": 1, "uuid": "a-b", "prompt_id": "p1", "source": "wiki", "dataset": "x",
     "origin": "web", "category": "geo", "task": "qa", "topic": "peru", "topics": ["peru", "lima"], "language": "en",
@@ -71,10 +75,10 @@ IDLE: dict[str, Any] = {
     "correctness": 0, "redacted": False, "openai_moderation": [{"flagged": False}], "__index_level_0__": 5,
     "Unnamed: 0": 5, "annotation_type": "original-annotations", "user_id": "u", "parallel_tool_calls": True,
 }  # fmt: skip
-# Values that say nothing, whatever the column.
+# Values without content: a column that holds one is as good as missing.
 NOTHING: tuple[Any, ...] = (None, "", [], {}, " ", {"a": None}, [None])
 
-# Keys of a message, of any role.
+# Key of a message, of any role -> a value.
 KEYS: dict[str, Any] = {
     "name": "Ann", "id": "m1", "tool_call_id": "c1", "timestamp": 3, "model": "m", "refusal": "No.",
     "audio": {"id": "a"}, "annotations": [{"url": "u"}], "images": ["a.jpg"], "train": False, "training": False,
@@ -88,22 +92,22 @@ KEYS: dict[str, Any] = {
 
 
 class Rows:
-    """Rows in memory, in place of a file."""
+    """Rows in memory, in place of a file of samples."""
 
-    place = "rows.jsonl"
-    keys_beside: dict[str, str] = {}
+    place = "rows.jsonl"  # the file's name in messages
+    keys_beside: dict[str, str] = {}  # keys of a JSON file beside its list of rows: none
 
     def __init__(self, *rows: dict[str, Any]) -> None:
         self.rows = rows
 
     def read(self, start: int, stop: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (place, row) of the rows from `start` to `stop`."""
+        """Yield (place in messages, row) of the rows from `start` to `stop` (None: to the end)."""
         for number, row in enumerate(self.rows[start:stop], start=start + 1):
             yield f"rows.jsonl:{number}", row
 
 
-def format_of(name: str) -> str:
-    """Return the format of one of ROWS."""
+def get_format(name: str) -> str:
+    """Return the format of one of ROWS: its key without the variant."""
     return name.partition(" of ")[0]
 
 
@@ -116,18 +120,26 @@ def build_encoder(tokenizer: Tokenizer, train_on: str | tuple[str, ...]) -> Enco
 def encode(
     tokenizer: Tokenizer, form: str, *rows: dict[str, Any], **settings: Any
 ) -> tuple[str, list[str], DataReport]:
-    """Return the text of all sequences, the trained text of each, and the report."""
+    """Encode rows as a run does, leaving out invalid ones.
+
+    Returns (text of all sequences, the text of each one's label tokens, report of what was read).
+    form: the format. settings: fields of DataConfig.
+    """
     return encode_file(tokenizer, form, Rows(*rows), **settings)
 
 
 def encode_file(
     tokenizer: Tokenizer, form: str, file: Any, **settings: Any
 ) -> tuple[str, list[str], DataReport]:
-    """Return what `encode` returns, of a file's rows."""
+    """Return what `encode` returns, for the rows of a file (or `Rows`).
+
+    Raises the fault that ends the reading, if any.
+    """
     cfg = DataConfig(on_invalid="skip", **settings)
     source = SourceConfig("rows.jsonl", format=form, columns=settings.get("columns", {}))
     train_on = cfg.train_on if isinstance(cfg.train_on, str) else tuple(cfg.train_on)
-    source_encoder = SourceEncoder(cfg, source, build_encoder(tokenizer, train_on), 1024)
+    encoder = build_encoder(tokenizer, train_on)
+    source_encoder = SourceEncoder(cfg=cfg, source=source, encoder=encoder, max_seq_len=1024)
     chunk = source_encoder.encode(file, 0, None)
     if chunk.fault is not None:
         raise chunk.fault
@@ -146,7 +158,10 @@ def encode_file(
 
 
 def write_tokenizer_folder(folder: Path, name: str = "qwen3") -> Path:
-    """Write the tokenizer of one of tests/data/template_cases and return its folder."""
+    """Write a tokenizer with a real chat template and return its folder.
+
+    name: of a template in tests/data/template_cases, whose import needs trl's wheel for most.
+    """
     from tests.data.template_cases import BY_NAME, read_source, write_tokenizer
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

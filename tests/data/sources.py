@@ -8,6 +8,6 @@ from recipe_lib.data.sources import open_sources
 
 
 def read_samples(source: str, split: str) -> Iterator[LocatedSample]:
-    """Yield all samples of one source, in order."""
+    """Yield all samples of one source, in order. source: a path. split: of the source."""
     for file in open_sources(SourceConfig(source, split=split)):
         yield from file.read()

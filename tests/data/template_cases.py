@@ -1,7 +1,8 @@
-"""Current chat templates (of trl's wheel, and of REALDATA_DIR) and kinds of conversations.
+"""Define current chat templates and kinds of conversations, for the tests of label masks.
 
-`write_tokenizer` writes a byte-level tokenizer with a template's special tokens; the ids that end a
-turn stand in its generation_config.json, as in the models' own.
+The templates are files of trl's wheel and of the folder REALDATA_DIR. `write_tokenizer` writes a
+byte-level tokenizer with a template and its special tokens; the ids that end a turn stand in its
+generation_config.json, as in the models' own.
 """
 
 import importlib.util
@@ -18,11 +19,12 @@ from tests.tokenizers.made import write_json
 
 TRL = "trl"
 REALDATA = "realdata"
+# Texts of a template's Jinja that are special tokens.
 SPECIAL = re.compile(
     r'<\|[A-Za-z_"]+\|?>|<[a-z_]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|<\|(?:START|END)[A-Z_]+\|>|\[gMASK\]|<sop>'
     r"|\[/?[A-Z_]+\]|</?s>"
 )
-THINKING = "reasoning_content"
+THINKING = "reasoning_content"  # the field of a message that most templates read thoughts from
 
 
 @dataclass(frozen=True)
@@ -30,29 +32,30 @@ class Template:
     """A chat template, and what its model's documentation says of it."""
 
     name: str
-    place: str  # `trl` or `realdata`
-    file: str
-    end: str  # ends an answer
-    eos: str = ""
-    bos: str = "<bos>"
-    call_end: str = ""  # ends a tool call
-    thought: str = ""  # the field that it reads thoughts from; empty: none
+    place: str  # TRL or REALDATA
+    file: str  # its path under `chat_templates` or `chat-templates`, without .jinja
+    end: str  # text that ends an answer
+    eos: str = ""  # text of which the last special token is EOS; empty: `end`
+    bos: str = "<bos>"  # empty: none
+    call_end: str = ""  # text that ends a tool call; empty: `end`
+    thought: str = ""  # field of a message that it reads thoughts from; empty: none
     calls: str = ""  # how it wants the arguments of tool calls: `object`, `text`; empty: no calls
-    opens: str = ""  # ends a thought that its prompt has begun
-    tags: bool = True  # it reads thoughts from between tags too
-    system: bool = True  # it has system messages
+    opens: str = ""  # text that ends a thought which the generation prompt has begun; empty: none
+    tags: bool = True  # it reads thoughts from between <think> tags of the content too
+    system: bool = True  # it accepts system messages
 
 
 def make_trl_template(name: str, end: str, **more: Any) -> Template:
     """Return a template of trl's wheel. more: further fields."""
-    return Template(name, TRL, name, end, **more)
+    return Template(name=name, place=TRL, file=name, end=end, **more)
 
 
 def make_real_template(name: str, file: str, end: str, **more: Any) -> Template:
     """Return a template of REALDATA_DIR. more: further fields."""
-    return Template(name, REALDATA, file, end, **more)
+    return Template(name=name, place=REALDATA, file=file, end=end, **more)
 
 
+# Ends of answers, and fields that several templates share.
 _IM = "<|im_end|>"
 _EOT = "<|eot_id|>"
 _EOS = "<｜end▁of▁sentence｜>"
@@ -115,9 +118,9 @@ BY_NAME = {template.name: template for template in TEMPLATES}
 
 
 def read_source(template: Template, training: bool = False) -> str:
-    """Return the template's Jinja; skip a test where the file is not there.
+    """Return the template's Jinja; skip the test without trl or REALDATA_DIR.
 
-    training: trl's version with `generation`.
+    training: trl's version, which marks answers with `{% generation %}`.
     """
     if template.place == TRL:
         trl = importlib.util.find_spec("trl")  # only its files are read: it is not imported
@@ -134,7 +137,11 @@ def read_source(template: Template, training: bool = False) -> str:
 def write_tokenizer(
     folder: Path, template: Template, source: str, more: tuple[str, ...] = ()
 ) -> Path:
-    """Write a tokenizer with the template and return its folder. more: further special tokens."""
+    """Write a tokenizer with the template into `folder` and return it.
+
+    source: the template's Jinja. more: further special tokens.
+    """
+    # Texts that end a turn; the first one has EOS.
     ends = [
         text for text in (template.eos or template.end, template.end, template.call_end) if text
     ]
@@ -160,13 +167,14 @@ def write_tokenizer(
             known[text] = max([*content["model"]["vocab"].values(), *known.values()]) + 1
             content["added_tokens"].append({"id": known[text], "content": text, **flags})
     (folder / "tokenizer.json").write_text(json.dumps(content))
+    # Generation stops at the last special token of each.
     stops = sorted({known[SPECIAL.findall(end)[-1]] for end in ends})
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
     return folder
 
 
 def say(role: str, content: str, **more: Any) -> dict[str, Any]:
-    """Return a message."""
+    """Return a message. more: further keys."""
     return {"role": role, "content": content, **more}
 
 
@@ -184,11 +192,11 @@ _TOOL = {
         "return": {"type": "string"},
     },
 }  # fmt: skip
-_USE = [
+_USE = [  # a call of the tool and its result
     say("assistant", "", tool_calls=[_CALL]),
     say("tool", "31", tool_call_id="call00001", name="weather"),
 ]
-# kind -> messages, tools
+# Kind of conversation -> (messages, tools). `{end}` and `{bos}` stand for the template's own.
 KINDS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
     "one answer": ([say("user", "Hot?"), say("assistant", "Yes, it is.")], None),
     "two answers": (
@@ -235,18 +243,18 @@ KINDS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
 
 
 def fill_in_tokens(messages: list[dict[str, Any]], template: Template) -> list[dict[str, Any]]:
-    """Return the messages of a kind with the template's special tokens."""
+    """Return the messages with the template's tokens in place of `{end}` and `{bos}`."""
     text = json.dumps(messages)
     names = {"{end}": template.end, "{bos}": template.bos or "<|im_start|>"}
     for name, value in names.items():
-        text = text.replace(name, json.dumps(value)[1:-1])
+        text = text.replace(name, json.dumps(value)[1:-1])  # escaped, without quotes
     return json.loads(text)
 
 
 def place_thoughts(messages: list[dict[str, Any]], template: Template) -> list[dict[str, Any]]:
-    """Return the messages as the model's own documentation has them.
+    """Return a copy of the messages as the model's own documentation has them.
 
-    Thoughts and arguments stand where its template reads them.
+    Thoughts stand in the field that the template reads, and arguments of calls in its form.
     """
     placed = []
     for message in json.loads(json.dumps(messages)):  # a deep copy

@@ -53,7 +53,7 @@ def test_any_range_of_rows(tmp_path, monkeypatch, group, batch):
         (29, None),
     ):
         assert list(file.read(start, stop)) == expected[start:stop], (start, stop)
-    assert [file.place_of(row) for row in range(60)] == [place for place, _ in expected]
+    assert [file.locate_sample(row) for row in range(60)] == [place for place, _ in expected]
 
 
 def test_nulls_inside_a_column_are_left_out(tmp_path):
@@ -164,6 +164,12 @@ def test_hub_rows(hub):
         "hub:owner/none",
         r"hub:owner/none: the hub dataset cannot be loaded \(Dataset 'owner/none' doesn't exist\)$",
     )
+
+
+def test_the_fault_of_a_hub_dataset_names_the_key_that_has_it(hub):
+    (file,) = open_sources(SourceConfig(source="hub:owner/none"), section="data.sources[1]")
+    with pytest.raises(DataError, match=r"^data\.sources\[1\]\.source: hub:owner/none: the hub "):
+        len(file)
 
 
 def test_identity_of_hub_rows(hub, tmp_path, monkeypatch):

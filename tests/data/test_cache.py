@@ -61,7 +61,10 @@ def folders(root):
 
 def same(left, right):
     assert left.fingerprint == right.fingerprint and left.report == right.report
-    assert left.report.lines() == right.report.lines() and left.largest_id == right.largest_id
+    assert (
+        left.report.format_lines() == right.report.format_lines()
+        and left.largest_id == right.largest_id
+    )
     for number in range(len(left)):
         assert left[number].tokens.tolist() == right[number].tokens.tolist()
         assert left[number].labels.tolist() == right[number].labels.tolist()

@@ -48,12 +48,12 @@ def test_samples_are_those_of_pythons_reader(
     found = CsvFile(path)
     assert len(found) == 200
     assert [sample for _, sample in found.read()] == expected
-    assert [sample for _, sample in found.first(7)] == expected[:7]
+    assert [sample for _, sample in found.read_first(7)] == expected[:7]
     for start, stop in ((0, 1), (17, 40), (199, None), (200, None), (5, 5)):
         part = list(CsvFile(path).read(start, stop))
         assert [sample for _, sample in part] == expected[start:stop]
         for number, (place, _) in enumerate(part, start):
-            assert place == found.place_of(number)
+            assert place == found.locate_sample(number)
             assert place == f"{path}:{lines[number]}"
 
 

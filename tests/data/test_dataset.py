@@ -61,7 +61,7 @@ def test_report_of_clean_rows(chatml, rows_file):
     source = rows_file(PAIR, PAIR | {"prompt": "a"})
     dataset = build(source, chatml)
     share = 100 * dataset.trained_counts.sum() / dataset.lengths.sum()
-    assert dataset.report.lines() == [
+    assert dataset.report.format_lines() == [
         (
             f"data: 2 sequences of 2 samples read from {source} (format prompt_completion, template"
             f" none), {dataset.lengths.sum()} tokens; label tokens: answers incl. end-of-turn,"
@@ -73,15 +73,15 @@ def test_report_of_clean_rows(chatml, rows_file):
 
 def test_report_says_which_template_and_bos(chatml, plain, rows_file):
     source = rows_file({"instruction": "a", "output": "b"})
-    chat = build(source, chatml, format="alpaca").report.lines()
+    chat = build(source, chatml, format="alpaca").report.format_lines()
     assert (
         "template chat" in chat[0]
         and chat[1] == "data: the chat template decides whether a sequence begins with BOS"
     )
-    lines = build(source, plain, format="alpaca", train_on="all").report.lines()
+    lines = build(source, plain, format="alpaca", train_on="all").report.format_lines()
     assert "template plain" in lines[0] and "label tokens: all tokens, 100.0 %" in lines[0]
     assert lines[1] == "data: each sequence begins with BOS"
-    assert "no BOS" in build(source, plain, format="alpaca", add_bos=False).report.lines()[1]
+    assert "no BOS" in build(source, plain, format="alpaca", add_bos=False).report.format_lines()[1]
 
 
 def test_truncated_rows_are_counted_with_what_they_lose(chatml, rows_file):
@@ -100,7 +100,7 @@ def test_truncated_rows_are_counted_with_what_they_lose(chatml, rows_file):
     lost = answer - kept + 2  # and the row whose answer is gone
     assert report.lost_answer_tokens == lost and report.long_answer_tokens == answer + 2
     assert (
-        report.lines()[2]
+        report.format_lines()[2]
         == "warning: data: 2 of 4 sequences (50.0 %) exceed 8 tokens and were truncated, 1 of them"
         f" left out because no answer was left; {100 * lost / (answer + 2):.1f} % of their"
         " answer tokens lost"
@@ -116,7 +116,7 @@ def test_long_rows_can_be_skipped_or_refused(chatml, rows_file):
         "warning: data: 1 of 3 sequences (33.3 %) exceed 8 tokens and were left out; 100.0 % of"
         " their answer tokens lost"
     )
-    assert line in dataset.report.lines()
+    assert line in dataset.report.format_lines()
     number = len(build(source, chatml, max_seq_len=99)[1].tokens)
     expected = (
         rf"rows.jsonl:2: found {number} tokens, expected at most max_seq_len=8; raise max_seq_len,"
@@ -154,7 +154,7 @@ def test_bad_rows_stop_the_run_or_are_counted_by_cause(chatml, rows_file):
     )
     dataset = build(source, chatml, on_invalid="skip")
     assert len(dataset) == 2 and dataset.report.samples_read == 7
-    assert dataset.report.lines()[2:] == [
+    assert dataset.report.format_lines()[2:] == [
         (
             "warning: data: 5 of 7 samples are bad and were left out: "
             "prompt is no text 2, no column completion 1, not UTF-8 1, invalid JSON 1"
@@ -245,8 +245,11 @@ def test_text_is_cut_in_file_order(plain, tmp_path):
         )
     short = [*plain.encode("dog cat", add_bos=True), plain.eos_id]
     assert len(dataset) == len(starts) + 1 and dataset[len(starts)].tokens.tolist() == short[:-1]
-    assert f"data: {len(dataset)} sequences cut from 2 texts read from" in dataset.report.lines()[0]
-    assert "label tokens: all tokens, 100.0 %" in dataset.report.lines()[0]
+    assert (
+        f"data: {len(dataset)} sequences cut from 2 texts read from"
+        in dataset.report.format_lines()[0]
+    )
+    assert "label tokens: all tokens, 100.0 %" in dataset.report.format_lines()[0]
     assert dataset.report.trained_tokens == dataset.trained_counts.sum() == dataset.lengths.sum()
     without = build(tmp_path, plain, max_seq_len=10, format="text", add_bos=False)
     assert without[0].tokens.tolist() == ids[1:11]

@@ -42,7 +42,7 @@ def test_the_first_bad_samples_are_kept_and_the_first_of_each_cause_however_they
         assert total.bad_samples == Counter(causes)
         assert total.bad_lines[:20] == lines[:20]
         for cause in "abcde":
-            assert total.places(cause) == [line for found, line in lines if found == cause][:5]
+            assert total.list_places(cause) == [line for found, line in lines if found == cause][:5]
 
 
 def test_bad_samples_of_all_sources_and_of_the_validation_are_told_at_once(chatml, rows_file):
@@ -88,7 +88,7 @@ def test_long_sequences_are_a_share_of_those_that_exist(chatml, rows_file, polic
     cfg = DataConfig(
         source=rows_file(*rows), format="prompt_completion", on_invalid="skip", truncation=policy
     )
-    lines = build_dataset(cfg, chatml, 8).report.lines()
+    lines = build_dataset(cfg, chatml, 8).report.format_lines()
     assert any(
         line.startswith("warning: data: 2 of 4 sequences (50.0 %) exceed 8 tokens")
         for line in lines
@@ -116,13 +116,13 @@ def test_pairs_are_counted_as_pairs(chatml, rows_file, said):
     )
     assert any(
         line.startswith("data: 1 pair is the same as an earlier one")
-        for line in whole.report.lines()
+        for line in whole.report.format_lines()
     )
     limit = int(whole.lengths[1]) - 1
     for policy in ("truncate", "drop"):
         cfg.data.truncation = policy
         cut = build_dataset(cfg.data, chatml, limit)
-        lines = cut.report.lines()
+        lines = cut.report.format_lines()
         assert any(
             line.startswith(f"warning: data: 1 of 4 pairs (25.0 %) exceed {limit} tokens")
             for line in lines
@@ -144,7 +144,9 @@ def mixed(tokenizer, rows_file, *kinds, **settings):
     sources = [
         SourceConfig(rows_file(rows[kind], name=f"{kind}.jsonl"), format=kind) for kind in kinds
     ]
-    return build_dataset(DataConfig(sources=sources, **settings), tokenizer, 64).report.lines()
+    return build_dataset(
+        DataConfig(sources=sources, **settings), tokenizer, 64
+    ).report.format_lines()
 
 
 def test_a_mix_of_texts_and_chats_is_not_said_to_be_one_of_them(chatml, plain, rows_file):
@@ -204,7 +206,7 @@ def test_a_line_that_is_true_of_both_is_said_once(chatml, rows_file):
     assert told[-1].startswith("validation: 1 sequence of 1 sample read from ")
     assert (
         told[:-1]
-        == training.report.lines()
+        == training.report.format_lines()
         == TrainingData.report(
             SimpleNamespace(dataset=training, validation_dataset=None, tokenizer=chatml)
         )

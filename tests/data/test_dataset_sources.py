@@ -75,7 +75,7 @@ def test_several_sources_follow_each_other(chatml, rows_file):
     ]
     with pytest.raises(IndexError):
         dataset.place(6)
-    lines = dataset.report.lines()
+    lines = dataset.report.format_lines()
     assert (
         f"data: 6 sequences of 6 samples read from {first}, {second}, {third} (format"
         " prompt_completion, messages, temp" in lines[0]
@@ -139,7 +139,7 @@ def test_pairs_are_two_rows_that_stay_together(chatml, rows_file):
     assert dataset.source_of.tolist() == [0, 0]
     assert (
         f"data: 2 pairs of 2 samples read from {source} (format preference, template chat)"
-        in dataset.report.lines()[0]
+        in dataset.report.format_lines()[0]
     )
 
 
@@ -251,7 +251,7 @@ def test_answers_that_lose_their_end_are_counted(chatml, rows_file):
         "warning: data: 1 answers end without their end-of-turn token, so nothing teaches the model"
         " to stop there"
     )
-    assert any(said.startswith(line) for said in cut.report.lines())
+    assert any(said.startswith(line) for said in cut.report.format_lines())
 
 
 def test_copies_are_counted_and_the_first_is_named(chatml, rows_file):
@@ -265,7 +265,7 @@ def test_copies_are_counted_and_the_first_is_named(chatml, rows_file):
         "data: 2 sequences are the same as an earlier one, and kept all the same "
         f"(first: {second}:1, the same as {first}:4)"
     )
-    assert line in dataset.report.lines()
+    assert line in dataset.report.format_lines()
     found, earlier = find_copies(dataset.digests)
     assert found.tolist() == [4, 6] and earlier.tolist() == [3, 0]
 

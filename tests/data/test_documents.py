@@ -131,9 +131,9 @@ def test_a_tokenizer_without_eos_is_told(rows_file, tmp_path):
     )
     dataset = build(rows_file({"text": "z" * 5}), tokenizer)
     check_documents(dataset, [tokenizer.encode("z" * 5)], LIMIT)
-    assert any(one.startswith(line) for one in dataset.report.lines())
+    assert any(one.startswith(line) for one in dataset.report.format_lines())
     quiet = build(rows_file({"text": "z" * 5}), tokenizer, add_eos=False)
-    assert not any("EOS" in one for one in quiet.report.lines() if one.startswith("warning"))
+    assert not any("EOS" in one for one in quiet.report.format_lines() if one.startswith("warning"))
     assert dataset.ids.tolist() == quiet.ids.tolist()
 
 

@@ -68,7 +68,7 @@ def test_tokens_of_another_template_are_named(
         ), form
         findings = {finding.name: finding for finding in inspect(dataset, None, 256, None).findings}
         assert ("split-special-tokens" in findings) is bool(pieces), form
-        lines = [line for line in dataset.report.lines() if "cut into pieces" in line]
+        lines = [line for line in dataset.report.format_lines() if "cut into pieces" in line]
         assert len(lines) == bool(pieces) and all(
             repr(token) in line for line in lines for token in pieces
         ), form

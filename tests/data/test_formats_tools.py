@@ -5,7 +5,7 @@ import re
 import pytest
 
 from recipe_lib.config.registry import get_registered
-from recipe_lib.data.samples import SampleFault
+from recipe_lib.data.samples import RenamedSample, SampleFault
 
 
 def read(name, row):
@@ -255,6 +255,13 @@ def test_rows_that_cannot_be_used(name, row, line):
     with pytest.raises(SampleFault, match=re.escape(line)) as caught:
         read(name, row)
     assert caught.value.cause and "\n" not in str(caught.value)
+
+
+def test_the_path_of_tools_as_texts_has_the_name_of_the_file():
+    row = turns(("human", "a"), ("gpt", "b"), functions=['{"name": "f"}'])
+    chat = read("sharegpt", RenamedSample(row, {"tools": "functions"}, "data"))
+    assert chat.tools[0]["function"] == {"name": "f"}
+    assert chat.places.tools == ".functions"
 
 
 def calling(tool_calls):

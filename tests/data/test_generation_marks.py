@@ -162,7 +162,7 @@ def test_differences_are_reported_with_their_place(tmp_path: Path, rows_file: Ca
             differing,
             ends,
         )
-        said = [text for text in dataset.report.lines() if text.startswith(line)]
+        said = [text for text in dataset.report.format_lines() if text.startswith(line)]
         assert said == [f"{line}{differing} of them are not what generation is asked for"]
         faults = {finding.name: finding for finding in found.findings}
         assert ("generation-marks" in faults, "untrained-ends" in faults) == (

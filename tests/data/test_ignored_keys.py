@@ -99,7 +99,9 @@ def test_only_messages_lose_it(qwen3: Tokenizer) -> None:
     text, trained, report = encode(qwen3, "messages", row, row, ignore_columns=keys)
     assert "Looks." in text and "Yes." in "".join(trained)
     assert dict(report.idle_names) == {"messages.name": 2, "messages.weight": 2, "id": 2}
-    assert "warning: data: data.ignore_columns: no sample has messages.mood" in report.lines()
+    assert (
+        "warning: data: data.ignore_columns: no sample has messages.mood" in report.format_lines()
+    )
 
 
 def test_the_rows_of_a_file(tmp_path: Path, qwen3: Tokenizer) -> None:

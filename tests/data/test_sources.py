@@ -67,7 +67,7 @@ def test_a_list_in_json_lines(content, tmp_path):
     rows = [str(row) for _, row in read(tmp_path / "a.jsonl")]
     hint = "; if the file is one list of objects, name it .json"
     assert [hint in row for row in rows] == [True] + [False] * (len(rows) - 1)
-    (_, first), *_ = opened(tmp_path / "a.jsonl").first(1)
+    (_, first), *_ = opened(tmp_path / "a.jsonl").read_first(1)
     assert str(first) == rows[0]
 
 
@@ -109,7 +109,7 @@ def test_json_lines_by_number(blank_every, block, tmp_path, monkeypatch):
     assert len(file) == 60 and list(file.read()) == rows
     for start, stop in ((0, 0), (0, 1), (59, 60), (17, 43), (58, 99), (60, 70), (5, None)):
         assert list(file.read(start, stop)) == rows[start:stop], (start, stop)
-    assert [file.place_of(row) for row in range(60)] == [place for place, _ in rows]
+    assert [file.locate_sample(row) for row in range(60)] == [place for place, _ in rows]
 
 
 def test_identity_is_that_of_the_content(tmp_path):

@@ -129,7 +129,7 @@ def check_counts(dataset: Any, parses: bool, *met: Counter[str]) -> None:
     assert (special.parsed, special.unparsed) == (
         (total, Counter()) if parses else (Counter(), total)
     )
-    lines = "\n".join(dataset.report.lines())
+    lines = "\n".join(dataset.report.format_lines())
     assert all(repr(token) in lines for token, _ in total.most_common(5))
     faulty = [number for number, tokens in enumerate(met, start=1) if tokens and not parses]
     assert ("data.parse_special_tokens=true" in lines) is bool(faulty)
@@ -419,7 +419,7 @@ def test_rows_rendered_already_among_others_are_told(case_of, rows_file):
         "warning: data: 1 of 2 samples hold a chat template's special tokens: their texts are taken"
         " as rendered"
     )
-    assert any(one.startswith(line) for one in mixed.report.lines())
+    assert any(one.startswith(line) for one in mixed.report.format_lines())
     kept = build(
         case,
         rows_file,

@@ -94,14 +94,14 @@ def test_what_it_costs_is_said(build: Build, forgets: Tokenizer):
     whole = sum(len(forgets.encode(render(forgets.render_chats, talk(n, at), False), allow_special=True)) - 1
                 for at, n in ((1, 2), (2, 3)))  # fmt: skip
     tokens = int(dataset.lengths[1:].sum())
-    lines = dataset.report.lines()
+    lines = dataset.report.format_lines()
     assert lines[0].startswith("data: 6 sequences from the 3 samples read from ")
     assert (
         "data: 2 conversations became 5 sequences, because the chat template writes earlier turns"
         f" anew: each answer follows the prompt that generation is given; {tokens} tokens in place"
         f" of {whole} ({tokens / whole:.2f} times as many)" in lines
     )
-    assert "conversations became" not in " ".join(build(1, 1).report.lines())
+    assert "conversations became" not in " ".join(build(1, 1).report.format_lines())
 
 
 def test_refuse_names_the_first_difference_and_the_way_out(build: Build):
@@ -128,7 +128,9 @@ def test_split_gives_every_answer_its_own_where_it_need_not(
     assert [len(found[history]) for history in found] == [1, 3, 1]
     assert found["auto"].fingerprint == found["refuse"].fingerprint != found["split"].fingerprint
     assert sum(found["split"].trained_counts) == sum(found["auto"].trained_counts)
-    assert "became 3 sequences, as data.history says: " in " ".join(found["split"].report.lines())
+    assert "became 3 sequences, as data.history says: " in " ".join(
+        found["split"].report.format_lines()
+    )
 
 
 def test_answers_of_one_turn_share_a_sequence(tmp_path: Path):
@@ -166,7 +168,7 @@ def test_long_sequences_are_counted_one_by_one(build: Build):
     cut = build(3, max_seq_len=limit)
     assert len(cut) in (2, 3) and cut.report.truncated_sequences == 1 and cut.report.items_made == 3
     line = f"warning: data: 1 of 3 sequences (33.3 %) exceed {limit} tokens and were truncated"
-    assert any(text.startswith(line) for text in cut.report.lines())
+    assert any(text.startswith(line) for text in cut.report.format_lines())
     assert build(3, max_seq_len=limit, truncation="drop").report.skipped_long_sequences == 1
     with pytest.raises(
         DataError,
@@ -188,7 +190,9 @@ def test_copies_and_overlap_are_of_sequences(
     assert dataset.report.duplicate_sequences == 1 and dataset.report.duplicates[0][1].endswith(
         "jsonl:1"
     )
-    assert "data: 1 sequence is the same as an earlier one" in " ".join(dataset.report.lines())
+    assert "data: 1 sequence is the same as an earlier one" in " ".join(
+        dataset.report.format_lines()
+    )
     held = build(1, name="held.jsonl")
     assert find_overlap(dataset, held).tolist() == [0]
 

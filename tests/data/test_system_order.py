@@ -147,7 +147,7 @@ def test_a_column_and_a_turn_of_the_system() -> None:
     ):
         read(row | {"system": "A"})
     sample = read({"system": "A", "conversations": row["conversations"][1:]})
-    assert [place.text for place in sample.places.messages] == [
+    assert [place.content for place in sample.places.messages] == [
         ".system",
         *(f".conversations[{n}].value" for n in (0, 1)),
     ]

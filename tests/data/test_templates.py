@@ -104,7 +104,7 @@ def test_ids_are_those_of_transformers(name, encoder_of, real_folder):
         return_dict=False,
     )  # fmt: skip
     encoded = encoder.encode(FOUR_TURNS)
-    assert not encoded.apart
+    assert not encoded.in_pieces
     assert encoded.ids == expected[: len(encoded.ids)]
     assert reference.decode(expected[len(encoded.ids) :]).strip() == ""
 
@@ -230,7 +230,7 @@ def test_phi_tokens_that_swallow_white_space(realdata, real_folder, tmp_path):
     ):
         encoder = Encoder(load_tokenizer(tmp_path, jinja), "auto")
         assert answers(encoder, FOUR_TURNS) == ["Hello, 你好 😀<|end|>", "user\n\nassistant<|end|>"]
-        assert not encoder.encode(FOUR_TURNS).apart
+        assert not encoder.encode(FOUR_TURNS).in_pieces
 
 
 CONTENT = st.text(
@@ -299,14 +299,14 @@ def test_an_answer_that_begins_like_the_prompt_ends_is_encoded_apart(tmp_path):
     assert answers(encoder, sample) == ["\n\nx<|im_end|>"]
     encoded, prompt = encoder.encode(sample), render_prompt(tokenizer, sample.messages[:1])
     assert (
-        encoded.apart
+        encoded.in_pieces
         and encoded.ids[: len(prompt)] == prompt
         and all(encoded.trained[len(prompt) :])
     )
 
 
 def test_completion_is_text_as_it_stands(plain):
-    encoded = Encoder(plain, "auto", parse_special=False).encode(
+    encoded = Encoder(plain, "auto", parse_special_tokens=False).encode(
         Completion("the ", "cat<|im_end|>")
     )
     assert plain.decode(encoded.ids) == "<|bos|>the cat<|im_end|><|im_end|>"

@@ -29,7 +29,7 @@ from tests.data.row_cases import (
     TOOL,
     encode,
     encode_file,
-    format_of,
+    get_format,
     write_tokenizer_folder,
 )
 
@@ -76,7 +76,7 @@ ELSEWHERE = {"preference": ("margin",), "classification of messages": ("chat_tem
 
 @pytest.mark.parametrize("case", ROWS)
 def test_no_column_is_passed_over(case: str, qwen3: Tokenizer) -> None:
-    row, form = ROWS[case], format_of(case)
+    row, form = ROWS[case], get_format(case)
     text, trained, report = encode(qwen3, form, row)
     bare = f"{text} {trained}"
     assert not report.bad_samples and not report.idle_names
@@ -263,7 +263,11 @@ def test_messages_after_the_last_answer_are_told(train_on: Any, qwen3: Tokenizer
     )
     line = "data: in 1 conversation messages follow the last one that is trained; they are left out"
     is_left_out = "Thank you." not in text
-    assert is_left_out == (line in report.lines()) == ("user" not in train_on and train_on != "all")
+    assert (
+        is_left_out
+        == (line in report.format_lines())
+        == ("user" not in train_on and train_on != "all")
+    )
     _, _, report = encode(qwen3, "messages", {"messages": CHAT, "tools": [TOOL]}, train_on=train_on)
     assert (report.endings == 0) == (train_on != ["user"])  # whose answer comes last
 
@@ -274,7 +278,7 @@ def test_a_margin_is_told(margin: Any, qwen3: Tokenizer) -> None:
     row = ROWS["preference"]
     _, _, report = encode(qwen3, "preference", row | {"margin": margin}, row, row | {"margin": 0})
     line = "data: 1 pair with a margin, which reward_distributed alone reads"
-    assert report.margins == 1 and line in report.lines()
+    assert report.margins == 1 and line in report.format_lines()
 
 
 @pytest.mark.parametrize("flags", [
@@ -316,14 +320,14 @@ def test_what_repeats_the_row_changes_nothing(
 def test_answers_that_are_not_wanted_are_not_trained(case: str, qwen3: Tokenizer) -> None:
     for name in ("label", "kto_tag", "is_correct", "train"):
         for value in (False, "false", 0) if name in ("label", "kto_tag") else (False,):
-            _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {name: value})
+            _, trained, report = encode(qwen3, get_format(case), ROWS[case] | {name: value})
             assert not trained and list(report.bad_samples) == [f"{name} is not read"], (
                 name,
                 value,
             )
-        _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {name: True})
+        _, trained, report = encode(qwen3, get_format(case), ROWS[case] | {name: True})
         assert trained and report.idle_names == {name: 1}
-    _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {"rejected": "Lima."})
+    _, trained, report = encode(qwen3, get_format(case), ROWS[case] | {"rejected": "Lima."})
     assert not trained and list(report.bad_samples) == ["rejected is not read"]
 
 
@@ -332,10 +336,10 @@ def test_a_weight_of_one_changes_nothing(case: str, qwen3: Tokenizer) -> None:
     """As JSON and as the text of a table's cell; any other weight is a fault that says so."""
     for name in ("weight", "sample_weight", "loss_scale", "importance_weight", "Chosen-Weights"):
         for value in (1, 1.0, "1", "1.0", " 1 "):
-            _, _, report = encode(qwen3, format_of(case), ROWS[case] | {name: value})
+            _, _, report = encode(qwen3, get_format(case), ROWS[case] | {name: value})
             assert report.idle_names == {name: 1} and not report.bad_samples, (name, value)
         for value in (0, 0.5, "0", "0.5", "2", True, "high"):
-            _, _, report = encode(qwen3, format_of(case), ROWS[case] | {name: value})
+            _, _, report = encode(qwen3, get_format(case), ROWS[case] | {name: value})
             assert list(report.bad_samples) == [f"{name} is not read"], (name, value)
             assert "found a weight of the row" in report.first_bad[f"{name} is not read"], (
                 name,
@@ -354,9 +358,12 @@ def test_it_holds_for_each_row_and_is_counted(qwen3: Tokenizer) -> None:
         'set data.ignore_columns=[foo,"b,c"] if they change nothing'
         in report.first_bad["foo, b,c are not read"]
     )
-    assert "data: columns that change nothing: id (148)" in report.lines()
+    assert "data: columns that change nothing: id (148)" in report.format_lines()
     restored = type(report).from_json(report.to_json())
-    assert restored.idle_names == report.idle_names and restored.lines() == report.lines()
+    assert (
+        restored.idle_names == report.idle_names
+        and restored.format_lines() == report.format_lines()
+    )
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -407,10 +414,10 @@ def test_ignored_names_that_no_row_has_are_told(qwen3: Tokenizer) -> None:
     row = {"messages": chat, "foo": "x", "system": "Be a pirate."}
     text, _, report = encode(qwen3, "messages", row, ignore_columns=names)
     assert "pirate" not in text and sorted(report.idle_names) == ["foo", "messages.bar", "system"]
-    assert "warning: data: data.ignore_columns: no sample has gone" in report.lines()
+    assert "warning: data: data.ignore_columns: no sample has gone" in report.format_lines()
     bad = row | {"gone": "y", "more": "z"}  # refused for `more`; it has `gone`
     _, _, report = encode(qwen3, "messages", row, bad, ignore_columns=names)
-    assert report.bad_samples and not any("no sample has" in line for line in report.lines())
+    assert report.bad_samples and not any("no sample has" in line for line in report.format_lines())
 
 
 def test_all_keys_of_a_row_are_named_at_once(qwen3: Tokenizer) -> None:

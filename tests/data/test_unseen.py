@@ -37,12 +37,14 @@ def unseen(tmp_path, rows_file, template):
 
 def test_a_system_message_that_is_left_out_is_told(tmp_path, rows_file):
     report = unseen(tmp_path, rows_file, WHOLE)
-    assert report.unseen_samples == 0 and not any("leaves out" in line for line in report.lines())
+    assert report.unseen_samples == 0 and not any(
+        "leaves out" in line for line in report.format_lines()
+    )
     report = unseen(
         tmp_path, rows_file, WHOLE.replace("in messages", "in messages if m['role'] != 'system'")
     )
     assert report.unseen_samples == 1  # an empty one is not missed
-    (line,) = [line for line in report.lines() if "leaves out" in line]
+    (line,) = [line for line in report.format_lines() if "leaves out" in line]
     assert line.startswith(
         "warning: data: in 1 samples the chat template leaves out a system's or user's message"
     )

@@ -32,7 +32,7 @@ from recipe_lib.report.chart import load_page_template
 load_page_template()  # before ranks are forked, each of whose runs ends with a page
 
 _GRACE_SECONDS = 3.0  # how long the other ranks may go on after one has failed
-_STACKS = signal.SIGUSR2  # on which a rank writes the stacks of its threads
+_STACKS = signal.SIGUSR2  # makes a rank write the stacks of its threads
 
 
 class RankFailure(AssertionError):  # noqa: N818  (what a failing test shows)
@@ -50,20 +50,20 @@ def run_ranks(
 
     fn: any function, closures included (the ranks are forks). It may return None, numbers, strings,
     tensors, and lists, tuples and dicts of those. What a rank prints appears only when one fails.
-    process_group: initialize a gloo group in each rank, which `start_world` uses.
+    timeout: seconds. process_group: initialize a gloo group in each rank, for `start_world`.
 
     In each rank RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set
     as torchrun sets them, and torch uses one thread.
 
-    Raises RankFailure when a rank raises, exits or is still running after `timeout` seconds, with
-    the stacks of its threads, or of the one that crashed. No process outlives the call.
+    Raises RankFailure when a rank raises, exits or is still running after `timeout`, with the
+    stacks of its threads, or of the one that crashed. No process outlives the call.
     """
     context = multiprocessing.get_context("fork")
     sys.stdout.flush()
     sys.stderr.flush()
     with TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        port = free_port()
+        port = find_free_port()
         processes = [
             context.Process(
                 target=_run_rank,
@@ -112,12 +112,14 @@ def _run_rank(
 ) -> None:
     """Set up one rank, call `fn` in it, write its result or traceback, and end the process."""
     # A dead process group of the parent must not be collected here: it would wait for the parent's
-    # threads.
+    # threads, which a fork does not have.
     gc.freeze()
     output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    # pytest has replaced both by its own.
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
     faulthandler.enable(file=sys.stderr)
     faulthandler.register(_STACKS, file=sys.stderr)
     code = 1
@@ -145,7 +147,7 @@ def _run_rank(
     # SystemExit and KeyboardInterrupt too: the test shows whatever ended the rank.
     except BaseException:
         (folder / f"traceback{rank}").write_text(traceback.format_exc())
-        raise  # no further than os._exit below
+        raise  # ends at os._exit below
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -153,9 +155,9 @@ def _run_rank(
 
 
 def _forget_compile_threads() -> None:
-    """Drop inductor's pool: ranks of a test process that has compiled would wait for its threads.
+    """Drop inductor's pool of threads, if the test process has compiled.
 
-    No fork has them.
+    A fork has no threads but its own: a rank that compiles would wait for the pool's for ever.
     """
     compiler = sys.modules.get("torch._inductor.async_compile")
     if compiler is not None:
@@ -165,14 +167,15 @@ def _forget_compile_threads() -> None:
 def _tell_meshes_apart() -> None:
     """Make meshes of this rank unequal to those that the test process has built.
 
-    DTensor caches an operator's result by its meshes. A mesh that the test process has built for
-    some rank of a simulated world would otherwise be found, with that rank's coordinates.
+    DTensor caches an operator's sharding by its meshes. A rank would otherwise get the entry of an
+    equal mesh that the test process has built for another rank of a simulated world.
     """
     original = DeviceMesh.__init__
 
     def init_mesh(mesh: Any, *args: Any, **kwargs: Any) -> None:
         original(mesh, *args, **kwargs)
-        mesh._thread_id = os.getpid()  # equal meshes have equal threads
+        # A part of `==` and of the hash; there is no public way to tell two meshes apart.
+        mesh._thread_id = os.getpid()
         mesh._hash = None  # computed anew
 
     DeviceMesh.__init__ = init_mesh  # type: ignore[method-assign]
@@ -228,7 +231,7 @@ def _explain_end(process: BaseProcess, rank: int, folder: Path, timed_out: bool)
     report = folder / f"traceback{rank}"
     if report.exists():
         why = report.read_text()
-    elif process.exitcode == -9:
+    elif process.exitcode == -9:  # killed by `_wait`
         why = (
             "still running when time ran out" if timed_out else "ended because another rank failed"
         )
@@ -249,8 +252,8 @@ def import_compiler() -> None:
     torch._dynamo.reset()
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on at the moment."""
+def find_free_port() -> int:
+    """Return a port of this machine that nobody listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

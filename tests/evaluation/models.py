@@ -1,7 +1,7 @@
 """Write random models of four families, and compute with transformers what `tune` has to give.
 
-Tokenizer and rows are the demo's; `encode_samples`, `compute_likelihood` and `answer` are the
-reference for evaluation and generation.
+Tokenizer and rows are the demo's; `encode_samples`, `compute_likelihood` and `generate_answer` are
+the reference for evaluation and generation.
 """
 
 import json
@@ -20,8 +20,9 @@ from transformers import (
 )
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
+# Ten rows in the format alpaca.
 ROWS = [json.loads(line) for line in (DEMO / "heldout.jsonl").read_text().splitlines()[:10]]
-SIZES = {
+SIZES = {  # of config.json, of every family
     "vocab_size": 512,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -33,7 +34,7 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-FAMILIES: dict[str, PreTrainedConfig] = {
+FAMILIES: dict[str, PreTrainedConfig] = {  # name -> config of its model
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "gemma2": Gemma2Config(**SIZES, head_dim=8, sliding_window=8, query_pre_attn_scalar=8),
     "phi3": Phi3Config(**SIZES),
@@ -49,7 +50,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 
 
 def write_model(family: str, folder: Path) -> Path:
-    """Write a random model of the family with the demo's tokenizer; return its folder."""
+    """Write a random model of one of FAMILIES with the demo's tokenizer; return its folder."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         FAMILIES[family], attn_implementation="eager", dtype=torch.float32
@@ -75,7 +76,7 @@ def write_rows(folder: Path) -> Path:
 class Sample:
     """Token ids of a conversation of one prompt and one answer."""
 
-    prompt: list[int]  # with the template's opening of the answer
+    prompt: list[int]  # with what the chat template opens an answer with
     answer: list[int]  # with the token that ends it
 
 
@@ -100,7 +101,7 @@ def encode_samples(folder: Path) -> list[Sample]:
 
 @torch.no_grad()
 def compute_likelihood(model: torch.nn.Module, sample: Sample) -> tuple[float, int]:
-    """Return (log-likelihood of the answer, how many of its tokens are the likeliest ones)."""
+    """Return (log-likelihood of the answer, number of its tokens that are the likeliest ones)."""
     tokens = torch.tensor([sample.prompt + sample.answer])
     log_probs = model(tokens).logits[0, len(sample.prompt) - 1 : -1].double().log_softmax(-1)
     answer_ids = torch.tensor(sample.answer)
@@ -110,8 +111,8 @@ def compute_likelihood(model: torch.nn.Module, sample: Sample) -> tuple[float, i
 
 
 @torch.no_grad()
-def answer(model: torch.nn.Module, tokenizer, sample: Sample, count: int) -> str:
-    """Return the text of at most `count` tokens that transformers' greedy search gives."""
+def generate_answer(model: torch.nn.Module, tokenizer, sample: Sample, count: int) -> str:
+    """Return the text of at most `count` tokens that transformers generates greedily."""
     stop = sample.answer[-1]
     options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": stop, "pad_token_id": 0}
     prompt = torch.tensor([sample.prompt])

@@ -18,9 +18,9 @@ from tests.distributed.ranks import run_ranks
 from tests.evaluation.models import (
     FAMILIES,
     ROWS,
-    answer,
     compute_likelihood,
     encode_samples,
+    generate_answer,
     write_model,
     write_rows,
 )
@@ -84,7 +84,7 @@ def test_likelihoods_and_answers_are_those_of_transformers(
         assert tuned["log_likelihood"] == pytest.approx(wanted, rel=1e-5)
         assert (tuned["label_tokens"], tuned["likeliest_tokens"]) == (len(sample.answer), right)
         assert example["reference"] == row["output"] and row["instruction"] in example["prompt"]
-        said.append(answer(model, tokenizer, sample, 6))
+        said.append(generate_answer(model, tokenizer, sample, 6))
         assert tuned["prediction"] == said[-1]
         total += wanted
     tokens = sum(len(sample.answer) for sample in known)
@@ -108,7 +108,7 @@ def test_exact_match_counts_the_answers_that_transformers_gives_too(
     model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder)
     changed = []
     for number, (row, sample) in enumerate(zip(ROWS, encode_samples(folder), strict=True)):
-        said = answer(model, tokenizer, sample, 4)
+        said = generate_answer(model, tokenizer, sample, 4)
         changed.append({**row, "output": said} if number % 3 == 0 else row)
     data = tmp_path / "rows.json"
     data.write_text(json.dumps(changed))

@@ -14,17 +14,21 @@ from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+# Before torch is imported, which reads them.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ |= {"TUNE_PLAN": "off", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 from tests.distributed.ranks import import_compiler  # noqa: E402
-from tests.fuzz.cases import draw  # noqa: E402
-from tests.fuzz.compare import Outcome, prepare, try_case  # noqa: E402
+from tests.fuzz.cases import draw_case  # noqa: E402
+from tests.fuzz.compare import Outcome, try_case, write_models_and_samples  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `--cases` combinations that are not refused, of the seeds from `--seed` on."""
+    """Run `--cases` combinations that are not refused, of the seeds from `--seed` on.
+
+    Returns the exit code.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument(
         "--seed", type=int, default=1000, help="the first combination's; the next ones count up"
@@ -38,16 +42,16 @@ def main(argv: list[str] | None = None) -> int:
     if args.only is not None:
         args.seed = args.only
         args.cases = 1
-    import_compiler()
+    import_compiler()  # once, for all ranks, which are forks
     outcomes: list[Outcome] = []
     with nullcontext(args.keep) if args.keep else TemporaryDirectory(prefix="fuzz-") as name:
         folder = Path(name).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        prepare(folder)
+        write_models_and_samples(folder)
         print(f"fuzz: seeds from {args.seed} on, {args.cases} cases, in {folder}", flush=True)
         seed = args.seed
         while sum(outcome.verdict != "refused" for outcome in outcomes) < args.cases:
-            outcomes.append(try_case(draw(seed), folder))
+            outcomes.append(try_case(draw_case(seed), folder))
             show(outcomes[-1])
             seed += 1
             if args.only is not None:  # though it may be refused

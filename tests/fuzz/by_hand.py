@@ -1,8 +1,8 @@
-"""Training written out plainly on a model of transformers, as the reference of a run.
+"""Train a model of transformers by a plain loop, as the reference of a run.
 
-From the run it takes each step's rows, the adapters' initial weights and how a matrix is quantized.
-Every row has a forward of its own, adapters are merged into the weights, and the optimizer is
-`tests.training.formulas`.
+`ByHand(cfg, start).train(...)` takes from the run each step's rows and the adapters' initial
+weights, and from the library how a matrix is quantized. Every row has a forward of its own, and
+adapters are merged into the weights. A `Formula` is one parameter's optimizer, in fp64.
 """
 
 import math
@@ -23,21 +23,24 @@ class Row(NamedTuple):
     """One sequence of an item."""
 
     tokens: Tensor  # int64 `[s]`
-    labels: Tensor  # int64 `[s]`, -100 where there is none
-    value: float  # of the item: 1 or 0 of a desirable or undesirable answer, a class, a margin
+    labels: Tensor  # int64 `[s]`, the token that follows; -100 where the loss counts none
+    # Of the item: 1 for a desirable answer and 0 for another, a class, or a pair's margin.
+    value: float
 
 
-# Each step's rows as plain tuples of a Row's fields; a pair is its chosen row, then its rejected.
+# Each step's rows as tuples of a Row's fields, which ranks can return. A pair is its chosen row and
+# then its rejected one.
 Rows = list[list[tuple[Tensor, Tensor, float]]]
 
 
 class ByHand:
-    """A run by hand: call `train`, then read `losses`, `norms` and `weights`."""
+    """The plain loop: call `train`, then read `losses`, `norms` and `weights`."""
 
     def __init__(self, cfg: Any, start: dict[str, Tensor]) -> None:
-        """Load the model. start: the run's trained parameters before its first step.
+        """Load the model. cfg: the run's config.
 
-        Of these only adapters and score heads are used; all other weights are read anew.
+        start: the run's trained parameters before its first step. Of these only adapters and score
+        heads are used; all other weights are read from the model's folder.
         """
         self.cfg = cfg
         self.dtype = {"fp64": torch.float64, "fp32": torch.float32}[cfg.dtype]
@@ -45,6 +48,7 @@ class ByHand:
         self.teacher: Any = None
         if hasattr(cfg, "distill"):
             self.teacher = self._load_model(cfg.distill.teacher)
+        # Weights before training, by name; with adapters they stay as they are.
         self.frozen = {
             name: parameter.detach() for name, parameter in self.model.named_parameters()
         }
@@ -62,7 +66,7 @@ class ByHand:
         }
         self.losses: list[float] = []  # of each step
         self.norms: list[float] = []  # of each step's gradients, before clipping
-        # Validation loss, negative if greater is better, and weights of the best step.
+        # (validation loss, negative if greater is better; weights) of the best step.
         self._best: tuple[float, dict[str, Tensor]] | None = None
 
     def _load_model(self, path: str) -> Any:
@@ -78,11 +82,12 @@ class ByHand:
     def train(self, steps: Rows, validation: Rows) -> None:
         """Do forward, backward, clipping and the optimizer's step for the rows of each step.
 
-        validation: sets of rows that choose the best step; if it is empty, the last step is kept.
+        validation: the one list of rows that chooses the best step, or nothing: `weights` are then
+        those of the last step.
         """
         for step, rows in enumerate(steps):
             trained = {
-                name: formula.stored().to(self.dtype).clone().requires_grad_()
+                name: formula.round_weights().to(self.dtype).clone().requires_grad_()
                 for name, formula in self.formulas.items()
             }
             loss = self._compute_loss(self._merge_adapters(trained), [Row(*row) for row in rows])
@@ -100,7 +105,7 @@ class ByHand:
     @torch.no_grad()
     def _keep_best(self, rows: list[Row]) -> None:
         """Keep the weights of this step if its validation is the best so far."""
-        stored = {name: formula.stored().clone() for name, formula in self.formulas.items()}
+        stored = {name: formula.round_weights().clone() for name, formula in self.formulas.items()}
         weights = {name: value.to(self.dtype) for name, value in stored.items()}
         loss = self._compute_loss(self._merge_adapters(weights), rows).item()
         if self.cfg.checkpoint.greater_is_better:
@@ -110,13 +115,10 @@ class ByHand:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Return every trained parameter after the step that is exported, fp64.
-
-        Names are those of the model's own parameters.
-        """
+        """Return every trained parameter by name after the step that is exported, fp64."""
         if self._best is not None:
             return self._best[1]
-        return {name: formula.stored() for name, formula in self.formulas.items()}
+        return {name: formula.round_weights() for name, formula in self.formulas.items()}
 
     def _quantize_base(self) -> None:
         """Round all matrices of the layers as the run quantizes them, adapted or not.
@@ -133,7 +135,10 @@ class ByHand:
                 self.frozen[name] = quantized.view_as(value)
 
     def _merge_adapters(self, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights that the model computes with: adapters merged into frozen weights."""
+        """Return the weights that the model computes with: adapters merged into frozen weights.
+
+        Without adapters these are the trained weights themselves.
+        """
         if not self.is_adapted:
             return trained
         lora = self.cfg.lora
@@ -155,7 +160,7 @@ class ByHand:
         return weights
 
     def _compute_loss(self, weights: dict[str, Tensor], rows: list[Row]) -> Tensor:
-        """Return the mean loss over a step's labels, pairs, answers or classes."""
+        """Return the mean loss over a step's label tokens, pairs, answers or rows."""
         if hasattr(self.cfg, "reward"):
             return self._compute_reward_loss(weights, rows)
         if not hasattr(self.cfg, "dpo"):
@@ -175,7 +180,7 @@ class ByHand:
         return total / (len(rows) // 2)
 
     def _run_model(self, weights: dict[str, Tensor], tokens: Tensor) -> Any:
-        """Return transformers' output for one sequence, computed with these weights."""
+        """Return transformers' output for tokens `[s]`, computed with these weights."""
         options = {
             "input_ids": tokens.unsqueeze(0),
             "use_cache": False,
@@ -190,11 +195,14 @@ class ByHand:
         return -F.cross_entropy(logits[0], row.labels, reduction="sum", ignore_index=-100)
 
     def _compute_log_ratio(self, weights: dict[str, Tensor], row: Row) -> Tensor:
-        """Return the policy's log-probability less the reference's, which needs no gradient."""
+        """Return the policy's log-probability less that of the weights before training."""
         return self._compute_log_prob(weights, row) - self._compute_log_prob(self.frozen, row)
 
     def _compute_pair_loss(self, weights: dict[str, Tensor], *answers: Row) -> Tensor:
-        """Return the loss of a pair: DPO (arXiv 2305.18290), IPO or SimPO, by the config."""
+        """Return the loss of a pair: DPO (arXiv 2305.18290), IPO or SimPO, by the config.
+
+        answers: the chosen row, then the rejected one.
+        """
         dpo = self.cfg.dpo
         log_probs = []
         for row in answers:
@@ -222,7 +230,7 @@ class ByHand:
         dpo = self.cfg.dpo
         kl = 0.0
         if dpo.loss == "kto":
-            # Each prompt with the answer of the row before it.
+            # Each prompt with the answer of the row before it, the first with that of the last.
             mismatched = [swap_answer(row, rows[number - 1]) for number, row in enumerate(rows)]
             with torch.no_grad():
                 log_ratios = [float(self._compute_log_ratio(weights, row)) for row in mismatched]
@@ -238,11 +246,11 @@ class ByHand:
         return total / len(rows)
 
     def _compute_reward_loss(self, weights: dict[str, Tensor], rows: list[Row]) -> Tensor:
-        """Return Bradley and Terry's likelihood of pairs, or cross-entropy of classes."""
+        """Return Bradley and Terry's loss of pairs, or the cross-entropy of classes."""
         reward = self.cfg.reward
         scores = []
         for row in rows:
-            last_label = int((row.labels >= 0).nonzero()[-1])
+            last_label = int((row.labels >= 0).nonzero()[-1])  # position that is scored
             hidden_states = self._run_model(weights, row.tokens).hidden_states[-1]
             scores.append(hidden_states[0, last_label] @ weights["score.weight"].T)
         if reward.loss == "classification":
@@ -282,7 +290,7 @@ class ByHand:
 
 
 def swap_answer(row: Row, answered_row: Row) -> Row:
-    """Return a row of the first's prompt and the second's answer."""
+    """Return a row of the first row's prompt and the second row's answer."""
     first_label = int((row.labels >= 0).nonzero()[0])
     answer = answered_row.labels[answered_row.labels >= 0]
     tokens = torch.cat([row.tokens[: first_label + 1], answer[:-1]])

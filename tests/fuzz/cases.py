@@ -1,7 +1,8 @@
 """Draw random combinations of settings that a run may have, each a function of its seed alone.
 
-A combination has two parts: `numerics`, which change what is computed (the run of one process that
-it is compared with has them too), and `levers`, which must not.
+`draw_case(seed)` is for `python -m tests.fuzz`, which runs them. A combination has two parts:
+`numerics`, which change what is computed (the run of one process that it is compared with has them
+too), and `levers`, which must not: they trade memory for time or divide the work over ranks.
 """
 
 import random
@@ -18,29 +19,32 @@ from recipe_lib.methods.dpo.config import DpoFinetuneConfig
 from recipe_lib.methods.reward.config import RewardFinetuneConfig
 from tests.recipes.runs import DISTILL, DPO, FULL, LORA, REWARD, ROOT
 
-STEPS = 3
-SLOTS = 8  # rows, pairs or packs of a step, over all ranks
-LEAST = 3  # levers of a combination
-LENGTH = 64  # tokens of the longest row
-MIXTURES = ("qwen3moe", "mixtral")  # of experts, which adapters do not change here
+STEPS = 3  # of each run
+SLOTS = 8  # sequences, pairs or packs of a step, over all ranks
+LEAST = 3  # settings that a combination has drawn at least, of both parts
+LENGTH = 64  # max_seq_len: tokens of the longest row
+MIXTURES = ("qwen3moe", "mixtral")  # mixtures of experts: adapters change their attention alone
+# Names of folders that `tests.fuzz.compare` writes: a family, and `_tied` for one whose head is the
+# embedding (Gemma's always is).
 MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2", "gemma3", *MIXTURES)
-# Tied as well, and no model that is trained: a model would learn nothing from itself.
+# A model of its own: one that is distilled from itself would learn nothing. Its head is tied.
 TEACHER = "qwen3_teacher"
-CONFIGS = {
+CONFIGS = {  # recipe -> its schema
     FULL: FullFinetuneConfig,
     LORA: LoraFinetuneConfig,
     DPO: DpoFinetuneConfig,
     REWARD: RewardFinetuneConfig,
     DISTILL: DistillFinetuneConfig,
 }
-# Recipes as often as they are to be drawn.
+# Each recipe as often as it is to be drawn.
 _RECIPES = [FULL] * 4 + [LORA] * 2 + [DPO] * 3 + [REWARD] * 2 + [DISTILL] * 2
 _PAIRS = "data.format=preference"
 _LABELED = "data.format=kto"
 _CLASSES = "data.format=classification"
-# File of samples by format; "rows" for the others.
+# Override of a format -> name of the file of samples; "rows" for the other formats.
 _ROWS = {_PAIRS: "pairs", _LABELED: "labeled", _CLASSES: "classes"}
 KEEP_BEST = "checkpoint.keep_best=true"
+# Overrides beside KEEP_BEST, which chooses the exported step by its validation.
 _VALIDATION = ("validation.every_n_steps=1", "validation.max_samples=8")
 Overrides = Sequence[str]
 
@@ -50,13 +54,13 @@ class Case:
     """A combination of settings."""
 
     seed: int
-    recipe: str
+    recipe: str  # a key of CONFIGS
     model: str  # of MODELS
     ranks: int
     numerics: tuple[str, ...]  # overrides that change what is computed
     levers: tuple[str, ...]  # overrides that must not
-    drawn: int  # settings that were drawn
-    redrawn: int = 0  # combinations of this seed before it that were refused
+    drawn: int  # settings that were drawn, LEAST or more
+    redrawn: int = 0  # combinations of this seed that were drawn before it and refused
 
     def __str__(self) -> str:
         overrides = " ".join((*self.numerics, *self.levers))
@@ -71,12 +75,13 @@ class Case:
         (dtype,) = (word for word in self.numerics if word.startswith("dtype="))
         return dtype.removeprefix("dtype=")
 
-    def arguments(self, folder: Path, *, plain: bool) -> list[str]:
+    def build_arguments(self, folder: Path, *, plain: bool) -> list[str]:
         """Return the command line behind the recipe's name.
 
-        folder: of what the runs of this seed write; models and rows are beside it.
-        plain: for the run of one process.
+        folder: where the runs of this seed write; models and samples are beside it.
+        plain: for the run of one process without levers.
         """
+        # Both files set the recipe alone.
         config = "adapters.yaml" if self.recipe == LORA else "plain.yaml"
         samples = "rows"
         for data_format, name in _ROWS.items():
@@ -110,21 +115,24 @@ class Case:
         words += [f"batch_size={SLOTS}"] if plain else self.levers
         return words
 
-    def command(self, folder: Path) -> str:
+    def format_command(self, folder: Path) -> str:
         """Return the command that runs the combination from a shell.
 
         Offloading copies nothing there, unless the machine has a GPU.
         """
         quoted = [
             f"'{word}'" if set(word) & set("[]~* ") else word
-            for word in self.arguments(folder, plain=False)
+            for word in self.build_arguments(folder, plain=False)
         ]
         ranks = f"--nproc_per_node {self.ranks} " if self.ranks > 1 else ""
         return f"tune run {ranks}{self.recipe} {' '.join(quoted)}"
 
 
-def draw(seed: int) -> Case:
-    """Return the combination of a seed: the first drawn one that the validator accepts."""
+def draw_case(seed: int) -> Case:
+    """Return the combination of a seed: the first drawn one that the config's checks accept.
+
+    Raises AssertionError if none of 1000 is accepted.
+    """
     chance = random.Random(seed)
     for redrawn in range(1000):
         case = _draw(chance, seed, redrawn)
@@ -132,7 +140,9 @@ def draw(seed: int) -> Case:
             continue
         try:
             for plain in (False, True):
-                parse_arguments(case.arguments(Path("folder"), plain=plain), CONFIGS[case.recipe])
+                parse_arguments(
+                    case.build_arguments(Path("folder"), plain=plain), CONFIGS[case.recipe]
+                )
         except ConfigError:
             continue
         return case
@@ -140,39 +150,42 @@ def draw(seed: int) -> Case:
 
 
 class _Draw:
-    """Chooses settings and counts them."""
+    """Chooses settings at random and counts those of `choose_or_skip`."""
 
     def __init__(self, chance: random.Random) -> None:
-        self.chance = chance
-        self.count = 0  # settings chosen by `maybe`
+        self.chance = chance  # the generator, seeded
+        self.count = 0  # settings chosen by `choose_or_skip`
 
-    def one(self, options: Sequence[Any]) -> Any:
+    def choose(self, options: Sequence[Any]) -> Any:
         """Return one of the options."""
         return self.chance.choice(options)
 
-    def maybe(self, probability: float, options: Sequence[Overrides]) -> Overrides:
-        """Return one of the options with this probability, else no overrides."""
+    def choose_or_skip(self, probability: float, options: Sequence[Overrides]) -> Overrides:
+        """Return one of the options with this probability and count it, else no overrides."""
         if self.chance.random() >= probability:
             return ()
         self.count += 1
-        return self.one(options)
+        return self.choose(options)
 
 
 def _draw(chance: random.Random, seed: int, redrawn: int) -> Case | None:
-    """Draw a combination; return None if it has too few levers or its mesh does not fit."""
+    """Draw a combination; return None if it has too few settings or its mesh does not fit.
+
+    chance: the generator of the seed, so that every call draws another combination.
+    """
     draw = _Draw(chance)
-    recipe = draw.one(_RECIPES)
-    model = draw.one(MODELS)
-    dtype = draw.one(["fp64", "fp64", "fp64", "fp32", "fp32", "bf16"])
-    ranks = draw.one([1, 2, 2, 4, 4])
+    recipe = draw.choose(_RECIPES)
+    model = draw.choose(MODELS)
+    dtype = draw.choose(["fp64", "fp64", "fp64", "fp32", "fp32", "bf16"])
+    ranks = draw.choose([1, 2, 2, 4, 4])
     numerics = [f"dtype={dtype}", *_draw_numerics(draw, recipe, model, dtype)]
-    if model in MIXTURES and "lora.rank=8" not in numerics:
+    if model in MIXTURES and "lora.rank=8" not in numerics:  # mixtures run with adapters alone
         return None
-    in_backward = draw.maybe(0.2, [["memory.optimizer_in_backward=true"]])
+    in_backward = draw.choose_or_skip(0.2, [["memory.optimizer_in_backward=true"]])
     if in_backward:
         numerics.append("clip_grad_norm=null")  # no norm is known during backward
     else:
-        numerics += draw.maybe(0.4, [["clip_grad_norm=0.3"]])
+        numerics += draw.choose_or_skip(0.4, [["clip_grad_norm=0.3"]])
     levers = [*in_backward, "device=auto"]
     mesh = _draw_mesh(draw, ranks, bool(in_backward))
     if mesh is None:
@@ -193,7 +206,10 @@ def _draw(chance: random.Random, seed: int, redrawn: int) -> Case | None:
 
 
 def _draw_numerics(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
-    """Draw what changes the numbers: optimizer, schedule, packing, adapters, the method's loss."""
+    """Draw overrides that change what is computed.
+
+    These are optimizer, schedule, packing, adapters, and the method's loss.
+    """
     rate = "optimizer.lr=3e-3"
     optimizers: list[list[str]] = [
         ["optimizer.name=sgd", "optimizer.lr=0.1"],
@@ -204,96 +220,99 @@ def _draw_numerics(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str
         ["optimizer.stochastic_rounding=true", rate],
         ["optimizer.betas=[0.8, 0.99]", rate],
     ]
-    overrides = list(draw.maybe(0.6, optimizers)) or [rate]
-    overrides += draw.maybe(0.3, [["optimizer.weight_decay=0.2"]])
+    overrides = list(draw.choose_or_skip(0.6, optimizers)) or [rate]
+    overrides += draw.choose_or_skip(0.3, [["optimizer.weight_decay=0.2"]])
     schedules = [
         ["lr_scheduler.type=linear", "lr_scheduler.min_lr_ratio=0.2"],
         ["lr_scheduler.type=constant"],
     ]
-    overrides += draw.maybe(0.3, schedules)
-    overrides += draw.maybe(0.35, [["data.packing=true"]])
+    overrides += draw.choose_or_skip(0.3, schedules)
+    overrides += draw.choose_or_skip(0.35, [["data.packing=true"]])
     section = {DPO: "dpo", REWARD: "reward", DISTILL: "distill"}.get(recipe)
     if section:
         overrides += _draw_method(draw, recipe)
-        overrides.append(f"{section}.trainable={draw.one(['adapters', 'all'])}")
+        overrides.append(f"{section}.trainable={draw.choose(['adapters', 'all'])}")
     if recipe == LORA or f"{section}.trainable=adapters" in overrides:
         overrides += _draw_adapters(draw, model, dtype)
     # In bf16 steps are too much alike for one to be the best.
     if recipe in (FULL, LORA) and dtype != "bf16":
         criteria = [[KEEP_BEST], [KEEP_BEST, "checkpoint.greater_is_better=true"]]
-        overrides += draw.maybe(0.25, criteria)
+        overrides += draw.choose_or_skip(0.25, criteria)
     return overrides
 
 
 def _draw_adapters(draw: _Draw, model: str, dtype: str) -> list[str]:
-    """Draw the settings of adapters."""
+    """Draw overrides of the adapters, rank 8 always among them."""
     is_mixture = model in MIXTURES
     overrides = ["lora.rank=8"]
-    overrides += draw.maybe(0.3, [["lora.dora=true"]])
+    overrides += draw.choose_or_skip(0.3, [["lora.dora=true"]])
     bases = [["lora.quantize_base=nf4"], ["lora.quantize_base=int8"]]
-    overrides += draw.maybe(0.8 if is_mixture else 0.35, bases)
+    overrides += draw.choose_or_skip(0.8 if is_mixture else 0.35, bases)
     if is_mixture:
         target_sets = ["q, v", "q, k, v, o"]
     elif model.endswith("tied") or model.startswith("gemma"):  # whose head is the embedding
         target_sets = ["q, v, down"]
     else:
         target_sets = ["q, v, down", "o, head"]
-    targets = draw.one(target_sets)
-    overrides += draw.maybe(1 if is_mixture else 0.3, [[f"lora.target_modules=[{targets}]"]])
-    overrides += draw.maybe(0.2, [["lora.rslora=true"]])
+    targets = draw.choose(target_sets)
+    overrides += draw.choose_or_skip(
+        1 if is_mixture else 0.3, [[f"lora.target_modules=[{targets}]"]]
+    )
+    overrides += draw.choose_or_skip(0.2, [["lora.rslora=true"]])
     if dtype == "bf16":
-        overrides += draw.maybe(0.3, [["lora.dtype=fp32"]])
+        overrides += draw.choose_or_skip(0.3, [["lora.dtype=fp32"]])
     return overrides
 
 
 def _draw_method(draw: _Draw, recipe: str) -> list[str]:
-    """Draw the method's loss and the rows that it takes."""
+    """Draw overrides of the method's loss and of the format of its rows."""
     if recipe == DISTILL:
         divergences = [
             ["distill.divergence=reverse_kl"],
             ["distill.divergence=jensen_shannon", "distill.beta=0.3"],
         ]
-        overrides = list(draw.maybe(0.6, divergences))
-        overrides += draw.maybe(0.5, [["distill.temperature=2"]])
-        overrides += draw.maybe(0.4, [["distill.weight=0.9"], ["distill.weight=1"]])
+        overrides = list(draw.choose_or_skip(0.6, divergences))
+        overrides += draw.choose_or_skip(0.5, [["distill.temperature=2"]])
+        overrides += draw.choose_or_skip(0.4, [["distill.weight=0.9"], ["distill.weight=1"]])
         return overrides
     if recipe == REWARD:
         classes = ["reward.loss=classification", "reward.num_labels=3", _CLASSES]
-        pairs = [_PAIRS, *draw.maybe(0.4, [["reward.center_rewards_coefficient=0.1"]])]
-        return list(draw.one([classes, pairs]))
+        pairs = [_PAIRS, *draw.choose_or_skip(0.4, [["reward.center_rewards_coefficient=0.1"]])]
+        return list(draw.choose([classes, pairs]))
     pair_losses = [["dpo.loss=ipo"], ["dpo.label_smoothing=0.1"], ["dpo.loss=simpo", "dpo.beta=2"]]
     unpaired_losses = [
         ["dpo.loss=kto", "dpo.undesirable_weight=0.7"],
         ["dpo.loss=apo_zero_unpaired", "dpo.beta=0.5"],
     ]
-    pairs = [_PAIRS, *draw.maybe(0.6, pair_losses)]
-    labeled = [_LABELED, *draw.maybe(1.0, unpaired_losses)]
-    return list(draw.one([pairs, labeled]))
+    pairs = [_PAIRS, *draw.choose_or_skip(0.6, pair_losses)]
+    labeled = [_LABELED, *draw.choose_or_skip(1.0, unpaired_losses)]
+    return list(draw.choose([pairs, labeled]))
 
 
 def _draw_mesh(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:
-    """Draw how the ranks divide the work; return None if they cannot."""
+    """Draw overrides that divide the work over ranks; return None if it cannot be divided so."""
     overrides: list[str] = []
-    tensor = pipeline = context = 1
-    if ranks > 1 and draw.maybe(0.3, [["tensor"]]):
+    tensor = pipeline = context = 1  # ranks of these dimensions
+    # The option's word is not an override: what counts is that one was chosen.
+    if ranks > 1 and draw.choose_or_skip(0.3, [["tensor"]]):
         tensor = 2
         overrides.append("parallel.tensor=2")
-        overrides += draw.maybe(0.2, [["parallel.tensor_regather_in_backward=true"]])
-    if ranks > 1 and draw.maybe(0.35, [["pipeline"]]):
-        pipeline = draw.one([2, 2, 4])
+        overrides += draw.choose_or_skip(0.2, [["parallel.tensor_regather_in_backward=true"]])
+    if ranks > 1 and draw.choose_or_skip(0.35, [["pipeline"]]):
+        pipeline = draw.choose([2, 2, 4])
         schedules = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
         overrides += [
             f"parallel.pipeline={pipeline}",
-            f"parallel.pipeline_schedule={draw.one(schedules)}",
+            f"parallel.pipeline_schedule={draw.choose(schedules)}",
         ]
-        overrides += draw.maybe(0.2, [["parallel.pipeline_balance=memory"]])
-    if ranks > 1 and draw.maybe(0.25, [["context"]]):
-        context = draw.one([2, 2, 4])
+        overrides += draw.choose_or_skip(0.2, [["parallel.pipeline_balance=memory"]])
+    if ranks > 1 and draw.choose_or_skip(0.25, [["context"]]):
+        context = draw.choose([2, 2, 4])
         overrides.append(f"parallel.context={context}")
     if ranks % (tensor * pipeline * context):
         return None
     data_ranks = ranks // (tensor * pipeline * context)
-    accumulation = 1 if in_backward else draw.one([1, 1, 2, 4])
+    accumulation = 1 if in_backward else draw.choose([1, 1, 2, 4])
     draw.count += accumulation > 1
     if SLOTS % (data_ranks * accumulation):
         return None
@@ -304,20 +323,20 @@ def _draw_mesh(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:
     ]
     if pipeline > 1:
         divisors = [count for count in (2, 4, 8) if rows % count == 0]
-        overrides.append(f"parallel.pipeline_microbatches={draw.one(divisors or [1])}")
+        overrides.append(f"parallel.pipeline_microbatches={draw.choose(divisors or [1])}")
     if data_ranks > 1:
         strategies = [
             ["parallel.strategy=ddp"],
             ["parallel.data_replicate=2"],
             [f"parallel.data_shard={data_ranks}"],
         ]
-        overrides += draw.maybe(0.4, strategies)
+        overrides += draw.choose_or_skip(0.4, strategies)
     return overrides
 
 
 def _draw_levers(draw: _Draw, dtype: str, ranks: int) -> list[str]:
-    """Draw what must not change the numbers, beside the mesh."""
-    memory: list[tuple[float, list[list[str]]]] = [
+    """Draw overrides that must not change what is computed, beside the mesh."""
+    memory: list[tuple[float, list[list[str]]]] = [  # (probability, options)
         (
             0.4,
             [
@@ -347,13 +366,15 @@ def _draw_levers(draw: _Draw, dtype: str, ranks: int) -> list[str]:
     ]
     overrides: list[str] = []
     for probability, options in memory:
-        overrides += draw.maybe(probability, options)
+        overrides += draw.choose_or_skip(probability, options)
     if ranks > 1:
-        overrides += draw.maybe(0.3, wrapping)
+        overrides += draw.choose_or_skip(0.3, wrapping)
         if dtype != "fp64":
-            overrides += draw.maybe(0.2, [["parallel.reduce_dtype=fp32"]])
+            overrides += draw.choose_or_skip(0.2, [["parallel.reduce_dtype=fp32"]])
         once = "parallel.reduce_gradients=step"
-        overrides += draw.maybe(0.4, [[once], [once, "parallel.reshard_after_forward=false"]])
+        overrides += draw.choose_or_skip(
+            0.4, [[once], [once, "parallel.reshard_after_forward=false"]]
+        )
     if dtype == "bf16":
-        overrides += draw.maybe(0.3, [["parallel.accumulate_grad_in_fp32=true"]])
+        overrides += draw.choose_or_skip(0.3, [["parallel.accumulate_grad_in_fp32=true"]])
     return list(dict.fromkeys(overrides))  # two options may have a word in common

@@ -1,7 +1,7 @@
 """Run a combination on its ranks, on one process without levers, and by hand; compare the three.
 
-`try_case` compares losses, gradient norms and every exported tensor. `prepare` writes the models
-and rows that it reads.
+`try_case` does so for `python -m tests.fuzz`: it compares losses, gradient norms and every exported
+tensor. A lever is a setting that must not change them; "by hand" is the plain loop of `ByHand`.
 """
 
 import json
@@ -25,8 +25,8 @@ from tests.fuzz.cases import CONFIGS, KEEP_BEST, LENGTH, MIXTURES, MODELS, STEPS
 from tests.recipes.runs import REWARD, ROOT, offload_on_a_cpu, read_steps, run_here
 from tests.recipes.watched import Watch
 
-SECONDS = 240.0  # of a run
-_SHAPE = {
+SECONDS = 240.0  # that a run may take
+_SHAPE = {  # of every model, in config.json
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -39,7 +39,7 @@ _SHAPE = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-_CLASSES = {
+_CLASSES = {  # family -> its config class in transformers
     "llama": "LlamaConfig",
     "qwen3": "Qwen3Config",
     "gemma2": "Gemma2Config",
@@ -47,7 +47,7 @@ _CLASSES = {
     "qwen3moe": "Qwen3MoeConfig",
     "mixtral": "MixtralConfig",
 }
-_EXPERTS = {
+_EXPERTS = {  # of both mixtures: each reads its own key for the number of experts
     "num_local_experts": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -59,43 +59,47 @@ _EXPERTS = {
 class Limit:
     """The largest differences that are allowed, or that were measured."""
 
-    loss: float  # relative
-    norm: float  # relative
-    weights: float  # of a tensor, relative to its change from the start
+    loss: float  # relative, of a step
+    norm: float  # relative, of a step's gradient norm
+    weights: float  # L2 distance of a tensor, relative to its change from the start
 
 
-# Between ranks and one process. In fp64 nothing but the order of sums differs.
+# dtype -> limit between ranks and one process. In fp64 nothing but the order of sums differs.
 RANKS = {
-    "fp64": Limit(1e-9, 1e-8, 1e-6),
-    "fp32": Limit(1e-4, 1e-3, 2e-2),
-    "bf16": Limit(3e-2, 0.15, 0.6),
+    "fp64": Limit(loss=1e-9, norm=1e-8, weights=1e-6),
+    "fp32": Limit(loss=1e-4, norm=1e-3, weights=2e-2),
+    "bf16": Limit(loss=3e-2, norm=0.15, weights=0.6),
 }
 # Between one process and the same by hand: transformers computes norms and rotation angles in fp32,
 # whatever the weights.
-BY_HAND = Limit(1e-4, 1e-3, 2e-2)
+BY_HAND = Limit(loss=1e-4, norm=1e-3, weights=2e-2)
 # Low-bit states, and Muon's iteration in bf16, magnify a difference in the last place.
-ROUNDED = Limit(2e-3, 2e-2, 0.1)
-MUON = Limit(2e-2, 0.1, 0.35)
+ROUNDED = Limit(loss=2e-3, norm=2e-2, weights=0.1)
+MUON = Limit(loss=2e-2, norm=0.1, weights=0.35)
 # A reward's loss is of differences of scores, each of which bf16 rounds: one process in bf16 is as
 # far from the same in fp32.
-SCORES = Limit(0.1, 0.15, 0.6)
+SCORES = Limit(loss=0.1, norm=0.15, weights=0.6)
 
 
 @dataclass
 class Outcome:
-    """What came of a case."""
+    """The result of a case."""
 
     case: Case
     verdict: str  # "equal", "refused" (one line, exit code 2) or "wrong"
-    said: list[str] = field(default_factory=list)  # lines to show
-    far: dict[str, Limit] = field(default_factory=dict)  # differences by what was compared
-    seconds: float = 0.0  # on the clock
+    said: list[str] = field(default_factory=list)  # messages: what is wrong, why it was refused
+    # Largest differences from the plain run, by what was compared with it: "ranks", "by hand".
+    far: dict[str, Limit] = field(default_factory=dict)
+    seconds: float = 0.0  # that all its runs took
 
 
-def prepare(folder: Path, layers: Mapping[str, int] = dict.fromkeys((*MODELS, TEACHER), 4)) -> None:
-    """Write the models, by transformers, and files of samples; the same every time.
+def write_models_and_samples(
+    folder: Path, layers: Mapping[str, int] = dict.fromkeys((*MODELS, TEACHER), 4)
+) -> None:
+    """Write the models, by transformers, and files of samples, the same every time.
 
-    layers: the models to write and their numbers of layers; a pipeline of four ranks needs four.
+    folder: gets a folder for each model and a .jsonl file for each kind of samples.
+    layers: name -> number of layers of the models to write; a pipeline of four ranks needs four.
     """
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -154,19 +158,22 @@ def prepare(folder: Path, layers: Mapping[str, int] = dict.fromkeys((*MODELS, TE
 def try_case(case: Case, folder: Path) -> Outcome:
     """Run and compare a case.
 
-    folder: what `prepare` has written to; the case's runs write to a folder in it.
+    folder: has what `write_models_and_samples` writes; the runs write to a folder in it.
     """
     start = time.monotonic()
     case_folder = folder / f"seed{case.seed}"
     outcome = _compare_runs(case, case_folder)
     outcome.seconds = time.monotonic() - start
     if outcome.verdict == "wrong":
-        outcome.said.append(case.command(case_folder))
+        outcome.said.append(case.format_command(case_folder))
     return outcome
 
 
 def _compare_runs(case: Case, folder: Path) -> Outcome:
-    """Do the runs of a case and compare them."""
+    """Do the runs of a case and compare them.
+
+    bf16 is not compared with the plain loop, which computes in fp64 or fp32.
+    """
     try:
         plain = run_ranks(_train, 1, case, folder, True, timeout=SECONDS)[0]
         ranks = []
@@ -175,7 +182,7 @@ def _compare_runs(case: Case, folder: Path) -> Outcome:
     except RankFailure as failure:
         return Outcome(case, "wrong", [str(failure)[-3000:]])
     for result in (plain, *ranks):
-        if result["code"]:
+        if result["code"]:  # 2: the run refused its settings
             return Outcome(case, "refused" if result["code"] == 2 else "wrong", result["said"])
     outcome = Outcome(case, "equal")
     check = Check(outcome, plain)
@@ -200,7 +207,7 @@ def _compare_runs(case: Case, folder: Path) -> Outcome:
 
 
 def _widen_limit(case: Case, limit: Limit) -> Limit:
-    """Return the limit, wider for settings that magnify differences."""
+    """Return the limit, in each of its parts as wide as the case's settings need."""
     limits = [limit]
     if {"optimizer.state_bits=4", "optimizer.state_bits=8"} & set(case.numerics):
         limits.append(ROUNDED)
@@ -216,14 +223,18 @@ def _widen_limit(case: Case, limit: Limit) -> Limit:
 
 
 def _train(case: Case, folder: Path, plain: bool) -> dict[str, Any]:
-    """Run the case on this rank; return what it recorded.
+    """Run the case on this rank; return what it recorded, by key.
 
-    Of the plain run also its formula's report and the rows of its steps.
+    code: the exit code. said: the last messages. steps: (step, loss, gradient norm) of each step.
+    Of the plain run also formula: `Watch.report`, how it differs from its optimizer's formula;
+    rows, validation: of each step and of a validation, as tuples of (tokens, labels, value).
     """
     if not plain:
         offload_on_a_cpu()
     watch = Watch() if plain else None
-    run = run_here(case.arguments(folder, plain=plain), recipe=case.recipe, before_training=watch)
+    run = run_here(
+        case.build_arguments(folder, plain=plain), recipe=case.recipe, before_training=watch
+    )
     torch.distributed.barrier()
     result: dict[str, Any] = {"code": run.code, "said": run.said[-3:]}
     if run.code == 0:
@@ -245,7 +256,7 @@ def _train(case: Case, folder: Path, plain: bool) -> dict[str, Any]:
 
 
 def _list_step_items(data: Any, step: int) -> list[int]:
-    """Return the items of a step, of all slots."""
+    """Return the indices of a step's items, sequences or pairs, also of those in packs."""
     items: list[int] = []
     for slot in data.plan.slots(step):
         items += map(int, slot)
@@ -253,7 +264,7 @@ def _list_step_items(data: Any, step: int) -> list[int]:
 
 
 def _read_rows(dataset: Any, items: Iterable[int]) -> list[tuple[Tensor, Tensor, float]]:
-    """Return (tokens, labels, value) of every sequence of these items."""
+    """Return (tokens, labels, value) of every sequence of these items; a pair has two."""
     rows = []
     for item in items:
         value = float(dataset.values[item])
@@ -265,15 +276,15 @@ def _read_rows(dataset: Any, items: Iterable[int]) -> list[tuple[Tensor, Tensor,
 
 
 def _train_by_hand(case: Case, folder: Path, plain: dict[str, Any]) -> list[Any]:
-    """Train by hand on the plain run's rows; return losses, norms and weights."""
-    cfg = parse_arguments(case.arguments(folder, plain=True), CONFIGS[case.recipe])
+    """Train by hand on the rows that `_train` returned; return losses, norms and weights."""
+    cfg = parse_arguments(case.build_arguments(folder, plain=True), CONFIGS[case.recipe])
     training = ByHand(cfg, plain["formula"]["start"])
     training.train(plain["rows"], plain["validation"])
     return [training.losses, training.norms, training.weights]
 
 
 def read_exported(output: Path) -> dict[str, Tensor]:
-    """Return every tensor of the model or adapter that a run wrote, by parameter."""
+    """Return every tensor of the model or adapter that a run wrote, by the parameter's name."""
     tensors: dict[str, Tensor] = {}
     for folder in ("adapter", "model"):
         for file in sorted((output / folder).glob("*.safetensors")):
@@ -293,12 +304,15 @@ class Check:
     def compare(
         self, name: str, *, lines: list[Any], weights: dict[str, Tensor], limit: Limit
     ) -> None:
-        """Compare another run with the plain one. lines: (step, loss, gradient norm)."""
+        """Compare another run with the plain one, and note what is over the limit.
+
+        name: for messages. lines: (step, loss, gradient norm). weights: every exported tensor.
+        """
         expected = self.plain["steps"]
         steps = [line[0] for line in lines]
         if steps != [line[0] for line in expected] or weights.keys() != self.weights.keys():
-            odd = sorted(weights.keys() ^ self.weights.keys())[:5]
-            self.note(f"{name}: found steps {steps}, and not in both: {odd}")
+            unshared_names = sorted(weights.keys() ^ self.weights.keys())[:5]
+            self.note(f"{name}: found steps {steps}, and not in both: {unshared_names}")
             return
         pairs = list(zip(lines, expected, strict=True))
         far = Limit(
@@ -324,6 +338,7 @@ class Check:
             name: float((value.double() - self.start[name]).norm())
             for name, value in self.weights.items()
         }
+        # A tensor that has hardly moved would make any rounding a large difference.
         least = 0.1 * math.sqrt(sum(change**2 for change in changes.values()) / len(changes))
         distances = [
             float((weights[name].double() - self.weights[name].double()).norm())
@@ -335,16 +350,18 @@ class Check:
     def compare_with_formula(self, case: Case) -> None:
         """Check that the plain run moved every tensor as its optimizer's formula says."""
         report = self.plain["formula"]
+        # Of `Formula.measure_error`, relative to the formula's whole change.
         tolerance = {"fp64": 1e-6, "fp32": 2e-3, "bf16": 0.15}[case.dtype]
         if "optimizer.name=muon" in case.numerics:
             tolerance = 0.4
-        bad = {name: error for name, error in report["errors"].items() if not error <= tolerance}
-        if bad or report["still"]:
+        # Negated, so that NaN is wrong.
+        wrong = {name: error for name, error in report["errors"].items() if not error <= tolerance}
+        if wrong or report["still"]:
             self.note(
-                f"the plain run is not what its optimizer's formula says: {bad} {report['still']}"
+                f"the plain run is not what its optimizer's formula says: {wrong} {report['still']}"
             )
 
     def note(self, line: str) -> None:
-        """Make the outcome wrong and add a line to it."""
+        """Set the outcome's verdict to "wrong" and add a line to its messages."""
         self.outcome.verdict = "wrong"
         self.outcome.said.append(line)

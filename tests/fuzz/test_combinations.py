@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.fuzz import cases, compare
-from tests.fuzz.cases import FULL, LEAST, TEACHER, Case, draw
+from tests.fuzz.cases import FULL, LEAST, TEACHER, Case, draw_case
 from tests.recipes.levers import LEVERS
 
 SEEDS = (4, 10, 16, 20, 77, 2161)
@@ -30,9 +30,9 @@ NOT_DRAWN = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("combinations")
-    layers = {draw(seed).model: 2 for seed in SEEDS}
+    layers = {draw_case(seed).model: 2 for seed in SEEDS}
     # Two of seed 20's are prefetched; parameters in parts of parts, as Gemma's are, take time each.
-    compare.prepare(found, layers | {TEACHER: 2, "qwen3": 3, "gemma2": 1})
+    compare.write_models_and_samples(found, layers | {TEACHER: 2, "qwen3": 3, "gemma2": 1})
     return found
 
 
@@ -41,15 +41,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_random_combination_is_equal_to_one_process_and_to_training_by_hand(
     folder: Path, seed: int
 ) -> None:
-    outcome = compare.try_case(draw(seed), folder)
+    outcome = compare.try_case(draw_case(seed), folder)
     assert outcome.verdict == "equal", "\n".join([str(outcome.case), *outcome.said])
 
 
 def test_the_six_are_of_all_kinds() -> None:
-    found = [draw(seed) for seed in SEEDS]
+    found = [draw_case(seed) for seed in SEEDS]
     assert {case.ranks for case in found} == {1, 2, 4}
     assert {case.recipe for case in found} == set(cases.CONFIGS)
-    assert [draw(seed) for seed in SEEDS] == found
+    assert [draw_case(seed) for seed in SEEDS] == found
     assert all(case.drawn >= LEAST for case in found)
 
 
@@ -130,6 +130,6 @@ def test_a_plain_run_that_does_not_move_is_said() -> None:
 
 def test_a_command_can_be_pasted() -> None:
     case = replace(CASE, levers=("parallel.fsdp_wrap_policy=[model.layers.*]",))
-    command = case.command(Path("/tmp/x"))
+    command = case.format_command(Path("/tmp/x"))
     assert command.startswith("tune run --nproc_per_node 2 full_finetune_distributed --config ")
     assert "'parallel.fsdp_wrap_policy=[model.layers.*]'" in command

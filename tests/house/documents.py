@@ -1,4 +1,7 @@
-"""Read README and docs for the house tests: fenced blocks, their commands, links."""
+"""Read README and docs for the house tests: fenced blocks, their commands, links.
+
+House tests, in this folder, check the code's and the pages' own rules.
+"""
 
 import re
 import shlex
@@ -8,10 +11,11 @@ from pathlib import Path
 
 from tests.house.files import ROOT
 
-# `<!-- rows: alpaca -->` above a block says what it is.
+# A fenced block, with the comment above it that says what it is, such as `<!-- rows: alpaca -->`.
 _BLOCK = re.compile(
     r"(?:<!-- (\w+): ([\w.]+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
+# The target of a link, and its anchor.
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[\w-]+)?\)")
 
 
@@ -22,9 +26,9 @@ class Block:
     language: str  # `bash`, `json`, ...
     text: str
     mark: str  # "rows" of a comment `<!-- rows: alpaca -->` above the block; empty without one
-    name: str  # "alpaca" of that comment
+    name: str  # "alpaca" of that comment; empty without one
 
-    def commands(self) -> list[list[str]]:
+    def list_commands(self) -> list[list[str]]:
         """Return the command lines of a bash block as words; a backslash joins lines."""
         joined = self.text.replace("\\\n", " ")
         return [

@@ -1,4 +1,7 @@
-"""List and parse the project's own Python files, for the house tests."""
+"""List and parse the project's own Python files, for the house tests.
+
+House tests, in this folder, check the code's own rules.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -25,8 +28,8 @@ def parse_tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def place(path: Path, node: ast.AST | None = None) -> str:
-    """Return where a file or a node of it is, for a message: `recipe_lib/units.py:12`."""
+def format_location(path: Path, node: ast.AST | None = None) -> str:
+    """Return the location of a file, or of a node of it: `recipe_lib/units.py:12`."""
     name = path.relative_to(ROOT).as_posix()
     return f"{name}:{node.lineno}" if node is not None and hasattr(node, "lineno") else name
 
@@ -34,7 +37,7 @@ def place(path: Path, node: ast.AST | None = None) -> str:
 def list_functions_with_lines(
     path: Path,
 ) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, int]]:
-    """Yield each function of a file and its length in lines, decorators not counted."""
+    """Yield (function, its number of lines) of a file, methods too; decorators do not count."""
     for node in ast.walk(parse_tree(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None

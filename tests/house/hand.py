@@ -1,7 +1,8 @@
-"""Measure the hand that the code is written in: `python -m tests.house.hand [FOLDER ...]`.
+"""Count what breaks "The hand" of CONTRIBUTING.md: `python -m tests.house.hand [FOLDER ...]`.
 
-A thousand lines are lines of code, without docstrings, comments and blank lines. Verbs are those of
-`verbs.txt`, as the first word of a function's name.
+Counts are printed for a thousand lines of code, without docstrings, comments and blank lines. Verbs
+are those of `verbs.txt`, as the first word of a function's name. tests/house/test_hand.py has the
+limits.
 """
 
 import ast
@@ -18,8 +19,8 @@ from tests.house.files import ROOT, list_python_files, parse_tree
 VERBS = frozenset((ROOT / "tests" / "house" / "verbs.txt").read_text(encoding="utf-8").split())
 # First words of a docstring that has no subject and no verb.
 RELATIVE = frozenset(("What", "Whether", "Where", "How", "Which", "Those", "Of", "As"))
-MANY_POSITIONALS = 6
-_LAYOUT = (
+MANY_POSITIONALS = 6  # arguments from which on a call without names is counted
+_LAYOUT = (  # tokens that make no line a line of code
     tokenize.COMMENT,
     tokenize.NL,
     tokenize.NEWLINE,
@@ -27,11 +28,12 @@ _LAYOUT = (
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 )
+# Nodes that may have a docstring.
 _DESCRIBED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def measure(paths: list[Path]) -> Counter[str]:
-    """Return the counts of all files together."""
+    """Return the counts of all files together; `_measure_file` has their names."""
     counts = Counter[str]()
     for path in paths:
         counts += _measure_file(path)
@@ -61,7 +63,13 @@ def is_tuple_of_unlike(node: ast.AST) -> bool:
 
 @cache
 def _measure_file(path: Path) -> Counter[str]:
-    """Return the counts of one file."""
+    """Return the counts of one file, by name.
+
+    comments, code: lines. statements, docstrings, functions: numbers of them; functions at the top
+    level only. tuples: assignments `a, b = x, y`. positional calls: calls with MANY_POSITIONALS or
+    more. relative docstrings: those that begin with a word of RELATIVE. verbs, x_of: functions that
+    begin with a verb, or end with `_of`.
+    """
     counts = Counter[str]()
     code, num_comments = _count_lines(path)
     counts["comments"] = num_comments
@@ -99,7 +107,7 @@ def _count_lines(path: Path) -> tuple[set[int], int]:
 
 
 def _list_docstring_lines(node: ast.AST) -> set[int]:
-    """Return the lines of a module's, class's or function's docstring."""
+    """Return the numbers of the lines of a module's, class's or function's docstring."""
     first = node.body[0]  # type: ignore[attr-defined]
     if not (isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)):
         return set()

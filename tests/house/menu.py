@@ -1,10 +1,8 @@
 """Write the menu of the documentation's site from docs/index.md: `python -m tests.house.menu`.
 
-It replaces `nav:` of mkdocs.yml. A heading of the index is a section. Each line of its list is an
-entry, with every page that the line links to; a line that begins with words, not with a link, is a
-group of its own. Pages of docs/measurements and docs/upstream that the index leaves to
-docs/measurements/README.md follow in that page's order, under the names that their headings give
-them.
+The menu is `nav:` of mkdocs.yml. A heading of the index is a section, and each line of its list has
+entries: the pages that it links to. A line that begins with words, not with a link, is a group.
+Other pages of docs/measurements and docs/upstream follow, in the order of the former's README.md.
 """
 
 import json
@@ -14,13 +12,14 @@ from tests.house.files import ROOT
 
 DOCS = ROOT / "docs"
 SITE = ROOT / "mkdocs.yml"
+# The menu in mkdocs.yml, a link to a page, and an item of a numbered list.
 _NAV = re.compile(r"^nav:\n(?:  .*\n)*", re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]+)\]\(([\w./-]+\.md)\)")
 _ITEM = re.compile(r"^\d+\. (.*)$", re.MULTILINE)
 
 
-def write_menu() -> str:
-    """Return the `nav:` of mkdocs.yml."""
+def format_menu() -> str:
+    """Return the text of `nav:` for mkdocs.yml."""
     lines = ["nav:", "  - Home: index.md"]
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     listed = {"index.md"}
@@ -37,27 +36,28 @@ def write_menu() -> str:
                 f"{indent}- {_quote(title[:1].upper() + title[1:])}: {page}"
                 for title, page in links
             ]
+    # Without a title: the site takes the page's heading.
     lines += [f"      - {page}" for page in list_measurements() if page not in listed]
     return "\n".join(lines) + "\n"
 
 
 def list_measurements() -> list[str]:
-    """Return the pages of docs/measurements and docs/upstream, in the order of their guide."""
+    """Return the pages of docs/measurements and docs/upstream, in the order of their README."""
     guide = (DOCS / "measurements" / "README.md").read_text(encoding="utf-8")
     paths = [*DOCS.glob("measurements/*.md"), *DOCS.glob("upstream/*.md")]
     pages = [path.relative_to(DOCS).as_posix() for path in paths]
-    position = {page: guide.find(f"({link_in_guide(page)})") for page in pages}
+    position = {page: guide.find(f"({format_guide_link(page)})") for page in pages}
     # Pages that the guide does not link (-1) come last, by name.
     return sorted(pages, key=lambda page: (position[page] < 0, position[page], page))
 
 
-def link_in_guide(page: str) -> str:
+def format_guide_link(page: str) -> str:
     """Return a page's target in docs/measurements/README.md."""
     return page.removeprefix("measurements/") if page.startswith("measurements/") else f"../{page}"
 
 
 def _quote(title: str) -> str:
-    """Return a title as YAML takes it for a key."""
+    """Return a title as a key of YAML: without backticks, and quoted if it has a colon."""
     plain = title.replace("`", "")
     return json.dumps(plain) if ": " in plain else plain
 
@@ -65,7 +65,7 @@ def _quote(title: str) -> str:
 def main() -> None:
     """Write the menu into mkdocs.yml."""
     site = SITE.read_text(encoding="utf-8")
-    SITE.write_text(_NAV.sub(lambda _: write_menu(), site), encoding="utf-8")
+    SITE.write_text(_NAV.sub(lambda _: format_menu(), site), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.house.files import ROOT, list_python_files, parse_tree, place
+from tests.house.files import ROOT, format_location, list_python_files, parse_tree
 
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 # Writes the one format that PyTorch's memory viewer reads; it may write pickles and read none.
@@ -28,20 +28,20 @@ def test_nothing_is_executed_or_unpickled():
                     else set()
                 )
                 assert node.func.id not in BANNED_CALLS - allowed, (
-                    f"{place(path, node)}: calls {node.func.id}"
+                    f"{format_location(path, node)}: calls {node.func.id}"
                 )
             if isinstance(node, ast.Import):
                 names = {alias.name for alias in node.names}
                 if str(path.relative_to(ROOT)) in WRITES_PICKLES:
                     names -= {"pickle"}
                 assert not names & BANNED_MODULES, (
-                    f"{place(path, node)}: imports {names & BANNED_MODULES}"
+                    f"{format_location(path, node)}: imports {names & BANNED_MODULES}"
                 )
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle":
-                assert node.attr == "dumps", f"{place(path, node)}: pickle.{node.attr}"
+                assert node.attr == "dumps", f"{format_location(path, node)}: pickle.{node.attr}"
             if isinstance(node, ast.ImportFrom):
                 assert node.module not in BANNED_MODULES, (
-                    f"{place(path, node)}: imports {node.module}"
+                    f"{format_location(path, node)}: imports {node.module}"
                 )
             if isinstance(node, ast.Call) and ast.unparse(node.func) in (
                 "torch.load",
@@ -49,7 +49,7 @@ def test_nothing_is_executed_or_unpickled():
                 "yaml.load",
             ):
                 raise AssertionError(
-                    f"{place(path, node)}: {ast.unparse(node.func)} can run or write code"
+                    f"{format_location(path, node)}: {ast.unparse(node.func)} can run or write code"
                 )
 
 
@@ -61,17 +61,17 @@ def test_no_remote_code():
                 is_false = getattr(node.value, "value", True) is False
                 # False is said where transformers would ask the user on the terminal otherwise.
                 assert node.arg != "trust_remote_code" or is_false, (
-                    f"{place(path, node.value)}: trust_remote_code"
+                    f"{format_location(path, node.value)}: trust_remote_code"
                 )
                 allowed = not (node.arg == "weights_only" and is_false)
-                assert allowed, f"{place(path, node.value)}: weights_only=False"
+                assert allowed, f"{format_location(path, node.value)}: weights_only=False"
 
 
 def test_no_bare_except():
     for path in list_python_files():
         for node in ast.walk(parse_tree(path)):
             assert not (isinstance(node, ast.ExceptHandler) and node.type is None), (
-                f"{place(path, node)}: bare except"
+                f"{format_location(path, node)}: bare except"
             )
 
 
@@ -83,7 +83,7 @@ def test_no_hidden_defaults():
         for node in ast.walk(parse_tree(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("cfg.get", "self.cfg.get"):
                 raise AssertionError(
-                    f"{place(path, node)}: a default that the schema does not show"
+                    f"{format_location(path, node)}: a default that the schema does not show"
                 )
             if (
                 isinstance(node, ast.Call)
@@ -91,7 +91,7 @@ def test_no_hidden_defaults():
                 and len(node.args) == 3
             ):
                 assert "cfg" not in ast.unparse(node.args[0]), (
-                    f"{place(path, node)}: a default outside of the schema"
+                    f"{format_location(path, node)}: a default outside of the schema"
                 )
 
 
@@ -99,11 +99,11 @@ def test_nothing_is_left_unwritten():
     for path in list_python_files():
         text = path.read_text(encoding="utf-8")
         for number, line in enumerate(text.splitlines(), start=1):
-            assert not UNFINISHED.search(line), f"{place(path)}:{number}: {line.strip()}"
+            assert not UNFINISHED.search(line), f"{format_location(path)}:{number}: {line.strip()}"
         for node in ast.walk(parse_tree(path)):
             raised = node.exc if isinstance(node, ast.Raise) else None
-            assert raised is None or "NotImplementedError" not in ast.unparse(raised), place(
-                path, node
+            assert raised is None or "NotImplementedError" not in ast.unparse(raised), (
+                format_location(path, node)
             )
 
 
@@ -117,7 +117,7 @@ def test_device_is_injected(folder: str):
             if isinstance(node, ast.Attribute):
                 text = ast.unparse(node)
                 assert not text.startswith("torch.cuda.") and node.attr != "is_cuda", (
-                    f"{place(path, node)}: {text}"
+                    f"{format_location(path, node)}: {text}"
                 )
 
 

@@ -98,7 +98,7 @@ def test_commands(path: Path, clone: Path, capfd: pytest.CaptureFixture[str]):
         elif block.mark == "recipe":
             edit_recipe(clone / "mine.py", block)
         elif block.language == "bash":
-            for words in block.commands():
+            for words in block.list_commands():
                 check(words, clone)
                 assert "Traceback" not in capfd.readouterr().err
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.files import ROOT, list_python_files, parse_tree, place
+from tests.house.files import ROOT, format_location, list_python_files, parse_tree
 
 WING = "recipe_lib.external"
 MAY_NAME_IT = ("recipe_lib/external/", "recipe_lib/cli/tp_plan")
@@ -18,9 +18,11 @@ def test_one_registry_entry_names_the_wing():
     found = []
     for path in list_python_files("recipe_lib", "recipes"):
         lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if not place(path).startswith(MAY_NAME_IT):
+        if not format_location(path).startswith(MAY_NAME_IT):
             found += [
-                f"{place(path)}:{number}: {line.strip()}" for number, line in lines if WING in line
+                f"{format_location(path)}:{number}: {line.strip()}"
+                for number, line in lines
+                if WING in line
             ]
     assert len(found) == 1 and found[0].startswith("recipe_lib/config/registry.py:"), found
 

@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.house.files import list_python_files, parse_tree, place
+from tests.house.files import format_location, list_python_files, parse_tree
 from tests.house.hand import begins_with_verb, is_tuple_of_unlike, list_functions, measure
 
 LIBRARY = list(list_python_files("recipe_lib"))
@@ -11,7 +11,7 @@ RECIPES = list(list_python_files("recipes"))
 
 def test_functions_begin_with_a_verb():
     others = [
-        f"{place(path)}: {name}"
+        f"{format_location(path)}: {name}"
         for path in LIBRARY
         for name in list_functions(path)
         if not begins_with_verb(name)
@@ -22,7 +22,7 @@ def test_functions_begin_with_a_verb():
 def test_no_function_is_named_by_what_it_belongs_to():
     """`x_of` says neither what is done nor, often, what is returned."""
     named = [
-        f"{place(path)}: {name}"
+        f"{format_location(path)}: {name}"
         for path in [*LIBRARY, *RECIPES]
         for name in list_functions(path)
         if name.endswith("_of")
@@ -39,7 +39,7 @@ def test_one_statement_a_line():
     counts = measure(LIBRARY)
     assert counts["tuples"] <= 0.3 * counts["code"] / 1000
     assert not [
-        f"{place(path, node)}"
+        f"{format_location(path, node)}"
         for path in RECIPES
         for node in ast.walk(parse_tree(path))
         if is_tuple_of_unlike(node)

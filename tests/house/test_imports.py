@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.cli.main import VERBS, get_module_name
-from tests.house.files import ROOT, list_python_files, parse_tree, place
+from tests.house.files import ROOT, format_location, list_python_files, parse_tree
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 COMES_WITH = {
@@ -42,7 +42,7 @@ def test_no_verb_imports_another():
         for node, module in imports(parse_tree(path)):
             named = {alias.name for alias in node.names} if module == "recipe_lib.cli" else set()
             found = ({module} | {f"recipe_lib.cli.{name}" for name in named}) & verbs
-            assert not found, f"{place(path, node)}: imports the verb {found}"
+            assert not found, f"{format_location(path, node)}: imports the verb {found}"
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_recipes_are_not_imported():
     for path in list_python_files():
         for node, module in imports(parse_tree(path)):
             assert module.split(".")[0] not in names, (
-                f"{place(path, node)}: imports the recipe {module}"
+                f"{format_location(path, node)}: imports the recipe {module}"
             )
 
 
@@ -78,7 +78,7 @@ def test_imports_are_declared():
             package = COMES_WITH.get(name, name.replace("-", "_").lower())
             allowed = direct if id(node) in top else direct | extra
             assert package in allowed, (
-                f"{place(path, node)}: {name} is not declared in pyproject.toml for this use"
+                f"{format_location(path, node)}: {name} is not declared in pyproject.toml for this use"
             )
 
 
@@ -138,7 +138,7 @@ def test_imports_stand_at_the_top():
                     assert (
                         name,
                         package,
-                    ) in LATE, f"{place(path, node)}: imports {module} inside a function"
+                    ) in LATE, f"{format_location(path, node)}: imports {module} inside a function"
                     found.add((name, package))
     assert found == set(LATE)
 

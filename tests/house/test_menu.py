@@ -8,14 +8,14 @@ import pytest
 
 from tests.house.documents import list_documents, list_links
 from tests.house.files import ROOT
-from tests.house.menu import DOCS, SITE, link_in_guide, list_measurements, write_menu
+from tests.house.menu import DOCS, SITE, format_guide_link, format_menu, list_measurements
 
 PAGES = [path for path in list_documents() if path.is_relative_to(DOCS)]
 NAMED = [path.relative_to(DOCS).as_posix() for path in PAGES]
 
 
 def test_the_menu_is_made_from_the_index():
-    assert write_menu() in SITE.read_text(encoding="utf-8"), "run `python -m tests.house.menu`"
+    assert format_menu() in SITE.read_text(encoding="utf-8"), "run `python -m tests.house.menu`"
 
 
 def test_the_index_lists_every_guide_once():
@@ -28,13 +28,13 @@ def test_the_index_lists_every_guide_once():
 
 
 def test_the_menu_has_every_page_once():
-    pages = re.findall(r"[\w./-]+\.md$", write_menu(), re.MULTILINE)
+    pages = re.findall(r"[\w./-]+\.md$", format_menu(), re.MULTILINE)
     assert sorted(pages) == sorted(NAMED)
 
 
 def test_every_measurement_is_described():
     guide = list_links(DOCS / "measurements" / "README.md")
-    assert [page for page in list_measurements() if link_in_guide(page) not in guide] == [
+    assert [page for page in list_measurements() if format_guide_link(page) not in guide] == [
         "measurements/README.md"
     ]
 

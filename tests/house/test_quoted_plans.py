@@ -31,7 +31,7 @@ def read_plans(page: str) -> list[list[str]]:
         words
         for block in list_blocks(DOCS / page)
         if block.language == "bash"
-        for words in block.commands()
+        for words in block.list_commands()
     ]
     return [words[1:] for words in commands if words[:2] == ["tune", "plan"]]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.house.files import list_python_files, parse_tree, place
+from tests.house.files import format_location, list_python_files, parse_tree
 
 READING = "recipe_lib/reading.py"
 # What reads a file, as it is written in the code; `open` counts unless its mode only writes.
@@ -94,10 +94,10 @@ def test_files_are_read_by_one_module():
     faults = []
     for path in list_python_files("recipe_lib", "recipes"):
         for node, way in find_reads(parse_tree(path)):
-            known = ELSEWHERE.get(place(path), {})
-            if place(path) != READING and way not in known:
-                faults.append(f"{place(path, node)}: {way}")
-            found.setdefault(place(path), set()).add(way)
+            known = ELSEWHERE.get(format_location(path), {})
+            if format_location(path) != READING and way not in known:
+                faults.append(f"{format_location(path, node)}: {way}")
+            found.setdefault(format_location(path), set()).add(way)
     assert not faults, f"read a file; call {READING}, or say in this test why it need not: {faults}"
     left = {
         (name, way)

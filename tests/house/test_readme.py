@@ -174,7 +174,7 @@ def command(piece: str) -> list[str]:
         words
         for block in list_blocks(README)
         if block.language == "bash"
-        for words in block.commands()
+        for words in block.list_commands()
     ]
     return next(
         words[2:]

@@ -5,7 +5,13 @@ grow by itself.
 import ast
 from pathlib import Path
 
-from tests.house.files import ROOT, list_functions_with_lines, list_python_files, parse_tree, place
+from tests.house.files import (
+    ROOT,
+    format_location,
+    list_functions_with_lines,
+    list_python_files,
+    parse_tree,
+)
 
 FILE_LINES = 640
 LIBRARY_FILES = 400
@@ -21,7 +27,7 @@ def lines(path: Path) -> int:
 
 def test_files_are_short():
     long = [
-        f"{place(path)}: {lines(path)} lines"
+        f"{format_location(path)}: {lines(path)} lines"
         for path in list_python_files()
         if lines(path) > FILE_LINES
     ]
@@ -41,7 +47,7 @@ def test_the_library_does_not_grow():
 
 def test_recipes_are_short():
     long = [
-        f"{place(path)}: {lines(path)} lines"
+        f"{format_location(path)}: {lines(path)} lines"
         for path in list_python_files("recipes")
         if lines(path) > RECIPE_LINES
     ]
@@ -50,7 +56,7 @@ def test_recipes_are_short():
 
 def test_functions_are_short():
     sizes = [
-        (size, f"{place(path, node)} {node.name}")
+        (size, f"{format_location(path, node)} {node.name}")
         for path in list_python_files()
         for node, size in list_functions_with_lines(path)
     ]
@@ -67,12 +73,12 @@ def test_configs_are_short():
             for line in path.read_text(encoding="utf-8").splitlines()
             if line and not line.startswith("#")
         ]
-        assert len(body) <= 30, f"{place(path)}: {len(body)} lines under its header"
+        assert len(body) <= 30, f"{format_location(path)}: {len(body)} lines under its header"
 
 
 def test_tests_are_short():
     long = [
-        f"{place(path)}: {lines(path)} lines"
+        f"{format_location(path)}: {lines(path)} lines"
         for path in list_python_files("tests")
         if lines(path) > FILE_LINES
     ]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from tests.house.files import list_python_files, parse_tree, place
+from tests.house.files import format_location, list_python_files, parse_tree
 
 # What a variable that holds a module, a parameter or an optimizer is called.
 HOLDERS = {
@@ -112,7 +112,8 @@ def found_in(paths: Iterable, known: set[str]) -> list[str]:
     for path in paths:
         more = TRANSFORMERS if "external" in path.parts else set()
         found += [
-            f"{place(path, node)}: {name}" for node, name in wires(parse_tree(path), known | more)
+            f"{format_location(path, node)}: {name}"
+            for node, name in wires(parse_tree(path), known | more)
         ]
     return found
 
@@ -160,4 +161,6 @@ def test_no_part_of_the_library_asks_which_recipe_runs():
                 "dpo_distributed",
                 "lora_finetune_distributed",
             )
-            assert not asks or place(path, node).startswith(NAMING), place(path, node)
+            assert not asks or format_location(path, node).startswith(NAMING), format_location(
+                path, node
+            )

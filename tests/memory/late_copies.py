@@ -2,7 +2,7 @@
 
 `LateCopies()` stands in for `torch.cuda` and is entered around the tested code; it notices copies
 whose order no event secures. Operators run at once, on the computing stream. A copy on another
-stream waits in that stream's queue until somebody waits for an event behind it.
+stream waits in that stream's queue until the computing stream waits for an event behind it.
 """
 
 import weakref
@@ -17,29 +17,34 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 
 class LateEvent:
-    """An event as torch.cuda.Event, as far as it is used."""
+    """An event like torch.cuda.Event, with the methods that the library uses."""
 
-    stream: Any = None
-    behind = 0  # how many of its stream's works come before it
+    stream: Any = None  # that has recorded it
+    behind = 0  # number of its stream's works (copies, operators) that come before it
 
     def record(self, stream: "LateStream") -> None:
-        """Put the event behind the works that the stream has got so far."""
+        """Put the event behind the works that the stream has so far."""
         self.stream = stream
         self.behind = stream.issued
 
 
 class LateStream:
-    """A stream as torch.cuda.Stream: a queue of works that run as late as they may."""
+    """A stream like torch.cuda.Stream: a queue of works that run as late as they may.
+
+    The computing stream has no queue: its works, the operators, run at once and are only counted.
+    """
 
     def __init__(self, device: "LateCopies") -> None:
         self.device = device
-        self.queue: deque[Callable[[], None]] = deque()
+        self.queue: deque[Callable[[], None]] = deque()  # works that have not run yet
         self.issued = 0  # works that were ever put in the queue
         self.done = 0  # works that have run
-        self.seen = 0  # works of the computing stream that surely precede this stream's next one
+        # Number of the computing stream's works that surely precede this stream's next one.
+        self.seen = 0
 
     def wait_event(self, event: LateEvent) -> None:
         """Let this stream's next work come after the event."""
+        # The computing stream cannot put it off: what it waits for runs now.
         if self is self.device.computing:
             event.stream.finish(event.behind)
         elif event.stream is self.device.computing:
@@ -53,27 +58,32 @@ class LateStream:
         self.issued += 1
 
     def finish(self, count: int) -> None:
-        """Run the first `count` works, those that have not run yet."""
+        """Run those of the first `count` works that have not run yet."""
         while self.done < count:
             self.done += 1
             self.queue.popleft()()
 
 
 class LateCopies(TorchDispatchMode):
-    """Stands in for `torch.get_device_module(device)`; entered around what is tested."""
+    """Stands in for `torch.get_device_module(device)`; entered around the tested code.
+
+    Then a test reads `too_early`, `too_late` and `copied`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.computing = LateStream(self)
         self.now = self.computing  # the current stream
         self.copied = 0  # bytes, by copies on other streams than the computing one
-        # A copy could have begun before the computing stream was done with its memory.
+        # A copy could have begun before the computing stream had allocated its memory, which may
+        # have been another tensor's until then.
         self.too_early = False
         # A copy came when its memory was gone.
         self.too_late = False
-        # Of memory that the computing stream has allocated: the storage, and which work it was; by
-        # the storage's address.
-        self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        # Memory that the computing stream has allocated: address of the storage -> (the storage,
+        # number of the stream's work that allocated it). `_cdata`, the address, is all that two
+        # wrappers of one storage have in common.
+        self._allocations: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def Stream(self) -> LateStream:  # noqa: N802 (as torch calls it)
         return LateStream(self)
@@ -105,26 +115,26 @@ class LateCopies(TorchDispatchMode):
             return result
         self.computing.issued += 1
         for value in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(value, Tensor) and self._made_at(value) is None:
+            if isinstance(value, Tensor) and self._find_allocation(value) is None:
                 storage = value.untyped_storage()
-                self._made[storage._cdata] = (weakref.ref(storage), self.computing.issued)
-        # Whoever reads it before a copy has come computes NaN.
+                self._allocations[storage._cdata] = (weakref.ref(storage), self.computing.issued)
+        # Who reads it before a copy has filled it computes NaN.
         if func is torch.ops.aten.empty.memory_format and result.is_floating_point():
             result.fill_(float("nan"))
         return result
 
-    def _made_at(self, tensor: Tensor) -> int | None:
+    def _find_allocation(self, tensor: Tensor) -> int | None:
         """Return the number of the computing stream's work that allocated the tensor's memory.
 
-        None: that stream did not allocate it.
+        Return None if that stream did not allocate it, or allocated a dead storage of this address.
         """
-        reference, work = self._made.get(tensor.untyped_storage()._cdata, (lambda: None, 0))
+        reference, work = self._allocations.get(tensor.untyped_storage()._cdata, (lambda: None, 0))
         return work if reference() is not None else None
 
     def _copy_later(self, target: Tensor, source: Tensor) -> None:
         """Queue `target.copy_(source)` on the current stream."""
-        get_target = self._place(target)
-        get_source = self._place(source)
+        get_target = self._build_getter(target)
+        get_source = self._build_getter(source)
         self.copied += target.nbytes
 
         def copy() -> None:
@@ -137,12 +147,12 @@ class LateCopies(TorchDispatchMode):
 
         self.now.issue(copy)
 
-    def _place(self, tensor: Tensor) -> Callable[[], Tensor | None]:
+    def _build_getter(self, tensor: Tensor) -> Callable[[], Tensor | None]:
         """Return a function that gives the tensor when the copy runs, None if its memory is gone.
 
-        Memory of the host stays.
+        Memory that the computing stream has not allocated is the host's and stays.
         """
-        allocated_by = self._made_at(tensor)
+        allocated_by = self._find_allocation(tensor)
         if allocated_by is None:
             return lambda: tensor
         self.too_early |= allocated_by > self.now.seen

@@ -1,6 +1,9 @@
-"""Late copies into memory that is allocated and freed by resizing a storage.
+"""Find late copies into memory that is allocated and freed by resizing a storage.
 
-FSDP and layer streaming do so; `late_copies.LateCopies` follows new tensors only.
+FSDP and layer streaming resize storages, while `LateCopies` (a device whose copies run as late as
+its streams allow) follows new tensors only:
+
+    with LateMemory() as check, check.follow_resizes(): step()
 """
 
 from collections.abc import Callable, Iterator
@@ -19,18 +22,20 @@ class LateMemory(LateCopies):
     """
 
     @contextmanager
-    def resizing(self) -> Iterator[None]:
+    def follow_resizes(self) -> Iterator[None]:
         """Follow storages that are resized inside."""
+        # No dispatch mode sees `resize_` of a storage: it is no operator.
         resize = torch.UntypedStorage.resize_
 
         def follow_resize(storage: torch.UntypedStorage, size: int) -> object:
             result = resize(storage, size)
+            # An operation of the computing stream: copies issued before it are stale.
             self.computing.issued += 1
             if size:
                 storage.fill_(255)  # all bits set: NaN in every floating-point type
-                reference = self._made.get(storage._cdata, (lambda: None, 0))[0]
+                reference = self._allocations.get(storage._cdata, (lambda: None, 0))[0]
                 if reference() is not None:
-                    self._made[storage._cdata] = (reference, self.computing.issued)  # type: ignore[assignment]
+                    self._allocations[storage._cdata] = (reference, self.computing.issued)  # type: ignore[assignment]
             return result
 
         torch.UntypedStorage.resize_ = follow_resize  # type: ignore[assignment, method-assign]
@@ -39,7 +44,7 @@ class LateMemory(LateCopies):
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
-    def _place(self, tensor: Tensor) -> Callable[[], Tensor | None]:
-        get_tensor = super()._place(tensor)
+    def _build_getter(self, tensor: Tensor) -> Callable[[], Tensor | None]:
+        get_tensor = super()._build_getter(tensor)
         storage = tensor.untyped_storage()
         return lambda: get_tensor() if storage.nbytes() else None

@@ -13,16 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """While entered, follows the storages that operators return.
-
-    also: called after each operator, returns the bytes to count that no operator returns.
-    """
+    """While entered, follows the storages that operators return."""
 
     def __init__(self, also: Callable[[], int] = lambda: 0):
+        """Begin at 0 bytes. also: returns bytes to add, of memory that no operator returns."""
         super().__init__()
         self.peak = 0  # the most bytes after any operator
         self._also = also
-        # By the address of the storage in C++.
+        # Address of the storage in C++ -> weak reference to it.
         self._storages: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
 
     def __torch_dispatch__(
@@ -38,11 +36,11 @@ class LiveBytes(TorchDispatchMode):
         for storage in _list_storages(result):
             if storage._cdata not in argument_storages:
                 self._storages[storage._cdata] = weakref.ref(storage, self._forget(storage._cdata))
-        self.peak = max(self.peak, self.now() + self._also())
+        self.peak = max(self.peak, self.count_bytes() + self._also())
         return result
 
     def _forget(self, key: int) -> Callable[[Any], None]:
-        """Return a callback that drops the storage at address `key` when it is freed."""
+        """Return a callback of a weak reference: it drops the storage at address `key`."""
 
         def forget(reference: Any) -> None:
             if self._storages.get(key) is reference:  # else another storage has the address by now
@@ -50,8 +48,8 @@ class LiveBytes(TorchDispatchMode):
 
         return forget
 
-    def now(self) -> int:
-        """Return the bytes of the live storages that were made since entering."""
+    def count_bytes(self) -> int:
+        """Return the bytes of the live storages that operators have made since entering."""
         storages = [reference() for reference in list(self._storages.values())]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 

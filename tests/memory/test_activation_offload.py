@@ -125,7 +125,7 @@ def test_all_that_a_layer_keeps_is_sent_once_and_parameters_are_not() -> None:
         model, _ = decoder("none", None, layers)
         with LiveBytes() as live:
             loss = loss_of(model)
-            kept = live.now()
+            kept = live.count_bytes()
         loss.backward()
         return kept
 
@@ -209,7 +209,7 @@ def test_nothing_is_held_when_backward_does_not_come(ends: str) -> None:
         model.zero_grad()
         gc.unfreeze()
         assert len(alive) == 0
-        assert live.now() == 0
+        assert live.count_bytes() == 0
         later = two_micro_batches(model)
     assert same(later, two_micro_batches(decoder("none", None, layers)[0]))
 

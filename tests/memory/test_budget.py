@@ -79,7 +79,7 @@ def kept(model: nn.Module) -> int:
     with LiveBytes() as live:
         loss = model(tokens, labels=labels)
         gc.collect()  # what only circles of objects hold is alive until then, more or less long
-        found = live.now()
+        found = live.count_bytes()
     gc.unfreeze()
     loss.backward()
     return found

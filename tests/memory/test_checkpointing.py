@@ -58,7 +58,7 @@ def bytes_kept(spec: DecoderSpec, mode: str) -> int:
     model = decoder(spec, mode)
     with LiveBytes() as live:
         loss = loss_of(model)
-        kept = live.now()
+        kept = live.count_bytes()
     loss.backward()
     return kept
 
@@ -149,7 +149,7 @@ def test_without_gradients_nothing_is_kept() -> None:
     model = decoder(build_small_spec(), "selective")
     with LiveBytes() as live, torch.no_grad():
         loss = loss_of(model)
-        assert live.now() <= 16 < live.peak
+        assert live.count_bytes() <= 16 < live.peak
     assert loss.grad_fn is None
     assert not loss_of(model.requires_grad_(False)).requires_grad
 

@@ -135,7 +135,7 @@ def late(stream: LayerStream) -> Iterator[LateMemory]:
     the host's.
     """
     stream._copies._module = device = LateMemory()
-    with device, device.resizing():
+    with device, device.follow_resizes():
         yield device
     assert not device.too_early and not device.too_late
     assert bytes_there(stream) == 0 and not any(unit.in_use for unit in stream.units)
@@ -313,7 +313,7 @@ def test_wrong_values_in_backward_are_noticed(
     assert stream is not None
     fault(stream, monkeypatch)
     stream._copies._module = device = LateMemory()
-    with device, device.resizing():
+    with device, device.follow_resizes():
         found = two_micro_batches(model)
     assert not same(found, expected)
 

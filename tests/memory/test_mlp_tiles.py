@@ -165,7 +165,7 @@ def peaks(chunks: int, trained: bool) -> tuple[int, int, int]:
     hidden = torch.randn(1, TOKENS, D, requires_grad=True)
     with LiveBytes() as live:
         out = holder[0](hidden)
-        forward, kept, live.peak = live.peak, live.now(), 0
+        forward, kept, live.peak = live.peak, live.count_bytes(), 0
         out.backward(torch.ones_like(out))
     return forward // 4, kept // 4, live.peak // 4
 
@@ -192,7 +192,7 @@ def test_selective_checkpointing_keeps_nothing_of_pieces() -> None:
         tokens, labels = make_small_batch()
         with LiveBytes() as live:
             loss = model(tokens, labels=labels)
-            found = live.now()
+            found = live.count_bytes()
         loss.backward()
         return found
 

@@ -20,6 +20,7 @@ from recipe_lib.models.weight_names import (
     why_left_out,
 )
 
+# Keys of config.json that every case has, unless it says otherwise.
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -32,6 +33,7 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# Values of `rope_scaling`.
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -42,11 +44,12 @@ _LLAMA3_ROPE = {
 _YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _LONG_ROPE = {
     "rope_type": "longrope",
+    # One for each pair of a head's 48 / 4 = 12 channels.
     "short_factor": [1.0 + 0.1 * pair for pair in range(6)],
     "long_factor": [2.0 + 0.5 * pair for pair in range(6)],
 }
 
-# name -> (transformers config class, what differs from SMALL)
+# Name of a case -> (transformers' config class, keys that differ from SMALL).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("LlamaConfig", {"num_key_value_heads": 4}),
     "llama3": ("LlamaConfig", {"rope_theta": 500000.0}),
@@ -198,7 +201,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def build_reference_model(
     case: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> transformers.PreTrainedModel:
-    """Return a transformers model of the case, with norms and biases random too.
+    """Return a transformers model of one of CASES, with norms and biases random too.
 
     changes: keys of its config.
     """
@@ -220,9 +223,9 @@ def build_reference_model(
 
 
 def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Return our decoder with the weights of a folder.
+    """Return our decoder with the weights of a folder, read without the library's own loader.
 
-    Asserts that every tensor of the files is used or known to be ignorable.
+    Raises AssertionError for a tensor of the files that is neither used nor known to be ignorable.
     """
     spec = build_spec(read_config(folder), str(folder))
     files = {}
@@ -230,11 +233,11 @@ def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
         files |= load_file(file)
     model = build_meta(spec, dtype)
     model.to_empty(device="cpu")
-    entries = build_weight_map(spec, files)
+    entries = build_weight_map(spec, files)  # which tensor, or which rows of it, a parameter has
     with torch.no_grad():
         for entry in entries:
             parameter = model.get_parameter(entry.our_name)
-            if entry.view is not None:
+            if entry.view is not None:  # computed from several tensors of the file
                 tensor = OpenView(entry.view, files.__getitem__, dtype)[:]
             else:
                 tensor = files[entry.file_name]
@@ -252,10 +255,13 @@ def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 def save_ours(model: Decoder, source: Path, folder: Path) -> None:
-    """Write our weights into `folder` under the family's names, with the config of `source`."""
+    """Write our weights into `folder`, which must not exist, as transformers names them.
+
+    source: a model's folder, of which config.json is copied.
+    """
     config_text = (Path(source) / "config.json").read_text()
     spec = build_spec(read_config(source), str(source))
-    parts: dict[str, list[torch.Tensor]] = {}
+    parts: dict[str, list[torch.Tensor]] = {}  # the file's name -> tensors to concatenate
     layout = build_written_layout(spec)
     if layout is None:
         for entry in build_weight_map(spec):
@@ -265,7 +271,7 @@ def save_ours(model: Decoder, source: Path, folder: Path) -> None:
     else:
         for file_name, our_name in layout.renamed.items():
             parts[file_name] = [model.get_parameter(our_name).detach()]
-        # A conversion that gives several tensors stands under each of their names.
+        # A conversion that gives several tensors stands under each of their names: run it once.
         conversions = {id(conversion): conversion for conversion in layout.made.values()}
         for conversion in conversions.values():
             tensors = conversion.convert(lambda name: model.get_parameter(name).detach())

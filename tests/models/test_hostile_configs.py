@@ -10,7 +10,7 @@ import pytest
 from recipe_lib.errors import CheckpointError, UserError
 from recipe_lib.models import build_spec, list_presets, read_config, read_preset_config
 from recipe_lib.models.config_fields import MAX_SIZES, check_sizes
-from tests.hostile import change_files
+from tests.hostile import change_json
 
 SEEDS = 1500
 ROPES = (
@@ -29,7 +29,7 @@ def test_changed_presets_are_specs_or_lines(tmp_path: Path):
             {"rope_scaling": draw.choice(ROPES)} if draw.random() < 0.3 else {}
         )
         for _ in range(draw.choice((1, 1, 2, 3))):
-            config = change_files(config, draw)
+            config = change_json(config, draw)
         (tmp_path / "config.json").write_text(json.dumps(config))
         try:
             spec = build_spec(read_config(tmp_path), "here")

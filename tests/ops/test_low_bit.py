@@ -15,7 +15,7 @@ from recipe_lib.optim.low_bit_adamw import (
     make_code,
     round_stochastically,
 )
-from tests.torchao_oracle import compute_low_bit_codes
+from tests.torchao_oracle import get_low_bit_levels
 
 CPU = torch.device("cpu")
 KINDS = [(8, True), (8, False), (4, True), (4, False)]
@@ -23,7 +23,7 @@ KINDS = [(8, True), (8, False), (4, True), (4, False)]
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    return compute_low_bit_codes()
+    return get_low_bit_levels()
 
 
 def code_of(bits: int, signed: bool) -> Code:

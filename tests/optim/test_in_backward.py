@@ -26,7 +26,7 @@ from recipe_lib.optim.optimizers import build_optimizer, clip_grad_norm
 from recipe_lib.parallel import Parallel, materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import ROWS, build_small_spec, make_small_batch
-from tests.training.cut import Cut, own_part, place_model
+from tests.training.cut import Cut, place_model, shard_like
 
 CPU = torch.device("cpu")
 ALONE = SimpleNamespace(device=CPU, pipeline=None)
@@ -203,7 +203,7 @@ def stepped(
         for name, parameter in params.items():
             gradient = drawn(step)[name].to(parameter.dtype)
             parameter.grad = (
-                own_part(gradient, parameter) if isinstance(parameter, DTensor) else gradient
+                shard_like(gradient, parameter) if isinstance(parameter, DTensor) else gradient
             )
         for parameter in params.values():
             step_one(parameter)
@@ -222,7 +222,9 @@ def alike(found: Any, expected: Any) -> list[str]:
         assert values.keys() == wanted.keys()
         for key, value in wanted.items():
             if isinstance(values[key], DTensor):
-                value = own_part(value, values[key]) if value.shape == values[key].shape else value
+                value = (
+                    shard_like(value, values[key]) if value.shape == values[key].shape else value
+                )
             if not torch.equal(
                 *(
                     torch.as_tensor(get_detached_local(one) if isinstance(one, Tensor) else one)

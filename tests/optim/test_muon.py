@@ -20,7 +20,7 @@ from recipe_lib.optim.optimizers import (
     set_hyperparameters,
 )
 from tests.distributed.ranks import run_ranks
-from tests.training.cut import Cut, own_part, place_model
+from tests.training.cut import Cut, place_model, shard_like
 
 CPU = torch.device("cpu")
 CFG = OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.1)
@@ -60,7 +60,9 @@ def trained(cfg: OptimizerConfig, params: dict[str, nn.Parameter], steps: int = 
     for step in range(steps):
         for name, parameter in params.items():
             found: Any = gradient(name, step).to(parameter.dtype)
-            parameter.grad = own_part(found, parameter) if isinstance(parameter, DTensor) else found
+            parameter.grad = (
+                shard_like(found, parameter) if isinstance(parameter, DTensor) else found
+            )
         optimizer.step()
     return optimizer
 
@@ -172,12 +174,12 @@ def test_matrices_that_are_stepped_alone_go_round_the_ranks() -> None:
                 computed.__setitem__(-1, computed[-1] + 1) or whole(matrix)
             )
             for name, parameter in params.items():
-                parameter.grad = own_part(gradient(name, step), parameter)
+                parameter.grad = shard_like(gradient(name, step), parameter)
                 step_parameter(optimizer, parameter)
                 parameter.grad = None
         for name, parameter in params.items():
             if not torch.equal(
-                parameter.to_local(), own_part(together[name].detach(), parameter).to_local()
+                parameter.to_local(), shard_like(together[name].detach(), parameter).to_local()
             ):
                 differ.append(name)
         return computed, differ
@@ -226,7 +228,7 @@ def test_ranks_have_the_numbers_of_one(ranks: int) -> None:
                 for name, parameter in params.items():
                     if not torch.equal(
                         parameter.to_local(),
-                        own_part(alone[case][name].detach(), parameter).to_local(),
+                        shard_like(alone[case][name].detach(), parameter).to_local(),
                     ):
                         differ.append(f"{cut} {case} {name}")
                 assert len(optimizer.state) == len(names)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def list_groups(model: nn.Module) -> Iterator[Any]:
     """Yield FSDP's parameter groups, one for each unit, the root among them.
 
-    The group of a unit of several modules comes once.
+    A unit is what FSDP gathers and frees as one; that of several modules comes once.
     """
     seen = set()
     for module in model.modules():
@@ -27,7 +27,7 @@ def list_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def count_gathered_bytes(model: nn.Module) -> int:
-    """Return the bytes of full parameters in memory."""
+    """Return the bytes of gathered (full) parameters that are in memory on this rank."""
     return sum(
         tensor.untyped_storage().nbytes()
         for group in list_groups(model)

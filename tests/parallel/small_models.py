@@ -1,4 +1,4 @@
-"""Build small decoders and batches for the tests of sharding and checkpointing.
+"""Build small decoders and batches for the tests of sharding and activation checkpointing.
 
 `compute_plain_gradients` gives the gradients of an unsharded model; a test compares those of its
 own model with them by `read_gradients` or `compute_gradient_difference`.
@@ -16,16 +16,19 @@ from recipe_lib.ops.dtensor_shards import get_detached_local, locate_local_part
 from recipe_lib.ops.head_losses import CrossEntropy
 
 VOCABULARY = 512
-WIDTH = 32
+WIDTH = 32  # of hidden states
 MLP_WIDTH = 64
-ROWS = 8
-LENGTH = 12
+ROWS = 8  # sequences of the small batch
+LENGTH = 12  # tokens of each
 
 
 def build_small_spec(
     *, tied: bool = False, layers: int = 3, vocabulary: int = VOCABULARY
 ) -> DecoderSpec:
-    """Return a Llama whose embedding (512 x 32) is larger than a layer (about 10 x 32 x 32)."""
+    """Return the spec of a Llama with an embedding (512 x 32) larger than a layer (9 x 32 x 32).
+
+    tied: the head is the embedding.
+    """
     spec = build_spec(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -48,7 +51,7 @@ def build_small_spec(
 
 
 def make_small_batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels int64 `[rows, LENGTH]`.
+    """Return random tokens and labels int64 `[rows, LENGTH]`, the same every time.
 
     Some labels are -100, not equally many in each row.
     """
@@ -65,11 +68,12 @@ def compute_plain_gradients(
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the small batch's mean loss and the gradients by name, of a plain model.
 
-    Plain: neither sharded nor with checkpointed activations.
+    A plain model is neither sharded nor checkpoints activations.
     """
     model = build_meta(spec, dtype).to_empty(device="cpu")
     init_weights(model, 3, spec)
     tokens, labels = make_small_batch()
+    # CrossEntropy(3): logits are computed for a third of the tokens at a time.
     loss = model(tokens, labels=labels, head_loss=CrossEntropy(3)) / (labels != -100).sum()
     loss.backward()
     return float(loss.detach()), read_gradients(model)
@@ -112,7 +116,7 @@ def compute_gradient_difference(model: nn.Module, expected: dict[str, Tensor]) -
 
 
 def _list_local_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients by name as this rank has them, of the parameters that have one."""
+    """Return the gradients by name, sharded as this rank has them, of parameters that have one."""
     return {
         name: parameter.grad
         for name, parameter in model.named_parameters()

@@ -26,7 +26,7 @@ from tests.recipes.runs import (
     expect_done,
     find_largest_difference,
     gather_whole,
-    probe,
+    make_probe_tokens,
     read_metrics,
     read_steps,
     run_here,
@@ -214,7 +214,7 @@ def of_two(runs: Runs, bits: list[int], everything: bool) -> dict[str, Any]:
         return {}
     run = runs.run("full ddp", 2, DDP, SAVE)
     with torch.no_grad():
-        logits = run.recipe.model(probe())
+        logits = run.recipe.model(make_probe_tokens())
     marked = {
         "units": [line for line in run.said if line.startswith("FSDP")],
         "whole": all(
@@ -226,7 +226,10 @@ def of_two(runs: Runs, bits: list[int], everything: bool) -> dict[str, Any]:
     runs.run("fsdp to ddp", 2, DDP, runs.state("full fsdp"))
     resumed = runs.run("ddp to fsdp", 2, runs.state("full ddp"))
     with torch.no_grad():
-        return {"logits": logits, "resumed": gather_whole(resumed.recipe.model(probe()))} | marked
+        return {
+            "logits": logits,
+            "resumed": gather_whole(resumed.recipe.model(make_probe_tokens())),
+        } | marked
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import torch
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.errors import end_process, run_for_exit_code
 from recipe_lib.parallel import heartbeat, start_world
-from tests.distributed.ranks import free_port
+from tests.distributed.ranks import find_free_port
 
 TIMEOUT = 2.0
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -100,7 +100,7 @@ def train(node: int, name: str, port: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_link_that_is_cut_ends_both_machines(machines: tuple[str, str], tmp_path: Path) -> None:
-    context, port = multiprocessing.get_context("fork"), free_port()
+    context, port = multiprocessing.get_context("fork"), find_free_port()
     ranks = [
         context.Process(target=train, args=(node, machines[node], port, tmp_path))
         for node in (0, 1)

@@ -16,7 +16,7 @@ from recipe_lib.config.mesh import MESH_DIMS, compute_mesh_shape
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.errors import DataError, OutOfMemoryError, SetupError, UserError, run_for_exit_code
 from recipe_lib.parallel.world import World, build_world, count_communicator_ranks, start_world
-from tests.distributed.ranks import RankFailure, free_port, run_ranks
+from tests.distributed.ranks import RankFailure, find_free_port, run_ranks
 
 
 def cpu_config(**parallel: int) -> FullFinetuneConfig:
@@ -368,7 +368,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     found = {}
     for case in ("together", "each", "bug"):
-        port = {"MASTER_PORT": str(free_port())}
+        port = {"MASTER_PORT": str(find_free_port())}
         first_may_end = context.Event()
         files = [folder / f"{case}.{rank}" for rank in range(2)]
         ranks = [common | port | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]

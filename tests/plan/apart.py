@@ -1,7 +1,7 @@
 """Run a simulation in a process of its own, and build what it simulates.
 
-A simulated device cannot be removed from a process once it is there, so a test calls its simulation
-with `call_in_fork`; `build_settings` gives the recipe, config and settings of a shipped config.
+A plan runs a recipe on a simulated device, which cannot be removed from a process once it is there.
+So a test calls it with `call_in_fork`; `build_settings` gives the arguments, of a shipped config.
 """
 
 import multiprocessing
@@ -41,9 +41,9 @@ def _send_result(pipe: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> 
 def build_settings(
     name: str, ranks: int, *overrides: str, device: str = "24GB"
 ) -> tuple[type, Any, Any]:
-    """Return (recipe class, plannable config, plan settings) of a shipped config.
+    """Return (recipe class, config that needs no weights, plan settings) of a shipped config.
 
-    Every row has max_seq_len tokens.
+    Every row has max_seq_len tokens. device: a name of the planner's table, or memory such as 24GB.
     """
     from recipe_lib.cli.plan_request import find_recipe_class
     from recipe_lib.cli.recipes import find_config_recipe

@@ -7,8 +7,8 @@ from typing import Any
 from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
 
-SMALL = "demo/full"
-# Four layers as wide as Llama 3 8B's: gathering them takes long over PCIe.
+SMALL = "demo/full"  # a config of a tiny model
+# config.json of four layers as wide as Llama 3 8B's: gathering them takes long over PCIe.
 WIDE = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -31,7 +31,7 @@ WIDE = {
 
 
 def load(name: str, *overrides: str) -> Any:
-    """Load a config with overrides."""
+    """Load a shipped config by its name, with overrides."""
     return load_config(name, overrides, find_config_recipe(name).schema())
 
 

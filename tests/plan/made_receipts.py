@@ -1,4 +1,7 @@
-"""Build receipts (a plan beside the run that it was for), and the files of a run to make one of."""
+"""Build receipts, and the files of a run to make one of, for tests.
+
+A receipt records the planned and the measured memory and time of a run.
+"""
 
 from typing import Any
 
@@ -9,7 +12,7 @@ from recipe_lib.units import GIB
 def build_run(settings: dict[str, str] | None = None, **changed: Any) -> ReceiptRun:
     """Return the description of a run of Llama 3 8B with LoRA on one RTX 4090.
 
-    settings: added to its own. changed: fields to replace.
+    settings: added to the run's own. changed: fields to replace.
     """
     fields: dict[str, Any] = {
         "recipe": "lora_finetune_distributed",
@@ -40,10 +43,11 @@ def build_receipt(
 ) -> Receipt:
     """Return a receipt of `build_run(**changed)`.
 
-    planned, measured: GiB reserved. time: of the run. rates: tokens a second, planned and measured.
+    planned, measured: GiB reserved. time: when the run ended. rates: tokens a second, planned and
+    measured; None: not known.
     """
     sizes = (int(planned * GIB), int(measured * GIB))
-    figures = []
+    figures = []  # planned, then measured; bytes and seconds
     for size, rate in zip(sizes, rates, strict=True):
         figures.append(
             {"active": size - 2 * GIB, "allocated": size - GIB, "reserved": size, "seconds": 2.5}
@@ -51,7 +55,15 @@ def build_receipt(
         if rate is not None:
             figures[-1]["tokens_per_second"] = rate
     versions = {"tune-recipes": "0.1.0", "torch": "2.13.0"}
-    return Receipt(FORMAT, time, versions, build_run(**changed), *figures)
+    planned_figures, measured_figures = figures
+    return Receipt(
+        format=FORMAT,
+        time=time,
+        versions=versions,
+        run=build_run(**changed),
+        planned=planned_figures,
+        measured=measured_figures,
+    )
 
 
 def build_run_files(
@@ -59,7 +71,7 @@ def build_run_files(
 ) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     """Return (figures of the plan, summary, lines of metrics.jsonl) of a run of 4 steps on a GPU.
 
-    changed: figures to replace.
+    The first step is far slower than the others. changed: figures of the plan to replace.
     """
     figures: dict[str, Any] = {
         "active": 11 * GIB,

@@ -1,4 +1,7 @@
-"""Write traces by hand, or random ones that look like training, for tests of what reads traces."""
+"""Write traces by hand, or random ones that look like training, for tests of what reads traces.
+
+A trace is what a simulated run records in order: phases, allocations, frees and operators.
+"""
 
 import random
 
@@ -11,23 +14,23 @@ class Writer:
     def __init__(self):
         self.trace = Trace()
 
-    def phase(self, name: str) -> None:
-        """Begin a phase."""
+    def begin_phase(self, name: str) -> None:
+        """Begin a phase, such as "setup" or "step"."""
         self.trace.phases.append(name)
         self.trace.events.append((PHASE, len(self.trace.phases) - 1))
 
-    def alloc(self, num_bytes: int, **fields) -> int:
-        """Allocate a storage in the current phase; return its number. fields: of `Storage`."""
+    def allocate(self, num_bytes: int, **fields) -> int:
+        """Allocate a storage in the current phase; return its number. fields: more of `Storage`."""
         fields.setdefault("phase", len(self.trace.phases) - 1)
         self.trace.storages.append(Storage(num_bytes, **fields))
         self.trace.events.append((ALLOC, len(self.trace.storages) - 1))
         return len(self.trace.storages) - 1
 
     def free(self, number: int) -> None:
-        """Free the storage of this number."""
+        """Free the storage that `allocate` gave this number."""
         self.trace.events.append((FREE, number))
 
-    def op(self, name: str) -> None:
+    def run_op(self, name: str) -> None:
         """Run an operator."""
         self.trace.ops.append(Op(name))
         self.trace.events.append((OP, len(self.trace.ops) - 1))
@@ -41,31 +44,32 @@ def build_training_steps(layers: int = 6, steps: int = 2, seed: int = 0) -> Trac
     """
     rng = random.Random(seed)
     writer = Writer()
-    writer.phase("setup")
+    writer.begin_phase("setup")
     weights = [
-        writer.alloc(rng.randrange(1, 40 * 2**20), kind="parameters", label=f"w{layer}")
+        writer.allocate(rng.randrange(1, 40 * 2**20), kind="parameters", label=f"w{layer}")
         for layer in range(layers)
     ]
-    writer.alloc(12345, device=False)
-    writer.alloc(0)
+    writer.allocate(12345, device=False)  # on the host: no allocator of a device sees it
+    writer.allocate(0)
     for step in range(steps):
-        writer.phase("first step" if step == 0 else "step")
+        writer.begin_phase("first step" if step == 0 else "step")
         activations = []
         for part in ("forward", "backward"):
             for layer in range(layers):
                 module = f"layers.{layer if part == 'forward' else layers - 1 - layer}"
                 location = {"module": module, "part": part}
                 gathered_bytes = 4 * writer.trace.storages[weights[layer]].bytes
-                gathered = writer.alloc(gathered_bytes, stream=1, kind="gathered", **location)
+                gathered = writer.allocate(gathered_bytes, stream=1, kind="gathered", **location)
                 temporaries = [
-                    writer.alloc(rng.randrange(1, 5 * 2**20), op="mm", **location) for _ in range(8)
+                    writer.allocate(rng.randrange(1, 5 * 2**20), op="mm", **location)
+                    for _ in range(8)
                 ]
-                writer.op("mm")
+                writer.run_op("mm")
                 rng.shuffle(temporaries)
                 if part == "forward":
                     num_bytes = rng.randrange(1, 30 * 2**20)
                     activations.append(
-                        writer.alloc(num_bytes, kind="activations", op="mm", **location)
+                        writer.allocate(num_bytes, kind="activations", op="mm", **location)
                     )
                 else:
                     writer.free(activations.pop())
@@ -73,7 +77,7 @@ def build_training_steps(layers: int = 6, steps: int = 2, seed: int = 0) -> Trac
                     writer.free(number)
         if step == 0:
             for number in weights:
-                writer.alloc(
+                writer.allocate(
                     2 * writer.trace.storages[number].bytes,
                     kind="optimizer",
                     part="optimizer",

@@ -8,6 +8,7 @@ from tests.recipes.runs import ROOT
 
 EXPERTS = 6
 CHOICES = 2  # experts that compute a token
+# model_type -> its keys, beside those of tests/recipes/tiny.json.
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -36,7 +37,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 def write_mixture(folder: Path, name: str, **changed: Any) -> Path:
     """Write config.json of a tiny mixture of two layers of width 32; return its path.
 
-    changed: further keys of config.json, which are in the file's name too.
+    name: of MIXTURES. changed: further keys of config.json, which are in the file's name too.
     """
     shape = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text())
     for key in ("attention_bias", "mlp_bias", "rope_theta"):

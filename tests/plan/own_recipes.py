@@ -1,7 +1,7 @@
-"""Recipes as users derive them from the shipped one: their steps' micro-batches are not alike.
+"""Derive recipes as users do from the shipped one, with steps whose micro-batches are not alike.
 
-`made(sums_losses)` is the recipe whose step is `sums_losses`. Plans, which simulate few of the
-micro-batches, have to be right for each.
+`derive_recipe(sum_losses)` is the recipe whose step is `sum_losses`. A plan, which computes a run's
+peak of memory from few simulated micro-batches, has to be right for each of STEPS.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,11 @@ import torch
 from tests.recipes.runs import FULL, get_recipe_class, import_recipe_module
 
 
-def made(step: Callable[[Any, Any], None]) -> type:
-    """Return a recipe whose training step is `step(recipe, batches)`, and then the optimizer's."""
+def derive_recipe(step: Callable[[Any, Any], None]) -> type:
+    """Return a recipe whose training step is `step(recipe, batches)`, then the optimizer's.
+
+    step: runs forward and backward of all micro-batches.
+    """
 
     class Own(get_recipe_class(import_recipe_module(FULL))):  # type: ignore[misc]
         def train_step(self, batches: Any) -> None:
@@ -24,12 +27,12 @@ def made(step: Callable[[Any, Any], None]) -> type:
     return Own
 
 
-def sums_losses(recipe: Any, batches: Any) -> None:
+def sum_losses(recipe: Any, batches: Any) -> None:
     """Run one backward of all micro-batches, so that all their activations are alive at once."""
     torch.stack([recipe.compute_loss(batch) for batch in batches.micro_batches]).sum().backward()
 
 
-def keeps_each(recipe: Any, batches: Any) -> None:
+def keep_each(recipe: Any, batches: Any) -> None:
     """Keep a tensor of every micro-batch until the step's end."""
     kept = []
     for batch in batches.micro_batches:
@@ -37,8 +40,8 @@ def keeps_each(recipe: Any, batches: Any) -> None:
         kept.append(torch.zeros(40_000, device=recipe.device))
 
 
-def keeps_from_the_third(recipe: Any, batches: Any) -> None:
-    """Keep a tensor of every micro-batch but the first two, which are alike."""
+def keep_from_the_third(recipe: Any, batches: Any) -> None:
+    """Keep a tensor of every micro-batch but the first two: those alone are alike."""
     kept = []
     for number, batch in enumerate(batches.micro_batches):
         recipe.compute_loss(batch).backward()
@@ -46,7 +49,7 @@ def keeps_from_the_third(recipe: Any, batches: Any) -> None:
             kept.append(torch.zeros(40_000, device=recipe.device))
 
 
-def every_fourth(recipe: Any, batches: Any) -> None:
+def allocate_after_every_fourth(recipe: Any, batches: Any) -> None:
     """Allocate more for a moment after every fourth micro-batch, with all gradients alive."""
     for number, batch in enumerate(batches.micro_batches):
         recipe.compute_loss(batch).backward()
@@ -54,7 +57,7 @@ def every_fourth(recipe: Any, batches: Any) -> None:
             torch.zeros(400_000, device=recipe.device)
 
 
-def by_number(recipe: Any, batches: Any) -> None:
+def take_by_number(recipe: Any, batches: Any) -> None:
     """Take micro-batches by index, without iterating; keep a tensor of each."""
     kept = []
     for number in range(recipe.cfg.gradient_accumulation_steps):
@@ -62,14 +65,14 @@ def by_number(recipe: Any, batches: Any) -> None:
         kept.append(torch.zeros(40_000, device=recipe.device))
 
 
-def in_slices(recipe: Any, batches: Any) -> None:
+def run_halves(recipe: Any, batches: Any) -> None:
     """Run one backward for each half of the micro-batches."""
     half = len(batches.micro_batches) // 2
     for part in (batches.micro_batches[:half], batches.micro_batches[half:]):
         torch.stack([recipe.compute_loss(batch) for batch in part]).sum().backward()
 
 
-def last_is_another(recipe: Any, batches: Any) -> None:
+def copy_gradients_after_the_last(recipe: Any, batches: Any) -> None:
     """Copy all gradients after the last micro-batch."""
     for number, batch in enumerate(batches.micro_batches):
         recipe.compute_loss(batch).backward()
@@ -78,19 +81,19 @@ def last_is_another(recipe: Any, batches: Any) -> None:
             del copies
 
 
-def alike(recipe: Any, batches: Any) -> None:
+def run_as_shipped(recipe: Any, batches: Any) -> None:
     """Run micro-batches as the shipped recipe does."""
     for batch in batches.micro_batches:
         recipe.compute_loss(batch).backward()
 
 
-def lists_them(recipe: Any, batches: Any) -> None:
+def run_from_a_list(recipe: Any, batches: Any) -> None:
     """Run micro-batches as the shipped recipe does, from a list of them."""
     for batch in list(batches.micro_batches):
         recipe.compute_loss(batch).backward()
 
 
-def doubles(recipe: Any, batches: Any) -> None:
+def keep_twice_as_much(recipe: Any, batches: Any) -> None:
     """Keep twice as much of each micro-batch as of the one before it: no two are alike."""
     kept = []
     for number, batch in enumerate(batches.micro_batches):
@@ -98,14 +101,14 @@ def doubles(recipe: Any, batches: Any) -> None:
         kept.append(torch.zeros(1000 * 2**number, device=recipe.device))
 
 
-# step -> numbers of micro-batches that it is tried with
+# Step -> numbers of micro-batches that it is tried with.
 STEPS = {
-    sums_losses: (3, 5),
-    keeps_each: (8,),
-    keeps_from_the_third: (5,),
-    every_fourth: (5,),
-    by_number: (5,),
-    in_slices: (5,),
-    last_is_another: (5,),
-    doubles: (5,),
+    sum_losses: (3, 5),
+    keep_each: (8,),
+    keep_from_the_third: (5,),
+    allocate_after_every_fourth: (5,),
+    take_by_number: (5,),
+    run_halves: (5,),
+    copy_gradients_after_the_last: (5,),
+    keep_twice_as_much: (5,),
 }

@@ -1,4 +1,8 @@
-"""Build plans and traces by hand, for the tests of what is printed of them."""
+"""Build plans and traces by hand, for the tests of what is printed of them.
+
+A plan is what `tune plan` computes of a run: peaks of memory, communication and time. A trace is
+its simulation: allocations and frees in order.
+"""
 
 from recipe_lib.plan.plan_schema import (
     FITS,
@@ -20,15 +24,15 @@ from recipe_lib.plan.tracing.trace import ALLOC, FREE, PHASE, Storage, Trace
 from recipe_lib.units import GIB, MIB
 
 LAYERS = 32
-WIDTH = 4096
+WIDTH = 4096  # of hidden states
 LAYER = 436_224_000  # bytes of a layer's weights, a multiple of the 4 ranks
-VOCABULARY = 1_050_673_152  # bytes of the embedding
+VOCABULARY = 1_050_673_152  # bytes of the embedding, and of the head
 
 
-def hand_made(**changed: object) -> Plan:
+def build_example_plan(**changed: object) -> Plan:
     """Return a plan of 4 ranks whose figures are odd enough to show rounding.
 
-    changed: fields to replace.
+    changed: fields of `Plan` to replace.
     """
     alive = list_alive_storages()
     active = sum(storage.bytes for storage in alive)
@@ -131,15 +135,16 @@ def hand_made(**changed: object) -> Plan:
     return Plan(**(fields | changed))  # type: ignore[arg-type]
 
 
-def hand_made_pipeline(ranks: int = 2, micro_batches: int = 3) -> PipelinePlan:
-    """Return GPipe's schedule, of which a forward takes 1 s and a backward 2 s."""
+def build_example_pipeline(ranks: int = 2, micro_batches: int = 3) -> PipelinePlan:
+    """Return a GPipe schedule in which a forward takes 1 s and a backward 2 s, for every stage."""
+    # A stage works 3 s on each micro-batch, and waits 3 s for each other stage.
     end = 3.0 * (micro_batches + ranks - 1)
     bubble = 1 - 3 * micro_batches / end
     spans = []
     stages = []
     for rank in range(ranks):
         for number in range(micro_batches):
-            starts = {
+            starts = {  # of a forward and a backward, in seconds
                 "F": float(rank + number),
                 "B": end - 2 * (rank + micro_batches - number),
             }
@@ -184,7 +189,7 @@ def hand_made_pipeline(ranks: int = 2, micro_batches: int = 3) -> PipelinePlan:
 
 
 def list_alive_storages() -> list[Alive]:
-    """Return what is alive at the peak, the largest first.
+    """Return the storages that are alive at the peak, the largest first.
 
     Parameters and gradients of the 32 layers are alike; layer 31 has more activations.
     """
@@ -198,17 +203,17 @@ def list_alive_storages() -> list[Alive]:
             attention = LAYER // 16
             mlp = LAYER // 4 - attention
             name = f"model.layers.{layer}"
-            add(kind, name, f"{name}.self_attn.q_proj.weight", attention, 1)
-            add(kind, name, f"{name}.mlp.up_proj.weight", mlp, 1)
-        add(kind, "", "model.embed_tokens.weight", VOCABULARY // 4, 1)
-        add(kind, "", "model.norm.weight", 2048, 1)
-        add(kind, "", "lm_head.weight", VOCABULARY // 4, 1)
+            add(kind, name, label=f"{name}.self_attn.q_proj.weight", num_bytes=attention, count=1)
+            add(kind, name, label=f"{name}.mlp.up_proj.weight", num_bytes=mlp, count=1)
+        add(kind, "", label="model.embed_tokens.weight", num_bytes=VOCABULARY // 4, count=1)
+        add(kind, "", label="model.norm.weight", num_bytes=2048, count=1)
+        add(kind, "", label="lm_head.weight", num_bytes=VOCABULARY // 4, count=1)
     for layer in range(LAYERS):
-        add("activations", f"model.layers.{layer}", "", 4_194_304, 2)
-    add("activations", "model.layers.31.mlp", "", 33_333_333, 3)
-    add("gathered", "model.layers.31", "", LAYER, 2)
-    add("batch", "", "tokens", 4096, 2)
-    add("temporary", "", "", 123_456_789, 4)
+        add("activations", f"model.layers.{layer}", label="", num_bytes=4_194_304, count=2)
+    add("activations", "model.layers.31.mlp", label="", num_bytes=33_333_333, count=3)
+    add("gathered", "model.layers.31", label="", num_bytes=LAYER, count=2)
+    add("batch", "", label="tokens", num_bytes=4096, count=2)
+    add("temporary", "", label="", num_bytes=123_456_789, count=4)
     return sorted(alive, key=lambda storage: -storage.bytes)
 
 
@@ -303,11 +308,11 @@ def list_communication_rows() -> list[CommunicationRow]:
     return rows
 
 
-def hand_made_trace(steps: int = 4, per_phase: int = 40) -> Trace:
-    """Return a trace of two phases.
+def build_example_trace(steps: int = 4, per_phase: int = 40) -> Trace:
+    """Return a trace of two phases, of `per_phase` allocations each (the second: in each step).
 
     In the first, parameters are allocated and stay. In the second, activations come and go, with a
-    single high spike.
+    single high spike, and a host tensor of each step is not to count.
     """
     trace = Trace(phases=["setup", "step"])
     trace.events.append((PHASE, 0))

@@ -1,6 +1,6 @@
 """Measure the peak memory of a real run on a CPU with torch's profiler, to compare plans with.
 
-A tracer that is a mode of Python, as the library's, would change what autograd does: it sums
+A tracer that is a dispatch mode, as the library's, would change what is measured: autograd sums
 gradients in place only where no mode is active.
 """
 
@@ -23,14 +23,15 @@ STEPS = 3  # the last is measured
 def profile_peak(recipe: type, cfg: Any, shape: Any) -> int:
     """Return the most bytes alive at once on this rank in the last step.
 
-    Without what gloo allocates for itself: NCCL has its own buffers, and the plan another line for
-    them. Collectives inside layers (`parallel.tensor`) end in threads of gloo that the profiler
-    does not follow.
+    Allocations of gloo inside collectives do not count: NCCL has its own buffers, and the plan
+    another line for them. Not for `parallel.tensor`: collectives inside layers end in threads of
+    gloo that the profiler does not follow. shape: lengths of the rows, as a plan takes them.
     """
     collectives: list[tuple[int, int]] = []
     with start_world(cfg) as world, collectives_let_go(), note_collectives(collectives):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             last_step_start = train(recipe, cfg, world, shape)
+    # The raw events, which have addresses and signed sizes.
     events = list_allocations(profiler.profiler.kineto_results.experimental_event_tree())
     alive: dict[int, int] = {}  # bytes by address
     total = 0
@@ -40,6 +41,7 @@ def profile_peak(recipe: type, cfg: Any, shape: Any) -> int:
         size = event.extra_fields.alloc_size  # negative: freed
         moment = event.start_time_ns
         if size > 0 and event.start_tid == events[0].start_tid:
+            # The last one that has begun: does it go on?
             last_collective = bisect_right(collectives, (moment, moment)) - 1
             if last_collective < 0 or moment > collectives[last_collective][1]:
                 alive[address] = size
@@ -51,7 +53,7 @@ def profile_peak(recipe: type, cfg: Any, shape: Any) -> int:
 
 
 def note_collectives(spans: list[tuple[int, int]]) -> AbstractContextManager[None]:
-    """Append (start, end) in ns of each collective that torch.distributed runs inside."""
+    """Append (start, end) in ns of each collective of torch.distributed, while it is entered."""
 
     def time_calls(operation: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> None:
@@ -77,7 +79,7 @@ def list_allocations(roots: list[Any]) -> list[Any]:
 
 
 def train(recipe_class: type, cfg: Any, world: World, shape: Any) -> int:
-    """Run STEPS steps; return the time in ns at which the last began."""
+    """Run STEPS steps of rows of the planned lengths; return the time in ns when the last began."""
     recipe: Any = recipe_class(cfg, world)
     recipe.setup_model()
     recipe.setup_optimizer()

@@ -16,7 +16,7 @@ from recipe_lib.plan.views.tables import (
 )
 from recipe_lib.units import GIB
 from tests.plan.apart import build_settings, call_in_fork
-from tests.plan.plans import hand_made, hand_made_pipeline
+from tests.plan.plans import build_example_pipeline, build_example_plan
 from tests.plan.test_pipeline import MLP, ROWS, SHAPE, TOKENS, TYPED, VOCABULARY, WIDTH
 
 LAYERS = 2
@@ -279,8 +279,12 @@ def test_many_groups_are_folded():
         DimensionPlan(name, [name], list_rank_groups(mesh, [name]), [Volume()], [Volume()])
         for name in ("data_shard", "tensor")
     ]
-    plan = hand_made(
-        ranks=256, mesh=mesh, ranks_per_node=8, dimensions=dimensions, pipeline=hand_made_pipeline()
+    plan = build_example_plan(
+        ranks=256,
+        mesh=mesh,
+        ranks_per_node=8,
+        dimensions=dimensions,
+        pipeline=build_example_pipeline(),
     )
     table = build_groups_table(plan)
     assert [row[0] for row in table.rows] == [
@@ -292,7 +296,7 @@ def test_many_groups_are_folded():
 
 
 def test_without_all_places_there_are_no_totals():
-    plan = hand_made(
+    plan = build_example_plan(
         dimensions=[
             DimensionPlan(
                 "data_shard", ["data_shard"], [[0, 1, 2, 3]], [Volume(2, 8, 6)], [Volume()]
@@ -303,15 +307,15 @@ def test_without_all_places_there_are_no_totals():
         ["data_shard", "step, rank 0", "2"]
     ]
     assert (
-        build_volume_table(hand_made())
-        is build_groups_table(hand_made())
-        is build_stage_ranks_table(hand_made())
+        build_volume_table(build_example_plan())
+        is build_groups_table(build_example_plan())
+        is build_stage_ranks_table(build_example_plan())
         is None
     )
 
 
 def test_what_the_full_model_takes_alone_stands_beside_a_rank():
-    plan = hand_made()
+    plan = build_example_plan()
     alone = dataclasses.replace(plan.heaviest, most={"parameters": 8 * GIB, "activations": 3 * GIB})
     plan.heaviest.most = {"parameters": 2 * GIB, "gathered": GIB}
     assert "on one device" not in render(plan, full=True)

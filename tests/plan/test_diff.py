@@ -8,7 +8,7 @@ import pytest
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT
 from recipe_lib.plan.views.report import render_diff
 from recipe_lib.units import GIB, MIB, Bytes, Seconds, format_bytes, format_change, format_duration
-from tests.plan.plans import LAYER, LAYERS, hand_made
+from tests.plan.plans import LAYER, LAYERS, build_example_plan
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -25,7 +25,7 @@ def rows(text: str) -> dict[str, list[str]]:
 
 def changed():
     """Another plan: checkpointed, fewer ranks in its mesh's groups, no save phase."""
-    plan = hand_made(verdict=DOES_NOT_FIT, ranks=2, overrides=[])
+    plan = build_example_plan(verdict=DOES_NOT_FIT, ranks=2, overrides=[])
     plan.margin -= 20 * GIB
     rank = plan.heaviest
     plan.rank_plans = [
@@ -45,7 +45,7 @@ def changed():
 
 
 def test_figures_and_differences():
-    first, second = hand_made(), changed()
+    first, second = build_example_plan(), changed()
     found = rows(render_diff(first, second, width=100))
     assert found["verdict/verdict"] == ["fits", "does not fit", "changed"]
     assert found["verdict/margin"] == [
@@ -82,7 +82,7 @@ def test_figures_and_differences():
 
 
 def test_kinds_add_up_to_the_peak():
-    first, second = hand_made(), changed()
+    first, second = build_example_plan(), changed()
     found = rows(render_diff(first, second, width=100))
     names = [name for name in found if name.startswith("live at the peak/")]
     assert {"live at the peak/gathered", "live at the peak/rounded up to blocks"} < set(names)
@@ -100,15 +100,15 @@ def in_bytes(text: str) -> float:
 
 
 def test_equal_plans_differ_in_nothing():
-    for name, cells in rows(render_diff(hand_made(), hand_made())).items():
+    for name, cells in rows(render_diff(build_example_plan(), build_example_plan())).items():
         if len(cells) == 3:
             assert cells[0] == cells[1] and cells[2] == "none", name
 
 
 def test_the_other_way_round_only_signs_change():
     here, there = (
-        rows(render_diff(hand_made(), changed())),
-        rows(render_diff(changed(), hand_made())),
+        rows(render_diff(build_example_plan(), changed())),
+        rows(render_diff(changed(), build_example_plan())),
     )
     signs = str.maketrans("+-", "-+")
     seen = set()
@@ -123,9 +123,11 @@ def test_the_other_way_round_only_signs_change():
 
 def test_plans_without_time_and_communication():
     bare = {"time": None, "communication": []}
-    text = render_diff(hand_made(**bare), hand_made(**bare))
+    text = render_diff(build_example_plan(**bare), build_example_plan(**bare))
     assert "time of a step" not in text and "communication" not in text
-    assert rows(render_diff(hand_made(), hand_made(time=None)))["time of a step/step"] == [
+    assert rows(render_diff(build_example_plan(), build_example_plan(time=None)))[
+        "time of a step/step"
+    ] == [
         "4.00 s",
         "-",
         "-",
@@ -134,7 +136,7 @@ def test_plans_without_time_and_communication():
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_lines_fit(width: int):
-    text = render_diff(hand_made(overrides=["word " * 50]), changed(), width=width)
+    text = render_diff(build_example_plan(overrides=["word " * 50]), changed(), width=width)
     assert max(map(len, text.splitlines())) <= width
 
 

@@ -22,7 +22,7 @@ from recipe_lib.plan.views.report import (
 )
 from recipe_lib.units import GIB, MIB, format_bytes
 from tests.plan.made_receipts import build_receipt
-from tests.plan.plans import LAYER, hand_made, hand_made_pipeline, hand_made_trace
+from tests.plan.plans import LAYER, build_example_pipeline, build_example_plan, build_example_trace
 
 EVIL = "<script>alert('a') & \"b\"</script>"
 
@@ -71,13 +71,13 @@ class Page(HTMLParser):
 def test_a_receipt_is_quoted_on_the_page():
     quote = format_receipt(build_receipt(config=EVIL))
     assert f"receipt{quote}" in re.sub(
-        r"\n\s*", "", Page(render_html(hand_made(receipt=quote))).text
+        r"\n\s*", "", Page(render_html(build_example_plan(receipt=quote))).text
     )
-    assert "receipt" not in Page(render_html(hand_made())).text
+    assert "receipt" not in Page(render_html(build_example_plan())).text
 
 
 def test_the_page_stands_alone_and_is_well_formed():
-    text = render_html(hand_made(pipeline=hand_made_pipeline()), hand_made_trace())
+    text = render_html(build_example_plan(pipeline=build_example_pipeline()), build_example_trace())
     page = Page(text)
     assert not {"script", "link", "iframe", "img"} & set(page.tags)
     assert not {"src", "href", "xlink:href", "onclick", "onload"} & page.attributes
@@ -88,8 +88,8 @@ def test_the_page_stands_alone_and_is_well_formed():
 
 
 def test_every_text_is_escaped():
-    plan = spoilt(hand_made(pipeline=hand_made_pipeline()))
-    trace = hand_made_trace()
+    plan = spoilt(build_example_plan(pipeline=build_example_pipeline()))
+    trace = build_example_trace()
     trace.phases[1] = EVIL
     text = render_html(plan, trace)
     page = Page(text)
@@ -124,7 +124,7 @@ def spoilt(plan: Plan) -> Plan:
 
 
 def test_numbers_of_the_plan_are_shown():
-    plan = hand_made()
+    plan = build_example_plan()
     text = Page(render_html(plan)).text
     for peak in plan.heaviest.peaks:
         for size in (
@@ -160,8 +160,8 @@ def test_the_schedule_of_a_pipeline_is_drawn_to_scale():
     """A row for each rank, a box for each action, as wide as it is long, and the rank's wait left
     open.
     """
-    pipeline = hand_made_pipeline(ranks=2, micro_batches=3)
-    text = render_html(hand_made(pipeline=pipeline))
+    pipeline = build_example_pipeline(ranks=2, micro_batches=3)
+    text = render_html(build_example_plan(pipeline=pipeline))
     assert "schedule of the pipeline" in text and "idle 25.0%" in text and "layers 16-31" in text
     chart = draw_pipeline(pipeline).svg
     shown = boxes(chart)
@@ -177,15 +177,17 @@ def test_the_schedule_of_a_pipeline_is_drawn_to_scale():
 
 
 def test_numbers_are_left_out_where_boxes_are_narrow():
-    chart = draw_pipeline(hand_made_pipeline(ranks=4, micro_batches=64)).svg
+    chart = draw_pipeline(build_example_pipeline(ranks=4, micro_batches=64)).svg
     assert chart.count('class="box') == 4 * 2 * 64
     assert 0 < chart.count('class="mark"') < 4 * 64
-    assert draw_pipeline(dataclasses.replace(hand_made_pipeline(), seconds=None, spans=[])) is None
+    assert (
+        draw_pipeline(dataclasses.replace(build_example_pipeline(), seconds=None, spans=[])) is None
+    )
 
 
 @pytest.mark.parametrize("extra", [0, 3 * GIB])
 def test_tree_adds_up(extra: int):
-    plan = hand_made()
+    plan = build_example_plan()
     plan.heaviest.peak.active += extra
     page = Page(render_html(plan))
     lines = page.tree
@@ -208,23 +210,25 @@ def hundredths(text: str) -> int:
 
 
 def test_without_a_trace_there_is_no_timeline():
-    assert "<svg" not in render_html(hand_made())
-    assert "<svg" not in render_html(hand_made(), Trace(phases=["setup"], events=[(PHASE, 0)]))
-    assert "<svg" in render_html(hand_made(), hand_made_trace())
+    assert "<svg" not in render_html(build_example_plan())
+    assert "<svg" not in render_html(
+        build_example_plan(), Trace(phases=["setup"], events=[(PHASE, 0)])
+    )
+    assert "<svg" in render_html(build_example_plan(), build_example_trace())
 
 
 def test_groups_and_shapes_of_collectives_are_shown():
-    text = Page(render_html(hand_made())).text
+    text = Page(render_html(build_example_plan())).text
     assert "data_shard: ranks 0-3" in text and f"{LAYER // 8}, {LAYER // 2}" in text
 
 
 def test_verdict_has_its_style():
-    assert 'class="headline good"' in render_html(hand_made())
-    assert 'class="headline bad"' in render_html(hand_made(verdict=DOES_NOT_FIT))
+    assert 'class="headline good"' in render_html(build_example_plan())
+    assert 'class="headline bad"' in render_html(build_example_plan(verdict=DOES_NOT_FIT))
 
 
 def test_few_events_are_all_points():
-    trace = hand_made_trace(steps=1, per_phase=5)
+    trace = build_example_trace(steps=1, per_phase=5)
     shown, begins = sample_points(trace)
     assert [point.at for point in shown] == list(
         range(1, 18)
@@ -237,7 +241,7 @@ def test_few_events_are_all_points():
 
 @pytest.mark.parametrize(("steps", "per_phase"), [(40, 740), (3, 333), (500, 60), (1, 1000)])
 def test_many_events_keep_each_phase_s_peak(steps: int, per_phase: int):
-    trace = hand_made_trace(steps, per_phase)
+    trace = build_example_trace(steps, per_phase)
     shown, begins = sample_points(trace)
     assert 100 < len(shown) <= MOST_POINTS
     assert all(first.at < second.at for first, second in pairwise(shown))
@@ -264,15 +268,15 @@ def test_many_short_phases_stay_within_the_points():
             trace.events += [(ALLOC, len(trace.storages) - 1), (FREE, len(trace.storages) - 1)]
     shown, begins = sample_points(trace)
     assert len(shown) <= MOST_POINTS and len(begins) == 300
-    ElementTree.fromstring(draw_timeline(hand_made(), trace).svg)
+    ElementTree.fromstring(draw_timeline(build_example_plan(), trace).svg)
 
 
 def test_areas_are_stacked():
     """The top of the highest area at its highest is the peak, that of each lower kind the sum up to
     it.
     """
-    trace = hand_made_trace(steps=3, per_phase=20)
-    chart = ElementTree.fromstring(draw_timeline(hand_made(), trace).svg)
+    trace = build_example_trace(steps=3, per_phase=20)
+    chart = ElementTree.fromstring(draw_timeline(build_example_plan(), trace).svg)
     areas = {area.get("class"): area.get("d") for area in chart.iter("path")}
     assert set(areas) == {
         f"k{STORAGE_KINDS.index(kind)}" for kind in ("parameters", "activations", "logits")
@@ -292,10 +296,10 @@ def test_areas_are_stacked():
 
 def test_the_limit_is_on_the_axis_or_said_to_be_above_it():
     """However far it is from the highest point; the note is true of what is drawn."""
-    trace = hand_made_trace()
+    trace = build_example_trace()
     highest = max(trace.find_active_peaks().values())
     for times in (0.2, 0.9, 1.0, 1.7, 2.9, 3.2, 400.0):
-        plan = hand_made()
+        plan = build_example_plan()
         plan.device.usable = int(times * highest)
         figure = draw_timeline(plan, trace)
         chart = ElementTree.fromstring(figure.svg)
@@ -318,13 +322,13 @@ def test_the_limit_is_on_the_axis_or_said_to_be_above_it():
 
 def test_names_of_phases_stay_in_the_picture():
     """Also of one that begins at the right edge, and of three that begin at the left one."""
-    trace = hand_made_trace()
+    trace = build_example_trace()
     for name in ("validation of all that is there", "save"):
         trace.phases.append(name)
         trace.events.append((PHASE, len(trace.phases) - 1))
         trace.storages.append(Storage(MIB))
         trace.events.append((ALLOC, len(trace.storages) - 1))
-    chart = ElementTree.fromstring(draw_timeline(hand_made(), trace).svg)
+    chart = ElementTree.fromstring(draw_timeline(build_example_plan(), trace).svg)
     named = {
         text.text: float(text.get("x"))
         for text in chart.findall("text")
@@ -335,7 +339,10 @@ def test_names_of_phases_stay_in_the_picture():
 
 
 def test_axes_have_their_names():
-    figures = [draw_timeline(hand_made(), hand_made_trace()), draw_pipeline(hand_made_pipeline())]
+    figures = [
+        draw_timeline(build_example_plan(), build_example_trace()),
+        draw_pipeline(build_example_pipeline()),
+    ]
     names = [
         [
             text.text
@@ -354,7 +361,7 @@ def test_wide_parts_scroll_in_their_own_box():
     """A phone's page is not wider than the phone: each table is in a box that scrolls, and no word
     is broken in one.
     """
-    text = render_html(hand_made(pipeline=hand_made_pipeline()), hand_made_trace())
+    text = render_html(build_example_plan(pipeline=build_example_pipeline()), build_example_trace())
     assert text.count("<table") == text.count('<div class="scroll"><table') > 5
     assert text.count('<div class="view wide">') == 2
     style = text.partition("<style>")[2].partition("</style>")[0]

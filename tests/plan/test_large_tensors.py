@@ -11,9 +11,9 @@ from tests.plan.made_traces import Writer
 
 def trace_with(num_bytes: int, **fields: object) -> Trace:
     writer = Writer()
-    writer.phase("step")
-    writer.alloc(2**20, kind="activations", module="model.layers.0")
-    writer.alloc(num_bytes, **fields)
+    writer.begin_phase("step")
+    writer.allocate(2**20, kind="activations", module="model.layers.0")
+    writer.allocate(num_bytes, **fields)
     return writer.trace
 
 

@@ -13,7 +13,7 @@ from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
 from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 from recipe_lib.plan.views.report import render
 from tests.plan.made_receipts import build_receipt, build_run
-from tests.plan.plans import hand_made
+from tests.plan.plans import build_example_plan
 
 CARD = find_hardware("rtx4090")
 SETTINGS = PlanSettings(
@@ -72,9 +72,11 @@ def test_the_quote():
 @pytest.mark.parametrize("full", [False, True])
 def test_the_report_quotes_it_above_the_verdict(full: bool):
     quote = format_receipt(build_receipt())
-    above = render(hand_made(receipt=quote), width=120, full=full).rstrip().split("\n\n")[-2]
+    above = (
+        render(build_example_plan(receipt=quote), width=120, full=full).rstrip().split("\n\n")[-2]
+    )
     assert " ".join(above.split()).endswith(f" receipt: {quote}")
-    assert "receipt" not in render(hand_made(), width=120, full=full)
+    assert "receipt" not in render(build_example_plan(), width=120, full=full)
 
 
 def describe(*overrides: str, ranks: int = 1, config: str = "llama3/8B_lora") -> ReceiptRun:

@@ -16,13 +16,13 @@ from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing import simulated_micro_batches
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
-from tests.plan.own_recipes import STEPS, alike, made
+from tests.plan.own_recipes import STEPS, derive_recipe, run_as_shipped
 from tests.plan.test_real_runs import BASE, PAIRS, TIED, collectives_let_go
 from tests.recipes.runs import DPO, FULL, LORA, PLAIN, get_recipe_class, import_recipe_module
 from tests.selection import mark_slow_except, select_cases
 
 SHAPE = SimpleNamespace(tokens=64, documents=1)
-STEP = {step.__name__: step for step in (*STEPS, alike)}
+STEP = {step.__name__: step for step in (*STEPS, run_as_shipped)}
 # Up to FEW micro-batches are simulated at once, more of them after a look at two.
 CASES = [(step.__name__, count) for step, counts in STEPS.items() for count in counts]
 
@@ -42,7 +42,7 @@ def peaks(simulated: bool, ranks: int, cases: list[tuple[str, int]]) -> dict[str
     """Of every case the most bytes of the first step and of a later one."""
     found = {}
     for name, count in cases:
-        cfg, recipe = config(count), made(STEP[name])
+        cfg, recipe = config(count), derive_recipe(STEP[name])
         if simulated:
             trace = simulate(recipe, cfg, SHAPE, ranks=ranks, phases=(), like_cpu=True).trace
         else:
@@ -61,7 +61,7 @@ SHIPPED: tuple[tuple[str, tuple[str, ...]], ...] = (
     (LORA, ("parallel.strategy=ddp", "lora.quantize_base=nf4")),
     (DPO, (PAIRS,)),
 )
-TWO_RANKS = [("keeps_from_the_third", 4)]
+TWO_RANKS = [("keep_from_the_third", 4)]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def runs(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, Any]
     return planned, run_ranks(peaks, 1, False, 1, cases, timeout=600)[0]
 
 
-QUICK = [("sums_losses", 3), ("keeps_each", 8)]
+QUICK = [("sum_losses", 3), ("keep_each", 8)]
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def looked_at(recipe_file: Path) -> dict[str, Any]:
     """
     found = {}
     simulated_micro_batches.MAX_EVENTS = 1
-    for name in ("keeps_each", "alike", "sums_losses"):
-        one = simulate(made(STEP[name]), config(8), SHAPE, phases=(), like_cpu=True)
+    for name in ("keep_each", "run_as_shipped", "sum_losses"):
+        one = simulate(derive_recipe(STEP[name]), config(8), SHAPE, phases=(), like_cpu=True)
         found[name] = [
             one.traced,
             one.untraced_bytes,
@@ -120,12 +120,12 @@ def looked_at(recipe_file: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [("keeps_each", 8)])
+@pytest.mark.parametrize("kept", [("keep_each", 8)])
 def test_what_is_not_simulated_is_said(
     runs: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path, kept: tuple[str, int]
 ) -> None:
     found = run_ranks(looked_at, 1, tmp_path / "own_copy.py", process_group=False)[0]
-    traced, untraced, said, peak = found["keeps_each"]
+    traced, untraced, said, peak = found["keep_each"]
     left = 4 * 40_000
     assert (traced, untraced) == (2, 6 * left)
     assert runs[1][f"{kept[0]} {kept[1]}"][STEADY] <= peak + untraced + left
@@ -134,10 +134,10 @@ def test_what_is_not_simulated_is_said(
         == "2 of a step's 8 micro-batches are simulated; each left 156.25 KiB more than the one"
         " before, and so are the others taken to do"
     )
-    assert found["alike"][:2] == [2, 0] and found["alike"][2].endswith(
+    assert found["run_as_shipped"][:2] == [2, 0] and found["run_as_shipped"][2].endswith(
         "the others are taken to be like them"
     )
-    assert found["sums_losses"][1] > 0
+    assert found["sum_losses"][1] > 0
     # A copy is planned by as much work as the shipped file, but where it says to be unlike it.
     assert found["copy"] == found["shipped"] and found["copy"][0] == 2
     assert found["changed copy"][0] == 4

@@ -12,7 +12,7 @@ import pytest
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan import plan_schema as result
 from recipe_lib.plan.plan_schema import SCHEMA_VERSION, DimensionPlan, Plan, Volume, read_plan
-from tests.plan.plans import hand_made, hand_made_pipeline
+from tests.plan.plans import build_example_pipeline, build_example_plan
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan_json.md"
 # Types in words of JSON.
@@ -32,7 +32,7 @@ def as_json(plan: Plan) -> dict:
     ],
 )
 def test_a_plan_reads_back(fields: dict, tmp_path: Path):
-    plan = hand_made(**fields)
+    plan = build_example_plan(**fields)
     assert Plan.from_json(as_json(plan)) == plan
     (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
     assert read_plan(tmp_path / "plan.json") == plan
@@ -40,7 +40,7 @@ def test_a_plan_reads_back(fields: dict, tmp_path: Path):
 
 def test_every_field_is_read_back():
     """One that is changed is another plan: nothing is left at a default."""
-    plan = hand_made()
+    plan = build_example_plan()
     content = as_json(plan)
     content["rank_plans"][0]["events"] += 1
     content["outside"]["reserve"] += 1
@@ -49,12 +49,12 @@ def test_every_field_is_read_back():
 
 
 def test_how_long_planning_took_is_in_no_file():
-    slow, quick = hand_made(seconds=9.0), hand_made(seconds=1.0)
+    slow, quick = build_example_plan(seconds=9.0), build_example_plan(seconds=1.0)
     assert json.dumps(slow.to_json()) == json.dumps(quick.to_json())
 
 
 def test_new_keys_are_passed_over_and_defaults_filled_in():
-    content = as_json(hand_made())
+    content = as_json(build_example_plan())
     content["tomorrow"] = content["time"]["tomorrow"] = 1
     del content["versions"], content["advice"][0]["note"]
     read = Plan.from_json(content)
@@ -63,7 +63,7 @@ def test_new_keys_are_passed_over_and_defaults_filled_in():
 
 @pytest.mark.parametrize("number", [SCHEMA_VERSION + 1, 0, str(SCHEMA_VERSION), None])
 def test_another_schema_is_refused(number: object):
-    content = as_json(hand_made()) | {"schema": number}
+    content = as_json(build_example_plan()) | {"schema": number}
     with pytest.raises(
         ConfigError, match=f"old.json: found schema {number}, expected {SCHEMA_VERSION}"
     ):
@@ -96,7 +96,7 @@ def test_another_schema_is_refused(number: object):
     ],
 )
 def test_what_is_no_plan_is_refused(change, message: str):
-    content = as_json(hand_made())
+    content = as_json(build_example_plan())
     change(content)
     with pytest.raises(ConfigError, match=message):
         Plan.from_json(content, "x.json")
@@ -153,7 +153,7 @@ def test_the_page_describes_what_is_written():
     traffic = DimensionPlan(
         "data_shard", ["data_shard"], [[0, 1, 2, 3]], [Volume(1, 8, 6)], [Volume(1, 8, 6)]
     )
-    plan = as_json(hand_made(pipeline=hand_made_pipeline(), dimensions=[traffic]))
+    plan = as_json(build_example_plan(pipeline=build_example_pipeline(), dimensions=[traffic]))
     pipeline = plan["pipeline"]
     objects = {"Plan": {key: value for key, value in plan.items() if key != "schema"}, "DeviceFacts": plan["device"],
                "RankPlan": plan["rank_plans"][0], "PhasePeak": plan["rank_plans"][0]["peaks"][0],

@@ -15,7 +15,7 @@ from recipe_lib.plan.tracing.trace_rank import Simulated
 from recipe_lib.plan.views.report import render
 from recipe_lib.units import GIB
 from tests.plan.apart import build_settings, call_in_fork
-from tests.plan.plans import hand_made
+from tests.plan.plans import build_example_plan
 
 
 def test_active_and_allocated_are_whole_blocks_and_requested_is_not():
@@ -37,14 +37,14 @@ def test_active_and_allocated_are_whole_blocks_and_requested_is_not():
 def test_an_estimate_is_called_one_in_the_first_line():
     said = "2 of a step's 8 micro-batches are simulated; the others are taken to be like them"
     first = " ".join(
-        render(hand_made(estimate=said, verdict=RISKY), width=120).split("\n\n")[0].split()
+        render(build_example_plan(estimate=said, verdict=RISKY), width=120).split("\n\n")[0].split()
     )
     assert first.startswith("RISKY") and first.endswith(f"; an estimate: {said}")
-    assert "an estimate" not in render(hand_made(), width=120)
+    assert "an estimate" not in render(build_example_plan(), width=120)
 
 
 def test_growth_that_is_not_simulated_never_fits():
-    rank = hand_made().heaviest
+    rank = build_example_plan().heaviest
     room = 10**6 + max(peak.requested for peak in rank.peaks)
     assert [lower_verdict(FITS, more, rank, room) for more in (0, 1, 10**6, 10**6 + 1)] == [
         FITS,

@@ -12,7 +12,7 @@ import pytest
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, RISKY, Alive, PhasePeak, Plan, RankPlan
 from recipe_lib.plan.views.report import render as render_report
 from recipe_lib.units import GIB, MIB, format_bytes, format_count, format_duration
-from tests.plan.plans import LAYER, LAYERS, VOCABULARY, hand_made, list_alive_storages
+from tests.plan.plans import LAYER, LAYERS, VOCABULARY, build_example_plan, list_alive_storages
 
 
 def render(plan: Plan, **options: int | bool) -> str:
@@ -84,7 +84,7 @@ def check_tree(text: str, plan: Plan) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3, 9])
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 def test_tree_adds_up_to_the_peak(depth: int, width: int):
-    plan = hand_made()
+    plan = build_example_plan()
     text = render(plan, depth=depth, width=width)
     check_tree(text, plan)
     deepest = max(indent for indent, *_ in tree(text)) // 2 - 1
@@ -95,7 +95,7 @@ def test_tree_adds_up_to_the_peak(depth: int, width: int):
 def test_layers_alike_are_one_line():
     rows = {
         name: (number, count)
-        for _, name, number, _, count in tree(render(hand_made(), depth=3, width=100))
+        for _, name, number, _, count in tree(render(build_example_plan(), depth=3, width=100))
     }
     assert rows["model.layers.0-31"] == (round(LAYERS * (LAYER // 4) * 100 / GIB), 2 * LAYERS)
     assert "model.layers.0" not in rows and "model.layers.31.mlp" not in rows
@@ -117,7 +117,7 @@ def test_small_branches_are_folded():
 
 
 def test_what_blocks_take_beyond_their_tensors_is_a_line():
-    plan = hand_made()
+    plan = build_example_plan()
     plan.heaviest.peak.active += 2 * GIB
     text = render(plan, depth=3, width=100)
     check_tree(text, plan)
@@ -137,7 +137,7 @@ def test_a_small_plan_is_told_in_smaller_units():
 def with_alive(alive: list[Alive]) -> Plan:
     """A plan of one phase with these storages."""
     active = sum(found.bytes for found in alive)
-    return hand_made(
+    return build_example_plan(
         rank_plans=[
             RankPlan(
                 0,
@@ -153,7 +153,7 @@ def with_alive(alive: list[Alive]) -> Plan:
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_headline_adds_up(margin: int, width: int):
     verdict = DOES_NOT_FIT if margin < 0 else RISKY
-    plan = hand_made(margin=margin, verdict=verdict)
+    plan = build_example_plan(margin=margin, verdict=verdict)
     text = " ".join(
         line.strip() for line in render(plan, width=width).split("\n\n")[0].splitlines()
     )
@@ -185,7 +185,7 @@ def test_headline_adds_up(margin: int, width: int):
 )
 def test_why_and_what_to_do(verdict: str, usable: int, says: str):
     """Told at the end, where a terminal stands still, whether it fits or not."""
-    plan = hand_made(verdict=verdict)
+    plan = build_example_plan(verdict=verdict)
     plan.device.usable, plan.margin = usable, usable - plan.heaviest.reserved
     text = render(plan, width=120)
     assert says in " ".join(text.split("\n\n")[1].split()).removeprefix("why ")
@@ -211,7 +211,7 @@ def ending(text: str) -> list[str]:
 
 @pytest.mark.parametrize("margin", [13 * GIB + 123, 5 * MIB + 77, -7 * GIB - 1])
 def test_the_last_lines_repeat_the_first_one_s_verdict_and_margin(margin: int):
-    plan = hand_made(margin=margin, verdict=DOES_NOT_FIT if margin < 0 else FITS)
+    plan = build_example_plan(margin=margin, verdict=DOES_NOT_FIT if margin < 0 else FITS)
     first = " ".join(render(plan, width=120, full=False).split("\n\n")[0].split())
     last = ending(render(plan, width=120, full=False))[0]
     assert last.partition(":")[0] == first.partition("  ")[0].partition(" 4 x")[0]
@@ -220,7 +220,9 @@ def test_the_last_lines_repeat_the_first_one_s_verdict_and_margin(margin: int):
 
 
 def test_a_lever_that_was_tried_comes_before_one_that_was_not():
-    plan = hand_made(verdict=DOES_NOT_FIT, margin=-GIB, next_lever="batch_size=1 lowers it")
+    plan = build_example_plan(
+        verdict=DOES_NOT_FIT, margin=-GIB, next_lever="batch_size=1 lowers it"
+    )
     assert ending(render(plan))[1].startswith(
         "next: memory.checkpointing=full: 2.00 GiB less at the peak, a step 0.31 s longer, fits;"
         " --search"
@@ -230,7 +232,7 @@ def test_a_lever_that_was_tried_comes_before_one_that_was_not():
 
 
 def test_the_short_report_has_what_decides_and_says_what_it_leaves_out():
-    plan = hand_made(advice=[], notes=["there is no GPU here"])
+    plan = build_example_plan(advice=[], notes=["there is no GPU here"])
     text = render(plan, width=120, full=False)
     assert len(text.splitlines()) < 40 < len(render(plan, width=120).splitlines())
     headings = [line for line in text.splitlines() if line and not line.startswith(" ")]
@@ -244,7 +246,7 @@ def test_the_short_report_has_what_decides_and_says_what_it_leaves_out():
 
 
 def test_the_short_tree_sums_small_kinds_up():
-    plan = hand_made()
+    plan = build_example_plan()
     plan.heaviest.alive += [
         Alive("workspace", "", "", 7777, 1),
         Alive("logits", "", "", 123_456, 2),
@@ -262,7 +264,7 @@ def test_the_short_tree_sums_small_kinds_up():
 def test_nothing_is_said_twice():
     """Why a length is taken, where a note says so as well; that times are not calibrated."""
     reason = "meta/x: no such folder, and not in the hub cache"
-    plan = hand_made(assumptions=[f"{reason}; fetch it", "Row length 512."])
+    plan = build_example_plan(assumptions=[f"{reason}; fetch it", "Row length 512."])
     plan.sequence = {
         "tokens": 512,
         "source": f"max_seq_len, as the dataset is not available: {reason}",
@@ -276,7 +278,7 @@ def test_nothing_is_said_twice():
 
 
 def test_headline_names_the_allocator_whose_peak_it_takes():
-    plan = hand_made()
+    plan = build_example_plan()
     assert "peak reserved 9" in render(plan, width=120).splitlines()[0]
     plan.margin = plan.device.usable - plan.heaviest.reserved_expandable
     assert "peak reserved (expandable segments) 8.49" in render(plan, width=120).splitlines()[0]
@@ -284,7 +286,7 @@ def test_headline_names_the_allocator_whose_peak_it_takes():
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_phases(width: int):
-    plan = hand_made()
+    plan = build_example_plan()
     header, *lines = section(render(plan, width=width), "memory by phase")
     assert header.split()[:6] == ["phase", "active", "allocated", "reserved", "expandable", "host"]
     for peak, line in zip(plan.heaviest.peaks, lines, strict=False):
@@ -294,7 +296,7 @@ def test_phases(width: int):
 
 
 def test_outside_torch_adds_up_and_names_its_options():
-    plan = hand_made()
+    plan = build_example_plan()
     lines = section(render(plan, width=80), "outside PyTorch's allocator")
     numbers = [hundredths(SIZE.search(line)[1]) for line in lines]
     assert numbers[0] == sum(numbers[1:]) == round(plan.outside.total * 100 / GIB)
@@ -306,7 +308,7 @@ def test_outside_torch_adds_up_and_names_its_options():
 
 
 def test_several_ranks():
-    plan = hand_made()
+    plan = build_example_plan()
     first = plan.rank_plans[0]
     peaks = [
         dataclasses.replace(peak, reserved=peak.reserved + GIB, host=peak.host + GIB)
@@ -331,7 +333,7 @@ def test_several_ranks():
 
 
 def test_layers_total_counts_no_module_twice():
-    plan = hand_made()
+    plan = build_example_plan()
     *lines, total, note = section(render(plan, width=120), "layers")
     own = [row for row in plan.layers if ".mlp" not in row.module]
     sums = [
@@ -351,7 +353,7 @@ def test_modules_are_named_at_80_columns():
     """A module inside another is shortened and indented below it, so that its name fits; one layer
     that keeps more for backward than the others stands with them.
     """
-    plan = hand_made()
+    plan = build_example_plan()
     plan.layers[1].kept += 1000
     lines = section(render(plan, width=80), "layers")
     names = [line[: len(line) - len(line.lstrip())] + line.split()[0] for line in lines[1:-1]]
@@ -365,7 +367,7 @@ def test_modules_are_named_at_80_columns():
 
 
 def test_communication_totals():
-    plan = hand_made()
+    plan = build_example_plan()
     header, *lines = section(render(plan, width=120), "communication")
     each = LAYERS * (LAYER * 3 // 4)
     rows = {
@@ -387,7 +389,7 @@ def test_communication_totals():
 
 
 def test_time_says_what_it_is_worth():
-    plan = hand_made()
+    plan = build_example_plan()
     text = " ".join(" ".join(section(render(plan, width=80), "time of a step")).split())
     assert "4.00 s, -50 % to +20 %" in text
     assert (
@@ -403,7 +405,7 @@ def test_time_says_what_it_is_worth():
 
 
 def test_advice():
-    lines = section(render(hand_made(), width=80), "effect of one override")
+    lines = section(render(build_example_plan(), width=80), "effect of one override")
     assert [line.split() for line in lines[1:]] == [
         ["memory.checkpointing=full", "-2.00", "GiB", "+310.0", "ms", "fits"],
         ["Layers", "run", "twice."],
@@ -413,7 +415,7 @@ def test_advice():
 
 def test_parts_that_were_not_planned_are_left_out():
     text = render(
-        hand_made(
+        build_example_plan(
             time=None, communication=[], layers=[], advice=[], assumptions=[], not_modeled=[]
         ),
         width=80,
@@ -434,7 +436,7 @@ def test_parts_that_were_not_planned_are_left_out():
 @pytest.mark.parametrize("length", [1, 40, 200])
 def test_lines_fit(width: int, length: int):
     """However long names are."""
-    plan = hand_made(assumptions=["word " * length], overrides=["a" * length])
+    plan = build_example_plan(assumptions=["word " * length], overrides=["a" * length])
     for row in [*plan.layers, *plan.communication]:
         row.module = row.module.replace("model", "m" * length)
     alive = [
@@ -450,18 +452,23 @@ def test_lines_fit(width: int, length: int):
 
 def test_control_characters_are_written_out():
     evil = "a\x1b[2Jb\nc\u202e"
-    plan = hand_made(
+    plan = build_example_plan(
         model=evil, overrides=[evil], assumptions=[evil], versions={evil: evil}, mesh={evil: 4}
     )
     plan.heaviest.alive[0].label = plan.heaviest.peak.module = plan.layers[0].module = evil
     plan.advice[0].override = plan.advice[0].note = plan.communication[0].dim = evil
     text = render(plan, depth=4, width=100)
     assert "\x1b" not in text and "[2Jb" in text
-    assert len(text.splitlines()) <= len(render(hand_made(), depth=4, width=100).splitlines()) + 12
+    assert (
+        len(text.splitlines())
+        <= len(render(build_example_plan(), depth=4, width=100).splitlines()) + 12
+    )
 
 
 def test_color_changes_nothing_but_style():
-    plain, styled = (render(hand_made(), width=100, color=color) for color in (False, True))
+    plain, styled = (
+        render(build_example_plan(), width=100, color=color) for color in (False, True)
+    )
     assert "\x1b" not in plain and styled.startswith("\x1b[1;32mFITS")
     assert re.sub(r"\x1b\[[\d;]*m", "", styled) == plain
 
@@ -469,5 +476,7 @@ def test_color_changes_nothing_but_style():
 def test_width_follows_the_terminal(monkeypatch: pytest.MonkeyPatch):
     for columns, width in (("40", 60), ("97", 97), ("300", 120)):
         monkeypatch.setenv("COLUMNS", columns)
-        assert render(hand_made()) == render(hand_made(), width=width)
-        assert render(hand_made(), full=False) == render(hand_made(), full=False, width=width)
+        assert render(build_example_plan()) == render(build_example_plan(), width=width)
+        assert render(build_example_plan(), full=False) == render(
+            build_example_plan(), full=False, width=width
+        )

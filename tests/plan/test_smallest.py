@@ -11,12 +11,12 @@ from recipe_lib.plan.search.advice import count_least_ranks, find_fewest, find_s
 from recipe_lib.plan.views.report import render
 from recipe_lib.units import GIB
 from tests.plan.apart import build_settings, call_in_fork
-from tests.plan.plans import hand_made
+from tests.plan.plans import build_example_plan
 
 
 def plan_of(reserved: float) -> Plan:
     """One whose allocator reserves so much."""
-    plan = hand_made()
+    plan = build_example_plan()
     plan.margin = plan.device.usable - int(reserved)
     return plan
 
@@ -32,7 +32,7 @@ def plan_of(reserved: float) -> Plan:
 )
 def test_the_smallest_card_with_room_to_spare(room: float, cards: list[str]):
     """It leaves 3 % of its memory free."""
-    plan = plan_of(room - hand_made().outside.total)
+    plan = plan_of(room - build_example_plan().outside.total)
     assert find_smallest_cards(plan, None) == cards
     by_hand = [
         name
@@ -49,16 +49,20 @@ def test_fp8_asks_for_a_card_that_multiplies_it():
 
 
 def test_a_line_says_so():
-    text = render(hand_made(smallest_cards=["a10", "l4"]), width=100)
+    text = render(build_example_plan(smallest_cards=["a10", "l4"]), width=100)
     assert (
         "  smallest card    a10 or l4 (21.95 GiB) has room for this peak\n" in text
         and "fewest" not in text
     )
-    assert "smallest card    none of the known cards has room for this peak" in render(hand_made())
-    text = render(hand_made(smallest_cards=["b200"], tried_ranks=[2, 4], fewest_ranks=4), width=100)
+    assert "smallest card    none of the known cards has room for this peak" in render(
+        build_example_plan()
+    )
+    text = render(
+        build_example_plan(smallest_cards=["b200"], tried_ranks=[2, 4], fewest_ranks=4), width=100
+    )
     assert "  fewest rtx4090   4; planned with 2, 4\n" in text
     assert "fewest rtx4090   more than these; planned with 8" in render(
-        hand_made(tried_ranks=[8]), width=100
+        build_example_plan(tried_ranks=[8]), width=100
     )
 
 

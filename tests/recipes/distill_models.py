@@ -1,6 +1,6 @@
 """Write small students and teachers, and build command lines that distill them.
 
-`make_folder(tmp_path)` writes everything that `build_arguments` reads.
+`make_folder(tmp_path)` writes all models and rows that the command line of `build_arguments` names.
 """
 
 import json
@@ -13,9 +13,9 @@ from tests.recipes.runs import ROOT, keep_latest
 
 STEPS = 2
 SEQUENCES = 4  # of a micro-batch
-# Metrics that runs are compared by.
+# Names of the metrics that runs are compared by.
 RECORDED = ("loss", "grad_norm", "divergence", "cross_entropy")
-SHAPE = {
+SHAPE = {  # keys of config.json of the student
     "vocab_size": 512,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -41,11 +41,12 @@ def make_folder(folder: Path) -> Path:
 def write_models(folder: Path) -> dict[str, str]:
     """Write a student and teachers with transformers; return their folders by name.
 
-    Each has the demo's tokenizer.
+    Each has the demo's tokenizer. The teacher "tied" has the embedding as its head, "padded" has
+    more rows of the vocabulary than the student.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    kinds: dict[str, dict[str, Any]] = {
+    kinds: dict[str, dict[str, Any]] = {  # name -> keys that differ from SHAPE
         "student": {},
         "teacher": {"hidden_size": 64, "num_hidden_layers": 3},
         "tied": {"hidden_size": 64, "tie_word_embeddings": True},
@@ -60,7 +61,7 @@ def write_models(folder: Path) -> dict[str, str]:
 
 
 def write_rows(folder: Path) -> Path:
-    """Write prompts and answers of different lengths; return the file."""
+    """Write prompts and answers of different lengths as rows.jsonl; return its path."""
     path = folder / "rows.jsonl"
     rows = []
     for number in range(24):
@@ -71,7 +72,7 @@ def write_rows(folder: Path) -> Path:
 
 
 def build_arguments(folder: Path, output: Path, *overrides: str) -> list[str]:
-    """Return the command line of a run.
+    """Return the command line of a run. folder: of `make_folder`. output: the run's folder.
 
     The override `validation` adds data to validate on, `~distill.teacher` leaves out the teacher,
     and `{tied}` in an override is the folder of that model.

@@ -1,4 +1,4 @@
-"""Settings of tiny models of the architectures that transformers saves in unusual ways.
+"""Define tiny models of the architectures that transformers saves in unusual ways.
 
 KINDS says for each what is unusual; `build_settings(kind)` are the arguments of its config class.
 """
@@ -7,6 +7,7 @@ from typing import Any
 
 import transformers
 
+# Settings of every kind, unless it says otherwise.
 COMMON: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 32,
@@ -36,7 +37,7 @@ _VISION = {
     "patch_size": 14,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-# model_type -> settings beside COMMON, None for one that it does not take.
+# model_type -> settings beside COMMON; None removes one that its config does not take.
 KINDS: dict[str, dict[str, Any]] = {
     # Buffers of no dimension.
     "apertus": {},
@@ -79,6 +80,7 @@ def build_settings(kind: str) -> dict[str, Any]:
 
 def import_models(*kinds: str) -> None:
     """Import transformers' classes of these architectures, so that ranks (forks) need not."""
+    # Looking a class up in the mapping imports its module.
     for kind in kinds:
         assert transformers.MODEL_FOR_CAUSAL_LM_MAPPING[
             type(transformers.AutoConfig.for_model(kind))

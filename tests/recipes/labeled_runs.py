@@ -1,7 +1,7 @@
 """Run the recipes that learn from labels for seconds: KTO, reward models, classifiers.
 
 `write_answers`, `write_margins` and `write_classes` write the rows; `train_all` runs cases on a
-rank and returns their recorded values, which tests compare between numbers of ranks.
+rank and returns their metrics, which tests compare between numbers of ranks.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.recipes.runs import ROOT, keep_latest, offload_on_a_cpu, read_metrics, run_here
 
 STEPS = 3
-ITEMS = 4  # of a step, over all ranks
+ITEMS = 4  # sequences or pairs of a step, over all ranks
 # Beginnings of the names of the metrics that runs are compared by.
 COMPARED = ("loss", "grad_norm", "kl", "accuracy", "reward", "validation")
 
@@ -65,7 +65,10 @@ def write_classes(folder: Path) -> Path:
 
 
 def build_arguments(data: Path, output: Path, recipe: str, *overrides: str) -> list[str]:
-    """Return the command line of a run in fp64 of a model of two layers of width 32."""
+    """Return the command line of a run in fp64 of a model of two layers of width 32.
+
+    data: file of rows; the run's config is written beside it. output: the run's folder.
+    """
     config = data.parent / f"{recipe}.yaml"
     config.write_text(f"recipe: {recipe}\n")
     return keep_latest(
@@ -91,16 +94,17 @@ def build_arguments(data: Path, output: Path, recipe: str, *overrides: str) -> l
 
 
 def list_validation_overrides(data: Path) -> list[str]:
-    """Return overrides that validate every second step, by the first rows of the same file."""
+    """Return overrides that validate every second step, on the first 7 rows of the same file."""
     return [f"validation.source={data}", "validation.max_samples=7", "validation.every_n_steps=2"]
 
 
 def train(
     data: Path, recipe: str, ranks: int, overrides: tuple[str, ...]
 ) -> list[dict[str, float]]:
-    """Run and return the COMPARED metrics of each line of metrics.jsonl.
+    """Run on this rank; return the COMPARED metrics of each line of metrics.jsonl.
 
-    If the overrides save states, a second run resumes the first after its first step.
+    ranks: that run together. If the overrides save states, a second run resumes the first one after
+    its first step.
     """
     output = data.parent / "run"
     accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
@@ -131,6 +135,3 @@ def train_all(
     """Return what `train` returns of each case; a case is the overrides of a run."""
     offload_on_a_cpu()
     return {case: train(data, recipe, ranks, case) for case in cases}
-
-
-metrics_of = read_metrics

@@ -1,32 +1,31 @@
-"""The levers of a run, the values that they are tried with, and which are refused together.
+"""List the levers of a run, the values that they are tried with, and which are refused together.
 
-`test_levers` runs each value alone, and few runs of many levers at once in which every pair of
-values that is not refused meets (`join_settings`). docs/measurements/levers.md shows the table:
-
-    python -m benchmarks.levers --output docs/measurements/levers.md
+A lever is a key that trades memory for time or precision, or divides the work over ranks.
+`test_levers` runs few rows, each the settings of one run, in which every pair of values that is
+not refused meets (`join_settings`). `python -m benchmarks.levers` writes the table to docs.
 """
 
 from dataclasses import dataclass
 from itertools import combinations
 
-STEPS = 2
-ROWS = 8  # rows of a step, over all ranks
-LOSS = "smoothed_for_tests"
-# Levers of one run: if all were in all runs, a lever that hides what another does would hide it
-# everywhere.
+STEPS = 2  # of each run
+ROWS = 8  # sequences of a step, over all ranks
+LOSS = "smoothed_for_tests"  # registered name of the test's own loss
+# Most levers of one run: if all were in all runs, a lever that hides what another does would hide
+# it everywhere.
 MOST = 12
-FINE = 1e-6  # tolerance where only the order of sums differs
+FINE = 1e-6  # relative tolerance where only the order of sums differs
 
 
 @dataclass(frozen=True)
 class Setting:
     """A lever's value."""
 
-    lever: str
+    lever: str  # name of the lever in the table
     overrides: tuple[str, ...]  # `{folder}` stands for the tests' own files
     basis: tuple[str, ...] = ()  # overrides of the run of one process that it is compared with
-    tolerance: float = FINE  # relative, of the losses
-    ranks: int = 2  # least number to try it on
+    tolerance: float = FINE  # largest relative difference of the losses
+    ranks: int = 2  # fewest ranks that it is tried on
 
     def __str__(self) -> str:
         return " ".join(self.overrides)
@@ -43,17 +42,18 @@ def _make_same(lever: str, *overrides: str, tolerance: float = FINE, ranks: int 
 
 
 def _make_other(lever: str, *overrides: str, tolerance: float = FINE) -> Setting:
-    """Return a setting that changes the losses; its basis is one process with the same."""
+    """Return a setting that changes the losses: it is compared with one process that has it too."""
     return Setting(lever, overrides, basis=overrides, tolerance=tolerance)
 
 
-# bf16 has 8 bits: sums in another order differ by 2^-8 of a gradient, which two steps carry into
-# the losses.
+# Tolerance in bf16, which has 8 bits: sums in another order differ by 2^-8 of a gradient, which two
+# steps carry into the losses.
 BF16 = 1e-2
-# Sums in another order that are rounded to 8 or 4 bits, or to bf16, afterwards.
+# Tolerance where sums in another order are rounded to 8 or 4 bits, or to bf16, afterwards.
 LOW_BITS = 1e-3
 
-ON_ANY_DEVICE = "device=auto"  # said to be a CPU, offloading has no effect
+# The tests let `auto` offload by copies; with `device=cpu` offloading has no effect.
+ON_ANY_DEVICE = "device=auto"
 NO_CLIPPING = "clip_grad_norm=null"
 REDUCED_ONCE = "parallel.reduce_gradients=step"
 COMPILE = _make_same("compile", "compile=true")
@@ -138,8 +138,8 @@ LEVERS = [
     _make_other("loss", f"loss={LOSS}"),
 ]
 
-# Keys that act before the first batch or beside the training: why no pair with them can matter, and
-# which tests they have.
+# Keys that act before the first batch or beside the training, `section.*` for all others of a
+# section -> why no pair with them can matter, or which tests they have.
 NOT_LEVERS = {
     "memory.stream_layers": (
         "frozen layers with every lever: test_adapter_levers; trained ones: test_layer_stream_runs"
@@ -201,17 +201,17 @@ NOT_LEVERS = {
     "resume": "of one start only; test_resume",
 }
 
-# Values that need a GPU -> words of the line that they are refused with on a CPU.
+# Override that needs a GPU -> words of the line that it is refused with on a CPU.
 GPU_ONLY = {
     "matmul_dtype=fp8": "take a GPU of compute capability 8.9 or more",
 }
-# Overrides that are refused together -> words of the line. Everything else must run.
 PIPELINE = "parallel.pipeline=2"
 TENSOR = "parallel.tensor=2"
 DDP = "parallel.strategy=ddp"
 IN_BACKWARD = "memory.optimizer_in_backward=true"
 INT8 = "matmul_dtype=int8"
 INT4 = "qat=int4"
+# (overrides that are refused together, words of the line). Everything else must run.
 REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
     (
         {"optimizer.name=sgd", "optimizer.implementation=fused"},
@@ -259,12 +259,12 @@ def find_refusal(settings: "Settings") -> str | None:
     for together, words in REFUSED_TOGETHER:
         if together <= overrides:
             return words
-    if len(overrides & HALVING) > 2:
+    if len(overrides & HALVING) > 2:  # tests start four ranks at most
         return "start 8 ranks"
     return None
 
 
-Settings = tuple[Setting, ...]
+Settings = tuple[Setting, ...]  # of one run, each of another lever
 SINGLES: list[Settings] = [(setting,) for setting in LEVERS]
 
 
@@ -276,13 +276,14 @@ def list_pairs() -> list[Settings]:
 # Settings that are tried in one run of several levers each: compiling takes seconds, and four ranks
 # take as long as two runs of two.
 COSTLY: Settings = tuple(setting for setting in LEVERS if setting is COMPILE or setting.ranks == 4)
-BESIDE = 6  # levers of such a run
+BESIDE = 6  # most levers of a run with a costly one
 
 
-def list_met(row: Settings) -> set[Settings]:
-    """Return the pairs that a run of these settings tests: those of the run's own tolerance.
+def list_tested_pairs(row: Settings) -> set[Settings]:
+    """Return the pairs that a run of these settings tests.
 
-    Of pairs that need a smaller tolerance it says nothing.
+    A run is compared with the widest of its settings' tolerances. It says nothing of a pair that
+    alone would be compared with a smaller one.
     """
     widest = max(setting.tolerance for setting in row)
     return {
@@ -292,10 +293,11 @@ def list_met(row: Settings) -> set[Settings]:
     }
 
 
-def list_joined_by_one(row: Settings) -> list[Settings]:
-    """Return the row extended by each setting that can join it.
+def extend_by_one(row: Settings) -> list[Settings]:
+    """Return the row extended by one setting, for each setting that can join it.
 
-    That is of another lever, does not widen the tolerance, and is not refused with the row.
+    Such a setting is not costly, is of another lever, does not widen the tolerance, and is not
+    refused with the row.
     """
     levers = {setting.lever for setting in row}
     widest = max(setting.tolerance for setting in row)
@@ -310,10 +312,10 @@ def list_joined_by_one(row: Settings) -> list[Settings]:
 
 
 def join_settings() -> list[Settings]:
-    """Return runs of several levers in which every pair that is not refused meets once at least.
+    """Return rows of several levers in which every pair that is not refused meets once at least.
 
-    It is a covering array, found greedily: a run begins with a pair that no run has yet, and then
-    gets the setting that adds most new pairs. Costly settings are in one run each.
+    They are a covering array, found greedily: a row begins with a pair that no row has yet, and
+    then gets the setting that adds most new pairs. Each costly setting is in one further row.
     """
     rows: list[Settings] = []
     # A dict, which keeps its order: the runs must be the same every time.
@@ -322,41 +324,42 @@ def join_settings() -> list[Settings]:
     )
 
     def count_new_pairs(row: Settings) -> int:
-        return sum(pair in missing_pairs for pair in list_met(row))
+        return sum(pair in missing_pairs for pair in list_tested_pairs(row))
 
     while missing_pairs:
         row: Settings = ()
         longer = next(iter(missing_pairs))
         while longer != row and len(longer) <= MOST:
             row = longer
-            longer = max([row, *list_joined_by_one(row)], key=count_new_pairs)
+            longer = max([row, *extend_by_one(row)], key=count_new_pairs)
         rows.append(row)
-        for pair in list_met(row):
+        for pair in list_tested_pairs(row):
             missing_pairs.pop(pair, None)
     for number, setting in enumerate(COSTLY):
         row = (setting,)
-        while len(row) < BESIDE and (longer_rows := list_joined_by_one(row)):
-            # Other settings for each of the costly ones.
+        while len(row) < BESIDE and (longer_rows := extend_by_one(row)):
+            # By the costly setting's number, so that the rows of two of them differ.
             row = longer_rows[(number * BESIDE) % len(longer_rows)]
         rows.append(row)
     return rows
 
 
 def cover(rows: list[Settings]) -> list[Settings]:
-    """Return few of the rows that together have every setting of all rows."""
-    missing: dict[Setting, None] = {}
+    """Return few of the rows that together have every setting of all rows, chosen greedily."""
+    missing_settings: dict[Setting, None] = {}
     for row in rows:
-        missing |= dict.fromkeys(row)
+        missing_settings |= dict.fromkeys(row)
     chosen = []
-    while missing:
-        chosen.append(max(rows, key=lambda row: sum(setting in missing for setting in row)))
+    while missing_settings:
+        # The row with most of the settings that are missing still.
+        chosen.append(max(rows, key=lambda row: len(missing_settings.keys() & set(row))))
         for setting in chosen[-1]:
-            missing.pop(setting, None)
+            missing_settings.pop(setting, None)
     return chosen
 
 
 REFUSED = [pair for pair in list_pairs() if find_refusal(pair)]
-TOGETHER = join_settings()
+TOGETHER = join_settings()  # rows, all of which must run
 
 
 def build_basis(settings: Settings) -> tuple[str, ...]:
@@ -368,7 +371,8 @@ def build_basis(settings: Settings) -> tuple[str, ...]:
 
 
 def keep_one_rank(settings: Settings) -> Settings:
-    """Return those of the settings that one process can have."""
+    """Return the settings that one process can have too."""
+    # All that divide the ranks need four, but for `shards`.
     return tuple(
         setting for setting in settings if setting.ranks == 2 and setting.lever != "shards"
     )

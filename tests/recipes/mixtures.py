@@ -1,12 +1,13 @@
 """Write config.json of a tiny mixture of experts of each family, for whole runs.
 
-Their sizes can be divided between two ranks.
+All sizes can be divided between two ranks.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
+# Keys that all families share, unless they say otherwise.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -20,6 +21,7 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+# model_type -> its keys.
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -55,7 +57,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 def write_mixture(family: str, folder: Path) -> Path:
-    """Write the family's config.json into the folder and return its path."""
+    """Write the config.json of one of MIXTURES as FAMILY.json into the folder; return its path."""
     path = folder / f"{family}.json"
     path.write_text(json.dumps({"model_type": family} | _SHAPE | MIXTURES[family]))
     return path

@@ -1,6 +1,7 @@
 """Train in seconds with batches that are padded further than needed, to compare with plain batches.
 
-`Case` is a kind of batch, a model and a mesh; `train_padded` runs cases on a rank.
+A `Case` is a kind of batch, a model and a mesh. Tests write the models and samples by
+`write_presets`, and call `train_padded(folder, cases)` on each rank.
 """
 
 import json
@@ -34,7 +35,7 @@ from tests.recipes.runs import (
 STEPS = 2
 SEQUENCES = 4  # of a step, over all ranks
 LONGEST = 128  # max_seq_len
-# Beginnings of the metrics that are measured, not computed.
+# Beginnings of the names of metrics that are measured, not computed.
 MEASURED = (
     "seconds",
     "tokens_per_second",
@@ -44,10 +45,10 @@ MEASURED = (
     "scaling",
     "host_memory",
 )
-# Sequences have 10 to 100 tokens, packs up to LONGEST.
+# Pads almost all: sequences have 10 to 100 tokens, packs up to LONGEST.
 FURTHER = "data.pad_to_multiple_of=120"
 ACCUMULATED = "gradient_accumulation_steps=2"
-# Each sequence alone: no longer neighbor pads it.
+# Overrides for micro-batches of one sequence, which no longer neighbor pads.
 ALONE = ("batch_size=1", "gradient_accumulation_steps=4", "validation.batch_size=1")
 
 
@@ -55,8 +56,8 @@ ALONE = ("batch_size=1", "gradient_accumulation_steps=4", "validation.batch_size
 class Kind:
     """A kind of batch."""
 
-    recipe: str  # that reads it
-    rows: str  # name of the file of samples
+    recipe: str  # that trains on it
+    rows: str  # name of the file of samples, without .jsonl
     words: tuple[str, ...] = ()  # overrides
 
 
@@ -72,19 +73,20 @@ KINDS = {
     "classes": Kind(REWARD, "classes", ("reward.loss=classification", "reward.num_labels=3")),
     "distillation": Kind(DISTILL, "messages", ("distill.temperature=2",)),
 }
+# Overrides whose results depend on how sequences are divided into micro-batches.
 BALANCED = "router_aux_loss_coef=0.5"
 INT8 = "matmul_dtype=int8"
-# Its rotation angles depend on the longest position: sequences are shorter than the limit at which
-# they change, padded ones longer.
+# A model whose rotation angles change at position 112 (LongRoPE): sequences are shorter, padded
+# ones longer.
 LONG_ROPE = "phi3"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run that is compared with itself, padded further."""
+    """A run that is compared with the same run, padded further."""
 
     kind: str  # of KINDS
-    model: str = "tiny"  # of `write_presets`
+    model: str = "tiny"  # name of a file that `write_presets` writes, without .json
     ranks: int = 1
     words: tuple[str, ...] = ()  # overrides beside the kind's
 
@@ -94,7 +96,7 @@ class Case:
 
 
 def write_presets(folder: Path) -> None:
-    """Write a config.json for each model of the cases, and each kind's samples."""
+    """Write a config.json for each model of the cases, and the samples of each kind."""
     for family in MIXTURES:
         write_mixture(family, folder)
     tiny = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text())
@@ -131,7 +133,7 @@ def write_messages(folder: Path) -> None:
 
 
 def build_arguments(case: Case, folder: Path, output: Path) -> list[str]:
-    """Return the command line of a case."""
+    """Return the command line of a case. folder: of `write_presets`. output: the run's folder."""
     kind = KINDS[case.kind]
     config = folder / f"{kind.recipe}.yaml"
     if not config.exists():
@@ -174,9 +176,10 @@ def build_arguments(case: Case, folder: Path, output: Path) -> list[str]:
 def train(
     case: Case, folder: Path, *more: str
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Run a case; return the computed metrics of each line, and each parameter's change.
+    """Run a case; return the computed metrics of each logged line, and each parameter's change.
 
-    With SGD the change is the sum of the gradients times the learning rate. more: overrides.
+    With SGD the change is the sum of the gradients times the learning rate. more: overrides, which
+    replace the case's.
     """
     if KINDS[case.kind].recipe == DISTILL and not (folder / "teacher").exists():
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -208,7 +211,7 @@ def train_padded(folder: Path, cases: list[Case]) -> list[Any]:
     results = []
     for case in cases:
         runs = [train(case, folder), train(case, folder, FURTHER)]
-        # The routers' loss is a mean of micro-batches, and int8 matmuls have scales of each.
+        # The routers' loss is a mean over micro-batches, and int8 matmuls have scales of each.
         depends_on_micro_batches = {BALANCED, INT8} & {*case.words}
         if case.ranks == 1 and not depends_on_micro_batches:
             runs.append(train(case, folder, *ALONE))

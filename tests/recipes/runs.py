@@ -25,10 +25,11 @@ from recipe_lib.memory import activation_offload, layer_stream
 from recipe_lib.optim import optimizers
 
 ROOT = Path(__file__).parent.parent.parent
-PLAIN = Path(__file__).parent / "plain.yaml"  # a config that sets nothing
+PLAIN = Path(__file__).parent / "plain.yaml"  # a config that names the recipe and sets nothing else
 
 Hook = Callable[[Any], None]  # called with the recipe
 
+# Names of the shipped recipes, files of the folder recipes.
 FULL = "full_finetune_distributed"
 LORA = "lora_finetune_distributed"
 DPO = "dpo_distributed"
@@ -38,7 +39,7 @@ DISTILL = "distill_distributed"
 
 @cache
 def import_recipe_module(name: str = FULL) -> ModuleType:
-    """Import a recipe's file and return the module."""
+    """Import a recipe's file, once a process, and return the module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -48,9 +49,10 @@ def import_recipe_module(name: str = FULL) -> ModuleType:
 
 
 def build_arguments(output: Path, config: str = "demo/full") -> list[str]:
-    """Return the command line of a run of seconds.
+    """Return the command line, behind the recipe's name, of a run of seconds.
 
-    It has the demo's tokenizer and rows, and a model of two layers of width 32.
+    It has the demo's tokenizer and rows, and a model of two layers of width 32. output: the run's
+    folder. config: name of a shipped config, or a path.
     """
     return [
         "--config",
@@ -69,7 +71,7 @@ def build_arguments(output: Path, config: str = "demo/full") -> list[str]:
 def build_story_arguments(realdata: Path, output: Path, *overrides: str) -> list[str]:
     """Return the command line of a run that starts from a real model of 260 K weights.
 
-    overrides: name the data, and whatever else differs.
+    realdata: the folder that has the model. overrides: name the data, and whatever else differs.
     """
     return keep_latest(
         "--config",
@@ -86,10 +88,7 @@ def build_story_arguments(realdata: Path, output: Path, *overrides: str) -> list
 
 
 def keep_latest(*words: str) -> list[str]:
-    """Return the words without those whose key is given again later.
-
-    A key that is given twice would be refused.
-    """
+    """Return the words without overrides whose key is given again later, as `tune` refuses them."""
     last_index = {word.partition("=")[0]: index for index, word in enumerate(words) if "=" in word}
     return [
         word
@@ -104,11 +103,11 @@ class Run:
 
     code: int  # the exit code
     said: list[str]  # log lines, then the error's
-    recipe: Any  # None if the run ended before there was one
+    recipe: Any  # the recipe object; None if the run ended before there was one
 
 
 def get_recipe_class(module: ModuleType) -> type[Any]:
-    """Return the recipe's class: the one of the module's own that has a training step."""
+    """Return the class with a training step that the module itself defines."""
     for value in vars(module).values():
         if getattr(value, "__module__", "") == module.__name__ and hasattr(value, "train_step"):
             return value
@@ -123,12 +122,12 @@ def run_here(
 ) -> Run:
     """Call the recipe's `main(argv)` and return exit code and log lines as the command has them.
 
-    before_model: called with the recipe when its data is read.
-    before_training: called with the recipe when all is set up and resumed.
+    before_training: called when all is set up and resumed. before_model: called when the data is
+    read. recipe: a name such as FULL.
     """
     module = import_recipe_module(recipe)
     original = get_recipe_class(module)
-    recipes: list[Any] = []  # one, once it is constructed
+    recipes: list[Any] = []  # the recipe object, once it is constructed
 
     class Observed(original):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any) -> None:
@@ -163,7 +162,7 @@ def run_here(
 
 
 class _Lines(logging.Handler):
-    """Keeps what is logged."""
+    """Keeps the logged lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +178,7 @@ def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def list_parameters(recipe: Any) -> dict[str, torch.Tensor]:
-    """Return copies of the model's full parameters by name. A collective."""
+    """Return copies of the model's full parameters by name. A collective if it is sharded."""
     recipe.model.state_dict()  # FSDP's hook frees gathered parameters
     return {
         name: gather_whole(parameter.detach())
@@ -188,7 +187,10 @@ def list_parameters(recipe: Any) -> dict[str, torch.Tensor]:
 
 
 def list_states(recipe: Any) -> dict[str, torch.Tensor]:
-    """Return copies of the optimizer's full states by `parameter/kind`. A collective."""
+    """Return copies of the optimizer's full states by `PARAMETER/KIND`.
+
+    A collective if the model is sharded.
+    """
     recipe.model.state_dict()  # FSDP's hook frees gathered parameters
     full_states = {}
     for name, parameter in recipe.model.named_parameters():
@@ -234,19 +236,22 @@ def read_tree(folder: Path) -> dict[str, bytes]:
 
 
 def expect_done(run: Any) -> Any:
-    """Return a run of `run_here` after checking that it succeeded; wait for the other ranks."""
+    """Return a run of `run_here`; raise AssertionError if it failed, and wait for other ranks."""
     assert run.code == 0, run.said
     if dist.is_initialized():
         dist.barrier()  # else a rank would look for files that the others still write
     return run
 
 
-def probe() -> torch.Tensor:
+def make_probe_tokens() -> torch.Tensor:
     """Return tokens int64 `[2, 24]` to compare logits on."""
     return torch.randint(3, 512, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
 def offload_on_a_cpu() -> None:
-    """Let a CPU offload to the host as a GPU does, by copies; for the rest of the process."""
+    """Let a CPU offload to the host as a GPU does, by copies; for the rest of the process.
+
+    Without this, offloading on a CPU copies nothing: its memory is the host's already.
+    """
     for module in (optimizers, activation_offload, layer_stream):
         module.has_host = lambda device: True  # type: ignore[attr-defined]

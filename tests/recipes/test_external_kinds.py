@@ -18,7 +18,7 @@ import transformers
 from safetensors import safe_open
 
 from tests.recipes.external_kinds import build_settings
-from tests.recipes.runs import FULL, LORA, build_arguments, probe, read_losses, run_here
+from tests.recipes.runs import FULL, LORA, build_arguments, make_probe_tokens, read_losses, run_here
 from tests.selection import mark_slow_except
 
 
@@ -53,7 +53,7 @@ def opened(folder: Path) -> Any:
 
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(input_ids=probe(), use_cache=False).logits
+        return model(input_ids=make_probe_tokens(), use_cache=False).logits
 
 
 def names_in(folder: Path) -> set[str]:
@@ -106,7 +106,7 @@ def test_all_of_a_model_trains(saved: Callable[[str], Path], tmp_path: Path, kin
     assert read_losses(tmp_path)[0] == pytest.approx(loss_of(opened(folder), batches[0]), rel=1e-5)
     exported = opened(tmp_path / "model")
     with torch.no_grad():
-        assert (run.recipe.model(probe()) - logits_of(exported)).abs().max() <= 1e-5
+        assert (run.recipe.model(make_probe_tokens()) - logits_of(exported)).abs().max() <= 1e-5
     assert (logits_of(exported) - logits_of(opened(folder))).abs().max() > 1e-4
     assert names_in(tmp_path / "model") == names_in(folder)
 
@@ -126,7 +126,7 @@ def test_adapters_train_and_peft_opens_them(
     assert read_losses(tmp_path)[0] == pytest.approx(loss_of(opened(folder), batches[0]), rel=1e-5)
     model = peft.PeftModel.from_pretrained(opened(folder), tmp_path / "adapter")
     with torch.no_grad():
-        assert (run.recipe.model(probe()) - logits_of(model)).abs().max() <= 1e-5
+        assert (run.recipe.model(make_probe_tokens()) - logits_of(model)).abs().max() <= 1e-5
     assert (logits_of(model) - logits_of(opened(folder))).abs().max() > 1e-4
 
 

@@ -15,7 +15,7 @@ import transformers
 from recipe_lib.cli import answer as answering
 from recipe_lib.cli import export, generate
 from tests.recipes.external_kinds import build_settings
-from tests.recipes.runs import FULL, LORA, ROOT, build_arguments, probe, run_here
+from tests.recipes.runs import FULL, LORA, ROOT, build_arguments, make_probe_tokens, run_here
 from tests.selection import mark_slow_except
 
 # Transposed linears and positions that are learned; experts that its files have apart.
@@ -54,7 +54,7 @@ def opened(folder: Path) -> Any:
 
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(input_ids=probe(), use_cache=False).logits
+        return model(input_ids=make_probe_tokens(), use_cache=False).logits
 
 
 def words(base: Path, output: Path, recipe: str) -> list[str]:
@@ -148,7 +148,7 @@ def test_a_merged_base_is_the_one_that_was_trained(tmp_path: Path) -> None:
     run = run_here([*words(base, output, LORA), *more], recipe=LORA)
     assert run.code == 0, run.said
     with torch.no_grad():
-        trained = run.recipe.model(probe())
+        trained = run.recipe.model(make_probe_tokens())
     assert (logits_of(opened(output / "model")) - trained).abs().max() < 1e-4 * trained.abs().max()
 
 

@@ -11,13 +11,12 @@ import torch
 from tests.distributed.ranks import run_ranks
 from tests.recipes.labeled_runs import (
     build_arguments,
-    metrics_of,
     train_all,
     write,
     write_answers,
     write_margins,
 )
-from tests.recipes.runs import DPO, run_here
+from tests.recipes.runs import DPO, read_metrics, run_here
 from tests.selection import select_cases
 
 KTO = ("dpo.loss=kto", "dpo.beta=0.5", "dpo.desirable_weight=1.3", "dpo.undesirable_weight=0.8")
@@ -159,7 +158,7 @@ def test_steps_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     argv = build_arguments(write_answers(tmp_path), tmp_path / "run", DPO, *ALL, *given)
     run = run_here([word for word in argv if not word.startswith("model.preset")], recipe=DPO)
     assert run.code == 0, run.said
-    recorded = [line["loss"] for line in metrics_of(tmp_path / "run")]
+    recorded = [line["loss"] for line in read_metrics(tmp_path / "run")]
     assert recorded == pytest.approx(
         plain_steps(run, tmp_path / "model", len(recorded)), rel=1e-6
     )  # rotations of transformers are in fp32

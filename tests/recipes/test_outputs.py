@@ -19,7 +19,7 @@ from recipe_lib.cli.main import main as tune_here
 from recipe_lib.config import load_config
 from recipe_lib.data import build_validation_dataset
 from recipe_lib.tokenizers import load_tokenizer
-from tests.distributed.ranks import free_port, run_ranks
+from tests.distributed.ranks import find_free_port, run_ranks
 from tests.recipes.runs import (
     ROOT,
     build_arguments,
@@ -450,7 +450,7 @@ def test_two_nodes_run_a_copied_recipe_from_anywhere(
     runs: dict[str, Any], own_recipe: Path, tmp_path: Path
 ):
     flags = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv-backend", "c10d"]
-    flags += [f"--rdzv-endpoint=localhost:{free_port()}"]
+    flags += [f"--rdzv-endpoint=localhost:{find_free_port()}"]
     words = [
         "run",
         *flags,

@@ -22,7 +22,7 @@ from tests.recipes.runs import (
     expect_done,
     find_largest_difference,
     gather_whole,
-    probe,
+    make_probe_tokens,
     read_metrics,
     read_steps,
     run_here,
@@ -131,7 +131,7 @@ def alone(runs: Runs) -> torch.Tensor:
         runs.preference("preference full 1", "dpo.trainable=all")
     model = runs.full("full 1", 1).recipe.model
     with torch.no_grad():
-        return gather_whole(model(probe()))
+        return gather_whole(model(make_probe_tokens()))
 
 
 def pipeline_of_two(runs: Runs) -> None:
@@ -212,7 +212,7 @@ def test_transformers_opens_what_a_pipeline_exports(found: tuple[Path, Any], nam
     )
     assert not any(report.values()), report
     with torch.no_grad():
-        torch.testing.assert_close(model(probe()).logits, logits, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(model(make_probe_tokens()).logits, logits, rtol=1e-3, atol=1e-3)
     names = [set(load_file(folder / of / "model" / "model.safetensors")) for of in (name, "full 1")]
     assert names[0] == names[1]
 

@@ -18,7 +18,7 @@ from tests.recipes.runs import (
     build_arguments,
     build_story_arguments,
     expect_done,
-    probe,
+    make_probe_tokens,
     read_metrics,
     read_steps,
     run_here,
@@ -46,7 +46,7 @@ def quantized(folder: Path, kind: str, dtype: torch.dtype) -> Any:
     """The exported folder as transformers loads it in `kind`."""
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
-    rounding = TorchAoConfig(quant_type=torchao_oracle.base_config(kind, GROUP))
+    rounding = TorchAoConfig(quant_type=torchao_oracle.build_base_config(kind, GROUP))
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=rounding, dtype=dtype)
 
 
@@ -68,9 +68,9 @@ def test_what_transformers_loads_quantized_computes_what_training_computed(
     )
     model, dtype = run.recipe.model, torch.bfloat16 if "dtype=bf16" in overrides else torch.float32
     with torch.no_grad():
-        trained = model(probe())
+        trained = model(make_probe_tokens())
         theirs = quantized(tmp_path / "run" / "model", name.partition(",")[0], dtype)
-        found = theirs(probe()).logits
+        found = theirs(make_probe_tokens()).logits
         linears = [at for at, module in theirs.named_modules() if at.endswith("_proj")]
         assert len(linears) == run.recipe.parallel.levers.quantization.linears == 5 * 7
         for at in linears:

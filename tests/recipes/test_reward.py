@@ -15,13 +15,12 @@ from tests.distributed.ranks import run_ranks
 from tests.recipes.labeled_runs import (
     build_arguments,
     list_validation_overrides,
-    metrics_of,
     train_all,
     write,
     write_classes,
     write_margins,
 )
-from tests.recipes.runs import LORA, PLAIN, REWARD, run_here
+from tests.recipes.runs import LORA, PLAIN, REWARD, read_metrics, run_here
 from tests.selection import select_cases
 
 PAIRS = ("reward.center_rewards_coefficient=0.1", "lora.rank=4")
@@ -277,7 +276,7 @@ def test_a_step_has_the_gradient_of_the_mean_over_its_pairs(tmp_path: Path) -> N
     mean = torch.cat(losses).mean()
     mean.backward()
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
-    (step,) = metrics_of(tmp_path / "run")
+    (step,) = read_metrics(tmp_path / "run")
     assert step["loss"] == pytest.approx(float(mean), rel=1e-9)
     assert step["grad_norm"] == pytest.approx(float(norm), rel=1e-9)
 
@@ -295,7 +294,7 @@ def test_accuracy_rises(realdata: Path, tmp_path: Path) -> None:
     argv = stories(realdata, data, tmp_path / "run", *own, "checkpoint.save_model=false", PACKED)
     run = run_here([*argv, "lr_scheduler.warmup_steps=0"], recipe=REWARD)
     assert run.code == 0, run.said
-    last = metrics_of(tmp_path / "run")[-1]
+    last = read_metrics(tmp_path / "run")[-1]
     assert last["validation_accuracy"] == 1 and last["validation_sequences"] == 7
     batch = next(run.recipe.data.batches(0)).micro_batches[0]
     assert pick_sequence_scores(torch.zeros(*batch.tokens.shape, 3), batch).shape == (

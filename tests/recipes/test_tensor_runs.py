@@ -26,7 +26,7 @@ from tests.recipes.runs import (
     find_largest_difference,
     gather_whole,
     keep_latest,
-    probe,
+    make_probe_tokens,
     read_losses,
     read_metrics,
     read_steps,
@@ -115,7 +115,7 @@ class Runs:
 
 def logits_of(run: Any) -> torch.Tensor:
     with torch.no_grad():
-        return gather_whole(run.recipe.model(probe()))
+        return gather_whole(run.recipe.model(make_probe_tokens()))
 
 
 def alone(runs: Runs) -> dict[str, torch.Tensor]:
@@ -204,7 +204,7 @@ def test_transformers_opens_what_a_group_exports(found: tuple[Path, Any], name: 
     )
     assert not any(report.values()), report
     with torch.no_grad():
-        theirs = model(probe()).logits
+        theirs = model(make_probe_tokens()).logits
     torch.testing.assert_close(logits[name], theirs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits["full 1"], theirs, rtol=1e-3, atol=1e-3)
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.distributed.ranks import run_ranks
 from tests.evaluation.models import (
     ROWS,
-    answer,
     compute_likelihood,
     encode_samples,
+    generate_answer,
     write_model,
     write_rows,
 )
@@ -66,7 +66,7 @@ def by_transformers(folder: Path) -> dict[str, float]:
     ).eval()
     known, tokenizer = encode_samples(folder), AutoTokenizer.from_pretrained(folder)
     found = [(*compute_likelihood(model, sample), len(sample.answer)) for sample in known]
-    said = [answer(model, tokenizer, sample, 12) for sample in known]
+    said = [generate_answer(model, tokenizer, sample, 12) for sample in known]
     return {
         "loss": -sum(each[0] for each in found) / sum(each[2] for each in found),
         "token_accuracy": sum(each[1] for each in found) / sum(each[2] for each in found),

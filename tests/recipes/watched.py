@@ -4,8 +4,7 @@
     run = run_here(argv, before_training=watch)
     errors = watch.report(run.recipe)["errors"]
 
-Runs on ranks are compared with runs of one process, and these with the formula, so that a fault
-that both have is seen.
+Tests compare runs on ranks with runs of one process; a fault that both have shows here.
 """
 
 import math
@@ -22,7 +21,7 @@ from tests.training.formulas import Formula, clip_gradients
 class Watch:
     """Steps the formula of each trained parameter along with a recipe.
 
-    Call it with the recipe before that trains, and `report` afterwards.
+    Call it with the recipe before the recipe trains, and `report` afterwards.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,7 @@ class Watch:
         original = recipe.train_step
         clip = training.clip_grad_norm
 
-        # Called when gradients are complete and not clipped yet.
+        # In place of `clip_grad_norm`: gradients are complete then, and not clipped yet.
         def watch(*args: Any, **kwargs: Any) -> Any:
             gradients = {name: parameter.grad.clone() for name, parameter in parameters.items()}
             gradients, norm = clip_gradients(gradients, cfg.clip_grad_norm)
@@ -65,9 +64,10 @@ class Watch:
     def report(self, recipe: Any) -> dict[str, Any]:
         """Return by key what the run has done.
 
-        norms: gradient norm of each step. errors: `Formula.error` by parameter.
-        unmoved: trained parameters that have not changed; still: those of them that by their
-        formula should have. start, weights: the trained parameters before and after.
+        norms: gradient norm of each step, before clipping. errors: by parameter, the distance from
+        the formula's weights, relative to the formula's change. unmoved: names of the trained
+        parameters that have not changed; still: those of them that by their formula should have.
+        start, weights: the trained parameters before (fp64) and after.
         """
         weights = {name: parameter.detach() for name, parameter in recipe.model.named_parameters()}
         unmoved = []
@@ -75,12 +75,13 @@ class Watch:
         for name, formula in sorted(self.formulas.items()):
             if torch.equal(weights[name].double(), formula.start):
                 unmoved.append(name)
-                if not torch.equal(formula.stored(), weights[name].double()):
+                if not torch.equal(formula.round_weights(), weights[name].double()):
                     still.append(name)
         return {
             "norms": self.norms,
             "errors": {
-                name: formula.error(weights[name]) for name, formula in self.formulas.items()
+                name: formula.measure_error(weights[name])
+                for name, formula in self.formulas.items()
             },
             "unmoved": unmoved,
             "still": still,
@@ -90,7 +91,7 @@ class Watch:
 
 
 def compute_rate(cfg: Any, step: int) -> float:
-    """Return the learning rate of a step (from 0) of a run of `max_steps` steps without warm-up."""
+    """Return the learning rate of a step (from 0), for a config without warm-up steps."""
     assert cfg.lr_scheduler.warmup_steps == 0
     if cfg.lr_scheduler.type == "constant":
         return cfg.optimizer.lr
@@ -101,7 +102,7 @@ def compute_rate(cfg: Any, step: int) -> float:
 
 
 def read_trained_weights(recipe: Any) -> dict[str, torch.Tensor]:
-    """Return every full trained parameter on the first rank; nothing on the others.
+    """Return every full trained parameter by name on the first rank, nothing on the others.
 
     A collective of all ranks.
     """
@@ -109,7 +110,7 @@ def read_trained_weights(recipe: Any) -> dict[str, torch.Tensor]:
         name for name, parameter in recipe.model.named_parameters() if parameter.requires_grad
     }
     weights = {name: value for name, value in list_parameters(recipe).items() if name in trained}
-    if recipe.world.pipeline is not None:
+    if recipe.world.pipeline is not None:  # each rank has the layers of its stages
         weights_by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(weights_by_rank, weights)
         for rank_weights in weights_by_rank:

@@ -7,11 +7,12 @@ is erased from its first position on stays in the history.
 import io
 import re
 
+# An escape code (number, letter), or any other character.
 CODES = re.compile(r"\x1b\[([\d;]*)([A-Za-z])|(.)", re.DOTALL)
 
 
 class Terminal(io.StringIO):
-    """Standard error as it is on a terminal."""
+    """Standard error as it is on a terminal; `read_lines(stream.getvalue())` gives the screen."""
 
     encoding = "utf-8"  # type: ignore[assignment]
 
@@ -26,17 +27,17 @@ def read_lines(text: str) -> list[str]:
     column = 0
     history: list[str] = []
     for number, code, letter in CODES.findall(text):
-        if code == "A":
+        if code == "A":  # cursor up
             row = max(0, row - int(number or 1))
-        elif code == "C":
+        elif code == "C":  # cursor right
             column += int(number or 1)
-        elif code == "K":
+        elif code == "K":  # erase to the end of the line
             lines[row] = lines[row][:column]
-        elif code == "J":
+        elif code == "J":  # erase to the end of the screen
             if row == column == 0:
                 history += [line for line in lines if line.strip()]
             lines = [*lines[:row], lines[row][:column]]
-        elif code == "m":
+        elif code == "m":  # color
             continue
         elif code:
             raise AssertionError(f"an unknown code: {code}")

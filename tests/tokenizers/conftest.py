@@ -1,4 +1,4 @@
-"""Fixtures: real tokenizers, unpacked once, and tiny ones of every kind."""
+"""Provide fixtures of real tokenizers, unpacked once, and of tiny ones of every kind."""
 
 import gzip
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tests.tokenizers.made import write_json, write_sentencepiece, write_tiktoke
 
 @pytest.fixture(scope="session")
 def real_folder(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that gives the folder of a real tokenizer, its .gz files unpacked."""
+    """Return a function that gives the folder of a real tokenizer by name, .gz files unpacked."""
     unpacked = tmp_path_factory.mktemp("tokenizers")
 
     def folder(name: str) -> Path:
@@ -30,7 +30,7 @@ def real_folder(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 @pytest.fixture(scope="session")
 def real(real_folder: Callable[[str], Path]) -> Callable[[str], Tokenizer]:
-    """Return a function that loads a real tokenizer by folder or folder/file name, once."""
+    """Return a function that loads a real tokenizer, once, by FOLDER or FOLDER/FILE."""
     loaded: dict[str, Tokenizer] = {}
 
     def get(name: str) -> Tokenizer:

@@ -1,7 +1,6 @@
 """Train and write tiny tokenizers of every kind: tokenizer.json, sentencepiece and tiktoken.
 
-Each `write_...` returns the folder, which `recipe_lib.tokenizers.load_tokenizer` reads. NASTY are
-texts that tokenizers get wrong.
+Each `write_...` returns the folder, which `recipe_lib.tokenizers.load_tokenizer` reads.
 """
 
 import base64
@@ -18,15 +17,17 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import RenderRequest
 
+# What tokenizers are trained on.
 TEXTS = ["the cat sat on the mat and the dog sat on the log"] * 20 + [
     "a user asks, an assistant answers: yes or no."
 ] * 20
 
-CHATML = (
+CHATML = (  # a chat template
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+# Texts that tokenizers get wrong: white space, normalization, bytes, special tokens as text.
 NASTY = [
     "", " ", "  ", "   a", "a  b", " leading", "trailing ", "\n", "\n\n\n", " \n \n", "\t tab\tinside ", "a\r\nb",
     "Hello, world! It's 12345.678", "héllo naïve ÅÄÖ ß", "漢字とかな交じり文、中文。", "한국어 텍스트", "العربية עברית",
@@ -39,7 +40,7 @@ NASTY = [
 def write_json(folder: Path, *, template: str | None = CHATML, **config: object) -> Path:
     """Write a byte-level BPE with ChatML tokens as tokenizer.json; return its folder.
 
-    config: more keys of tokenizer_config.json.
+    template: chat template; None: none. config: more keys of tokenizer_config.json.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -63,7 +64,7 @@ def write_json(folder: Path, *, template: str | None = CHATML, **config: object)
 def write_sentencepiece(folder: Path, name: str = "tokenizer.model", **options: object) -> Path:
     """Write a sentencepiece BPE with byte fallback, like Llama 2's; return its folder.
 
-    options: of sentencepiece's trainer.
+    name: of the file. options: of sentencepiece's trainer.
     """
     model = io.BytesIO()
     settings = {
@@ -81,7 +82,7 @@ def write_sentencepiece(folder: Path, name: str = "tokenizer.model", **options: 
 def write_tiktoken(
     folder: Path, merges: tuple[bytes, ...] = (b"th", b"the", b" a", b"at", b" the")
 ) -> Path:
-    """Write bytes and a few merges as base64 lines; return the folder.
+    """Write the 256 bytes and a few merges as base64 lines, as Llama 3's; return the folder.
 
     Special tokens stand in tokenizer_config.json.
     """
@@ -109,7 +110,11 @@ def render(
     prompt: bool,
     tools: Any = None,
 ) -> str:
-    """Return the one rendering of a conversation; raise the template's DataError, if any."""
+    """Return the rendering of a conversation; raise the template's DataError, if any.
+
+    render_many: of a chat template, renders a conversation for several requests. prompt: with the
+    opening of the answer that follows.
+    """
     (text,) = render_many(messages, [RenderRequest(len(messages), prompt)], tools)
     if isinstance(text, DataError):
         raise text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
-from tests.hostile import change_files
+from tests.hostile import change_json
 from tests.tokenizers.made import write_json
 
 SEEDS = 250
@@ -28,7 +28,7 @@ def test_changed_files_encode_or_are_refused(tmp_path: Path):
         for name, text in whole.items():
             (tmp_path / name).write_text(text)
         for name in draw.sample(sorted(whole), k=draw.choice((1, 1, 2))):
-            (tmp_path / name).write_text(json.dumps(change_files(json.loads(whole[name]), draw)))
+            (tmp_path / name).write_text(json.dumps(change_json(json.loads(whole[name]), draw)))
         try:
             load_tokenizer(tmp_path).encode(
                 "Write 4072 in words. <|im_end|>\n é 漢", allow_special=True

@@ -1,6 +1,6 @@
 """Shard parameters over the ranks of a test as recipes do: by FSDP, or tensor parallel and FSDP.
 
-`place_model` shards parameters, `own_part` cuts a full tensor, a gradient say, the same way.
+`place_model` shards parameters, `shard_like` a full tensor (a gradient, say) in the same way.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Cut:
     # "rows": FSDP over all ranks. "rows, then rows", "columns, then rows": first tensor parallel
     # over 2 ranks along the first or the second dimension, then FSDP.
     how: str
-    ranks: int
+    ranks: int  # of the process group
 
 
 class _ParameterModule(nn.Module):
@@ -34,7 +34,10 @@ class _ParameterModule(nn.Module):
 
 
 def place_model(params: dict[str, nn.Parameter], cut: Cut) -> dict[str, nn.Parameter]:
-    """Return the parameters sharded, with the same values. A collective."""
+    """Return the parameters by name, sharded, with the same values. A collective.
+
+    params: the full parameters, the same on all ranks; the dict may be changed.
+    """
     full = {name: parameter.detach().clone() for name, parameter in params.items()}
     mesh: Any = init_device_mesh("cpu", (cut.ranks,), mesh_dim_names=("data",))
     if cut.how != "rows":
@@ -44,8 +47,8 @@ def place_model(params: dict[str, nn.Parameter], cut: Cut) -> dict[str, nn.Param
             parts = parameter.detach().chunk(2, dim=dim)
             shard = DTensor.from_local(
                 parts[mesh["tensor"].get_local_rank()].contiguous(),
-                mesh["tensor"],
-                [Shard(dim)],
+                device_mesh=mesh["tensor"],
+                placements=[Shard(dim)],
                 run_check=False,
                 shape=parameter.shape,
                 stride=parameter.stride(),
@@ -55,19 +58,19 @@ def place_model(params: dict[str, nn.Parameter], cut: Cut) -> dict[str, nn.Param
     fully_shard(module, mesh=mesh["data"])
     sharded = dict(zip(params, module.params, strict=True))
     for name, parameter in sharded.items():
-        parameter.detach().to_local().copy_(own_part(full[name], parameter).to_local())
+        parameter.detach().to_local().copy_(shard_like(full[name], parameter).to_local())
     return sharded
 
 
-def own_part(full: Tensor, like: Any) -> Any:
+def shard_like(full: Tensor, like: Any) -> Any:
     """Return a full tensor as a DTensor, sharded as `like` is."""
     local, start = locate_local_part(like.detach())
     bounds = zip(start, local.shape, strict=True)
     part = full[tuple(slice(first, first + size) for first, size in bounds)]
     return DTensor.from_local(
         part.clone().contiguous(),
-        like.device_mesh,
-        like.placements,
+        device_mesh=like.device_mesh,
+        placements=like.placements,
         run_check=False,
         shape=full.shape,
         stride=torch.empty(full.shape, device="meta").stride(),

@@ -1,7 +1,7 @@
-"""Optimizers by the formulas of their papers, in fp64, with the roundings that the docs document.
+"""Compute optimizers by their papers' formulas, in fp64, with the roundings that the docs document.
 
-One `Formula` follows one parameter. Nothing here uses torch.optim or the library's optimizers, so
-that tests can compare a run with it.
+One `Formula` follows one parameter: `step(gradient, rate)`, then compare with `measure_error`.
+Nothing here uses torch.optim or the library's optimizers, so that tests can compare a run with it.
 """
 
 import math
@@ -13,18 +13,19 @@ from torch import Tensor
 
 from recipe_lib.config.schema import OptimizerConfig
 
-LEAST_IN_BLOCKS = 4096  # elements of a matrix whose states are kept in 8 or 4 bits
-LONGEST_BLOCK = {8: 256, 4: 128}
+LEAST_IN_BLOCKS = 4096  # elements from which on a matrix's states are kept in 8 or 4 bits
+LONGEST_BLOCK = {8: 256, 4: 128}  # bits -> most elements that share a scale
 
 
 def compute_dynamic_levels(bits: int, signed: bool) -> Tensor:
-    """Return the values of all codes, ascending, fp64 `[2^bits]`.
+    """Return the values of all codes, ascending, fp64 `[2^bits]`, between -1 or 0 and 1.
 
-    By Dettmers, arXiv:1511.04561; of unsigned 4 bits by Li, Chen and Zhu, arXiv:2309.01507.
+    They are those of Dettmers, arXiv:1511.04561, and of unsigned 4 bits those of Li, Chen and Zhu,
+    arXiv:2309.01507. bits: 8 or 4.
     """
     if bits == 4 and not signed:
         return torch.arange(1, 17, dtype=torch.float64) / 16
-    decades = {8: 7, 4: 3}[bits]
+    decades = {8: 7, 4: 3}[bits]  # powers of ten; the nearer to 1, the more levels has one
     levels = [0.0, 1.0]
     for decade in range(decades):
         parts = 2 ** (decade + bits - decades - (1 if signed else 0))
@@ -36,10 +37,10 @@ def compute_dynamic_levels(bits: int, signed: bool) -> Tensor:
 
 
 def round_in_blocks(values: Tensor, bits: int, block: int, signed: bool) -> Tensor:
-    """Return the values rounded to `bits` bits, in blocks of `block` elements.
+    """Return the values rounded to `bits` bits, in blocks of `block` consecutive elements.
 
-    A block's scale is its largest absolute value; each value is rounded to the nearest level.
-    Unsigned values above zero never become zero.
+    A block's scale is its largest absolute value; each value is rounded to the nearest level times
+    the scale. Unsigned values above zero never become zero: AdamW divides by them.
     """
     blocks = values.reshape(-1, block)
     scales = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12)
@@ -54,10 +55,7 @@ def round_in_blocks(values: Tensor, bits: int, block: int, signed: bool) -> Tens
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return the matrix after five steps of the quintic Newton-Schulz iteration (Jordan 2024).
-
-    It is divided by its Frobenius norm first.
-    """
+    """Return the matrix, scaled to norm 1, after five quintic Newton-Schulz steps (Jordan 2024)."""
     x = matrix / max(float(matrix.norm()), 1e-7)
     if matrix.shape[0] > matrix.shape[1]:
         x = x.T
@@ -71,21 +69,22 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 class Formula:
     """One parameter, its optimizer states, and the formula that steps them."""
 
-    cfg: OptimizerConfig
+    cfg: OptimizerConfig  # the section `optimizer` of the run's config
     name: str  # of the parameter in the model
-    start: Tensor  # the weights before the first step; fp64 once constructed
+    start: Tensor  # the weights before the first step, in the run's dtype; here a copy in fp64
     steps: int = 0  # done so far
     states: dict[str, Tensor] = field(default_factory=dict)  # as stored between steps, fp64
 
     def __post_init__(self) -> None:
-        self.dtype = self.start.dtype  # of the parameter
+        self.dtype = self.start.dtype  # of the run's parameter
         self.start = self.start.detach().double().clone()
-        self.weights = self.start.clone()  # as they are stored, in fp64
-        self.exact = self.start.clone()  # with the same gradients, if weights were never rounded
+        self.weights = self.start.clone()  # values as the run stores them, in fp64
+        # What the same gradients would give if weights were never rounded, in fp64.
+        self.exact = self.start.clone()
 
     @property
     def is_matrix_of_a_layer(self) -> bool:
-        """Return True for the parameters that Muon orthogonalizes."""
+        """Return True for the parameters that Muon orthogonalizes; AdamW steps the others."""
         return self.start.dim() == 2 and re.search(r"\.\d+\.", f".{self.name}") is not None
 
     @property
@@ -97,12 +96,16 @@ class Formula:
         return self.cfg.stochastic_rounding and self.dtype == torch.bfloat16
 
     def store(self, state: str, value: Tensor, signed: bool) -> Tensor:
-        """Store a state, rounded, until the next step; return the value that this step uses."""
+        """Store a state, rounded, until the next step; return the value that this step uses.
+
+        state: its name. signed: whether it may be below zero.
+        """
         bits = self.cfg.state_bits
         if bits is None and self.cfg.master_weights:
             bits = 32
         if bits in LONGEST_BLOCK:
             block = math.gcd(value.shape[-1], LONGEST_BLOCK[bits]) if value.dim() else 1
+            # A block lies in one row: a state with rows that blocks of 16 do not fit stays in fp32.
             if value.dim() >= 2 and value.numel() >= LEAST_IN_BLOCKS and block >= 16:
                 self.states[state] = round_in_blocks(value, bits, block, signed)
                 return value
@@ -115,11 +118,14 @@ class Formula:
         return value
 
     def load(self, state: str) -> Tensor:
-        """Return a state as the last step has stored it, zeros before the first."""
+        """Return the state of this name as the last step has stored it, zeros before the first."""
         return self.states.get(state, torch.zeros_like(self.start))
 
     def step(self, gradient: Tensor, rate: float) -> None:
-        """Step weights and states. gradient: clipped, in the dtype that the optimizer gets."""
+        """Step weights and states.
+
+        gradient: clipped, in the dtype that the optimizer gets. rate: the step's learning rate.
+        """
         self.steps += 1
         gradient = gradient.detach().double()
         if self.cfg.name == "sgd":
@@ -155,7 +161,7 @@ class Formula:
     def compute_muon_update(self, gradient: Tensor) -> Tensor:
         """Return Muon's update (Jordan 2024) with Nesterov momentum.
 
-        Scaled to the size of AdamW's updates, as in Liu et al., arXiv:2502.16982.
+        It is scaled to the size of AdamW's updates, as in Liu et al., arXiv:2502.16982.
         """
         momentum = 0.95 if self.cfg.momentum is None else self.cfg.momentum
         mean = momentum * self.load("momentum") + (1 - momentum) * gradient
@@ -163,15 +169,15 @@ class Formula:
         ahead = (1 - momentum) * gradient + momentum * mean
         return 0.2 * math.sqrt(max(ahead.shape)) * orthogonalize(ahead)
 
-    def stored(self) -> Tensor:
+    def round_weights(self) -> Tensor:
         """Return the weights rounded to the parameter's dtype, in fp64."""
         return self.weights.to(self.dtype).double()
 
-    def error(self, weights: Tensor) -> float:
-        """Return how far weights are from the formula's, relative to the formula's whole change.
+    def measure_error(self, weights: Tensor) -> float:
+        """Return the L2 distance of weights from the formula's, relative to the formula's change.
 
-        Of stochastically rounded weights: how far they are off along that change on average, beyond
-        what their rounding explains.
+        Of stochastically rounded weights, return their distance along that change, beyond what
+        their rounding explains. Where the formula changes nothing, return 0 or infinity.
         """
         change = self.exact - self.start
         length = float(change.norm())
@@ -181,13 +187,14 @@ class Formula:
         # The distance of two bf16 numbers of this size.
         spacing = 2.0 ** (torch.floor(torch.log2(size.clamp(min=1e-30))) - 7)
         if not self.rounds_stochastically:
-            off = (weights.double() - self.stored()).abs()
+            difference = (weights.double() - self.round_weights()).abs()
             # Weights that lie in the middle of two bf16 numbers may be rounded the other way: one,
             # or one in a hundred, is no error. Where the whole change is shorter than that
             # distance, the difference would be larger than the change.
-            is_neighbor = self.dtype == torch.bfloat16 and bool((off <= spacing).all())
-            are_ties = is_neighbor and int((off > 0).sum()) <= max(1, off.numel() // 100)
-            return 0.0 if are_ties else float(off.norm()) / length
+            is_neighbor = self.dtype == torch.bfloat16 and bool((difference <= spacing).all())
+            num_different = int((difference > 0).sum())
+            are_ties = is_neighbor and num_different <= max(1, difference.numel() // 100)
+            return 0.0 if are_ties else float(difference.norm()) / length
         along = abs(float(((weights.double() - self.exact) * change).sum())) / length**2
         # A rounding's variance is at most a quarter of the squared distance of two numbers; five
         # standard deviations are explained by it.
@@ -198,9 +205,10 @@ class Formula:
 def clip_gradients(
     gradients: dict[str, Tensor], max_norm: float | None
 ) -> tuple[dict[str, Tensor], float]:
-    """Return the gradients scaled to a norm of at most `max_norm`, and their norm before.
+    """Return the gradients scaled to a norm of at most `max_norm`, and their norm before that.
 
-    The norm is that of all gradients together; each keeps its dtype.
+    The norm is the L2 norm of all gradients together; each keeps its dtype. max_norm: None leaves
+    them as they are.
     """
     norm = math.sqrt(sum(float((gradient.double() ** 2).sum()) for gradient in gradients.values()))
     factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))

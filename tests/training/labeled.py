@@ -1,6 +1,6 @@
 """Build random labeled sequences as datasets, and a small Llama in transformers and in our decoder.
 
-Tests train both on the same sequences, transformers' by TRL, and compare gradients.
+Tests train both on the same sequences, transformers' by TRL, and compare their gradients.
 """
 
 from pathlib import Path
@@ -19,7 +19,8 @@ from recipe_lib.models.spec import DecoderSpec
 
 VOCABULARY = 96
 LIMIT = 24  # max_seq_len
-PAD = 95
+PAD = 95  # id of the padding token, in no sequence
+# Keys of config.json of the small Llama.
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -38,8 +39,8 @@ SHAPE = {
 def build_sequences(lengths: list[tuple[int, ...]], values: list[float], group: int = 1) -> Dataset:
     """Return a dataset of random items of `group` sequences each.
 
-    lengths: of each item the prompt's length, then those of its answers, one for each sequence.
-    values: of the items.
+    lengths: of each item the prompt's length in tokens, then those of its answers, one for each
+    sequence. values: a number for each item, such as its label or margin.
     """
     generator = np.random.Generator(np.random.Philox(7))
     ids: list[np.ndarray] = []
@@ -53,18 +54,18 @@ def build_sequences(lengths: list[tuple[int, ...]], values: list[float], group: 
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in ids])])
     report = DataReport("made", "made", LIMIT)
     return Dataset(
-        np.concatenate(ids),
-        offsets,
-        np.concatenate(trained),
-        report,
-        {},
+        ids=np.concatenate(ids),
+        offsets=offsets,
+        trained=np.concatenate(trained),
+        report=report,
+        settings={},
         group=group,
         values=np.array(values, dtype=np.float64),
     )
 
 
 def split_parts(dataset: Dataset, number: int) -> tuple[list[int], list[int]]:
-    """Return the ids of a sequence's prompt and of its answer."""
+    """Return the ids of sequence `number`'s prompt and of its answer."""
     start = dataset._offsets[number]
     end = dataset._offsets[number + 1]
     ids = dataset.ids[start:end].tolist()
@@ -75,7 +76,7 @@ def split_parts(dataset: Dataset, number: int) -> tuple[list[int], list[int]]:
 def save_theirs(seed: int, folder: Path, **changed: Any) -> Any:
     """Save transformers' model with random weights in fp32 to a folder; return it.
 
-    changed: of its config; with num_labels it has a score head.
+    changed: keys of its config; with num_labels it is a classifier with a score head.
     """
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 

@@ -1,6 +1,7 @@
-"""Pairs of random answers as a dataset, and the losses of DPO and its variants by their formulas.
+"""Build pairs of random answers as a dataset, and compute losses of DPO's kind by their formulas.
 
-`compute_plain_loss` computes one answer at a time, from full logits.
+`compute_plain_loss` is the reference of the library's loss: it computes one answer at a time, from
+full logits.
 """
 
 import numpy as np
@@ -15,7 +16,7 @@ from recipe_lib.models.decoder import Decoder
 # Tokens of the prompt, of the chosen and of the rejected answer.
 LENGTHS = [(5, 4, 6), (2, 9, 1), (7, 1, 3), (3, 3, 3), (1, 6, 8), (4, 2, 5), (6, 5, 2), (2, 7, 7)]
 
-LOSSES = {
+LOSSES = {  # name of a case -> the settings of its loss
     "sigmoid": DpoConfig(beta=0.7),
     "sigmoid without reference": DpoConfig(beta=0.3, reference_free=True),
     "cdpo": DpoConfig(beta=0.5, label_smoothing=0.2),
@@ -26,9 +27,9 @@ LOSSES = {
 
 
 def build_pairs(vocabulary: int) -> Dataset:
-    """Return a dataset of the pairs in LENGTHS.
+    """Return a dataset of the pairs in LENGTHS: each item is two sequences.
 
-    Every answer's sequence begins with the prompt; only the answer's ids are trained.
+    Every answer's sequence begins with the prompt; only the answer's ids are labels.
     """
     generator = np.random.Generator(np.random.Philox(3))
     ids: list[np.ndarray] = []
@@ -41,11 +42,21 @@ def build_pairs(vocabulary: int) -> Dataset:
             trained.append(np.repeat(np.array([0, 1], dtype=np.uint8), [prompt_length, length]))
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in ids])])
     report = DataReport("made", "preference", 64)
-    return Dataset(np.concatenate(ids), offsets, np.concatenate(trained), report, {}, group=2)
+    return Dataset(
+        ids=np.concatenate(ids),
+        offsets=offsets,
+        trained=np.concatenate(trained),
+        report=report,
+        settings={},
+        group=2,
+    )
 
 
-def answer(model: Decoder, row: tuple[Tensor, Tensor], mean: bool) -> Tensor:
-    """Return the sum, or the mean, of the log-probabilities of one row's labels."""
+def score_answer(model: Decoder, row: tuple[Tensor, Tensor], mean: bool) -> Tensor:
+    """Return the sum, or the mean, of the log-probabilities of one row's labels.
+
+    row: (tokens, labels), int64 `[s]`; labels are -100 where there is none.
+    """
     tokens, labels = row
     log_probs = model(tokens.unsqueeze(0))[0].log_softmax(-1)
     label_log_probs = [
@@ -61,8 +72,8 @@ def compute_plain_loss(
 ) -> tuple[Tensor, list[float]]:
     """Return the mean loss over all pairs, and the means of the metrics.
 
-    The metrics are chosen reward, rejected reward and accuracy. reference: None for a loss without
-    a reference model.
+    The metrics are chosen reward, rejected reward and accuracy. reference: the model whose
+    log-probabilities are subtracted; None for a loss without one.
     """
     mean = cfg.loss in ("ipo", "simpo")
     total = torch.zeros((), dtype=torch.float64)
@@ -72,12 +83,13 @@ def compute_plain_loss(
             (torch.from_numpy(row.tokens).long(), torch.from_numpy(row.labels))
             for row in (rows[2 * pair], rows[2 * pair + 1])
         ]
-        chosen, rejected = (answer(model, row, mean) for row in answers)
-        reference_chosen = reference_rejected = torch.zeros((), dtype=torch.float64)
+        chosen, rejected = (score_answer(model, row, mean) for row in answers)
+        reference_chosen = torch.zeros((), dtype=torch.float64)
+        reference_rejected = torch.zeros((), dtype=torch.float64)
         if reference:
             with torch.no_grad():
                 reference_chosen, reference_rejected = (
-                    answer(reference, row, mean) for row in answers
+                    score_answer(reference, row, mean) for row in answers
                 )
         ratio = (chosen - reference_chosen) - (rejected - reference_rejected)
         if cfg.loss == "ipo":

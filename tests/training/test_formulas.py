@@ -80,7 +80,7 @@ def is_refused(cfg: OptimizerConfig, dtype: torch.dtype) -> bool:
 
 
 def tolerance(cfg: OptimizerConfig, dtype: torch.dtype, name: str) -> float:
-    """Of `Formula.error`. Muon's iteration is in bf16, whatever the weights; torch's kernels that
+    """Of `Formula.measure_error`. Muon's iteration is in bf16, whatever the weights; torch's kernels that
     are not fused, and decay that is apart, round to the weights' type several times in a step,
     which a few numbers have no mean of; a state in 4 or 8 bits is the next level now and then.
     """
@@ -138,7 +138,7 @@ def errors(
         assert not torch.equal(parameter.detach().double(), formulas[name].start), (
             f"{name} has not moved"
         )
-    return {name: formulas[name].error(parameter.detach()) for name, parameter in named}
+    return {name: formulas[name].measure_error(parameter.detach()) for name, parameter in named}
 
 
 CASES = [

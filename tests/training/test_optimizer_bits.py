@@ -19,8 +19,8 @@ from recipe_lib.optim.optimizers import (
     set_learning_rate,
 )
 from tests.distributed.ranks import run_ranks
-from tests.torchao_oracle import build_low_bit_adamw
-from tests.training.cut import Cut, own_part, place_model
+from tests.torchao_oracle import get_low_bit_adamw_classes
+from tests.training.cut import Cut, place_model, shard_like
 
 CPU = torch.device("cpu")
 CFG = OptimizerConfig(lr=1e-2, weight_decay=0.1, betas=[0.9, 0.95], eps=1e-8)
@@ -98,7 +98,7 @@ def in_fp64(
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    return build_low_bit_adamw()
+    return get_low_bit_adamw_classes()
 
 
 @pytest.mark.slow
@@ -333,11 +333,11 @@ def test_ranks_have_the_numbers_of_one(ranks: int) -> None:
                 optimizer = build_optimizer(replace(CFG, **options), params.items(), CPU)
                 for step in range(3):
                     for name, parameter in params.items():
-                        parameter.grad = own_part(gradient(name, step, torch.bfloat16), parameter)
+                        parameter.grad = shard_like(gradient(name, step, torch.bfloat16), parameter)
                     optimizer.step()
                 for key, value in everything(optimizer, params).items():
                     if not torch.equal(
-                        value.to_local(), own_part(alone[case][key], value).to_local()
+                        value.to_local(), shard_like(alone[case][key], value).to_local()
                     ):
                         differ.append(f"{cut} {case} {key}")
                 expected = count_optimizer_state_bytes(replace(CFG, **options), params.items())

@@ -33,7 +33,7 @@ from recipe_lib.training.output import (
 from recipe_lib.training.records import MetricsFile, write_report, write_summary
 from tests.checkpoint.conftest import memory_path, memory_root  # noqa: F401
 from tests.checkpoint.test_faults import end_process, in_child, operations_of, stop_at
-from tests.checkpoint.tiny import list_tree
+from tests.checkpoint.tiny import read_tree
 from tests.forked import call_forked
 
 
@@ -94,14 +94,14 @@ def seed_in(folder: Path) -> str:
 def test_the_earlier_run_stays_until_the_new_model_is_there(tmp_path: Path) -> None:
     root = tmp_path / "out"
     earlier_run(root)
-    model, state = list_tree(root / "model"), list_tree(root / "state")
+    model, state = read_tree(root / "model"), read_tree(root / "state")
     records = {
         name: (root / name).read_bytes() for name in ("config.yaml", "summary.json", "report.html")
     }
     cfg = config(root, seed=2, overwrite_output_dir=True)
     check_output(cfg)
     open_output(cfg)
-    assert list_tree(root / "model") == model and list_tree(root / "earlier" / "state") == state
+    assert read_tree(root / "model") == model and read_tree(root / "earlier" / "state") == state
     assert {name: (root / "earlier" / name).read_bytes() for name in records} == records
     assert (
         root / "earlier/trackers/tensorboard/events.out.tfevents.1.host.2.3"
@@ -113,9 +113,9 @@ def test_the_earlier_run_stays_until_the_new_model_is_there(tmp_path: Path) -> N
     )
     finish(root, "diverged")
     drop_earlier(root)  # there is no model yet
-    assert list_tree(root / "model") == model and list_tree(root / "earlier" / "state") == state
+    assert read_tree(root / "model") == model and read_tree(root / "earlier" / "state") == state
     write_model(root, 2.0)
-    assert list_tree(root / "model") != model and list_tree(root / "earlier" / "state") == state
+    assert read_tree(root / "model") != model and read_tree(root / "earlier" / "state") == state
     drop_earlier(root)
     assert sorted(path.name for path in root.iterdir()) == [
         "config.yaml", "metrics.jsonl", "model", "report.html", "summary.json", "trackers", "written.json",
@@ -127,7 +127,7 @@ def test_the_earlier_run_stays_until_the_new_model_is_there(tmp_path: Path) -> N
 
 def test_an_attempt_that_failed_does_not_take_the_place_of_the_earlier_run(tmp_path: Path) -> None:
     earlier_run(tmp_path)
-    model = list_tree(tmp_path / "model")
+    model = read_tree(tmp_path / "model")
     for seed in (2, 3):  # fails before it saves anything
         open_output(config(tmp_path, seed=seed, overwrite_output_dir=True))
         finish(tmp_path, "failed")
@@ -138,7 +138,7 @@ def test_an_attempt_that_failed_does_not_take_the_place_of_the_earlier_run(tmp_p
         check_output(config(tmp_path))
     check_output(config(tmp_path, resume="latest"))
     open_output(config(tmp_path, seed=4, overwrite_output_dir=True))
-    assert list_tree(tmp_path / "model") == model
+    assert read_tree(tmp_path / "model") == model
     kept = {
         seed_in(folder): [path.name for path in (folder / "state").iterdir()]
         for folder in tmp_path.glob("earlier*")
@@ -183,7 +183,7 @@ UNRECORDED: dict[str, Callable[[Path], object]] = {
 def test_what_no_run_wrote_is_refused_and_stays(name: str, tmp_path: Path) -> None:
     earlier_run(tmp_path)
     UNRECORDED[name](tmp_path / name)
-    before = list_tree(tmp_path)
+    before = read_tree(tmp_path)
     for use in (check_output, open_output):
         with pytest.raises(ConfigError) as caught:
             use(config(tmp_path, overwrite_output_dir=True))
@@ -192,7 +192,7 @@ def test_what_no_run_wrote_is_refused_and_stays(name: str, tmp_path: Path) -> No
             == f"output_dir: {tmp_path / name} is not, or no longer, what a run wrote, and would be"
             " replaced; move it away, or choose another output_dir"
         )
-    assert list_tree(tmp_path) == before
+    assert read_tree(tmp_path) == before
 
 
 EDITS = {
@@ -345,14 +345,14 @@ def test_inputs_inside_what_is_replaced_are_refused(
     cfg = config(root, LoraFinetuneConfig, **how)
     section, _, word = key.partition(".")
     setattr(getattr(cfg, section), word, path)
-    before = list_tree(root)
+    before = read_tree(root)
     with pytest.raises(ConfigError) as caught:
         check_output(cfg)
     said = str(caught.value)
     assert said.startswith(f"{key}: ") and said.endswith(
         ", which a run in this output_dir replaces; copy it elsewhere, or choose another output_dir"
     )
-    assert list_tree(root) == before
+    assert read_tree(root) == before
 
 
 def test_one_of_several_sources_and_a_linked_output_folder(tmp_path: Path) -> None:
@@ -415,13 +415,13 @@ def test_a_process_that_ends_at_every_fourth_operation(
     source = memory_path / "source"
     earlier_run(source, "model", "adapter")
     old, state, adapter = (
-        list_tree(source / "model"),
-        list_tree(source / "state"),
-        list_tree(source / "adapter"),
+        read_tree(source / "model"),
+        read_tree(source / "state"),
+        read_tree(source / "adapter"),
     )
     shutil.copytree(source, memory_path / "count")
     count = len(operations_of(lambda: replace_run(memory_path / "count"), monkeypatch))
-    new = list_tree(memory_path / "count" / "adapter")
+    new = read_tree(memory_path / "count" / "adapter")
     assert count > 40 and new != adapter
     seen = set()
     for number in range(0, count, 4):
@@ -433,19 +433,19 @@ def test_a_process_that_ends_at_every_fourth_operation(
             replace_run(root)
 
         assert in_child(replace_and_end) == 9
-        found = list_tree(root / "adapter")
+        found = read_tree(root / "adapter")
         assert found in (adapter, new), "neither the old adapter nor the new one is there"
         seen.add(found == new)
         if found == adapter:
-            assert list_tree(root / "model") == old
+            assert read_tree(root / "model") == old
             places = [root / "state", *root.glob("earlier*/state")]
-            kept = next(place for place in places if list_tree(place) == state)
+            kept = next(place for place in places if read_tree(place) == state)
             assert seed_in(kept.parent) == "seed: 1" or kept == root / "state"
             assert any(seed_in(folder) == "seed: 1" for folder in (root, *root.glob("earlier*")))
         if (root / "state" / "step_2").exists():
             assert seed_in(root) == "seed: 2"
         replace_run(root)
-        assert list_tree(root / "adapter") == new
+        assert read_tree(root / "adapter") == new
         names = {path.name for path in root.iterdir()}
         assert names == {
             "adapter",

@@ -16,8 +16,8 @@ import transformers
 
 from tests.tokenizers.made import write_json
 
-# Rows of 256, as quantized blocks of 256 need them, and more rows of the vocabulary than the
-# tokenizer has ids.
+# Keys of config.json that every case has, unless it says otherwise. Matrices have rows of 256, as
+# quantized blocks of 256 need them. The vocabulary has more rows than the tokenizer has ids, 320.
 SMALL: dict[str, Any] = {
     "vocab_size": 336,
     "hidden_size": 256,
@@ -30,6 +30,7 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 3,
 }
+# Values of `rope_scaling`, and what the Gemma cases share.
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -45,7 +46,7 @@ LONG = {
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 6}
 
-# name -> (transformers' config class, what differs from SMALL)
+# Name of a case -> (transformers' config class, keys that differ from SMALL).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("LlamaConfig", {"num_key_value_heads": 4}),
     "llama3.1": (
@@ -82,7 +83,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(case: str, **changes: Any) -> transformers.PreTrainedModel:
-    """Return the model of a case, norms and biases random too. changes: of its config."""
+    """Return the model of one of CASES, norms and biases random too. changes: of its config."""
     class_name, options = CASES[case]
     config = getattr(transformers, class_name)(**SMALL | options | changes)
     model = transformers.AutoModelForCausalLM.from_config(
@@ -101,7 +102,10 @@ def make_model(case: str, **changes: Any) -> transformers.PreTrainedModel:
 
 
 def save_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Write the model of a case with a tokenizer of 320 ids into a folder; return the model."""
+    """Write the model of a case with a tokenizer of 320 ids into a folder; return the model.
+
+    dtype: of the weights. changes: keys of its config.
+    """
     model = make_model(case, **changes).to(dtype)
     model.save_pretrained(folder)
     write_json(folder)
@@ -109,7 +113,7 @@ def save_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **ch
 
 
 def make_tokens(length: int = 40) -> list[int]:
-    """Return ids of the tokenizer, none of them special."""
+    """Return `length` random ids of the tokenizer, none of them special (0 to 3)."""
     return torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
@@ -118,12 +122,12 @@ def import_llama_cpp() -> Any:
     library = pytest.importorskip(
         "llama_cpp", reason="llama-cpp-python is not installed: no llama.cpp to compare with"
     )
-    library.llama_log_set(_silence(library), None)
+    library.llama_log_set(_build_silent_callback(library), None)
     return library
 
 
 @cache
-def _silence(library: Any) -> Any:
+def _build_silent_callback(library: Any) -> Any:
     """Return a log callback that drops its lines.
 
     The cache keeps it alive, as llama.cpp calls it as long as the process lives.
@@ -132,21 +136,28 @@ def _silence(library: Any) -> Any:
 
 
 def compute_llama_logits(file: Path, ids: list[int], adapter: Path | None = None) -> np.ndarray:
-    """Return the logits `[s, v]` that llama.cpp computes, with its KV cache in fp32."""
+    """Return the logits fp32 `[s, v]` that llama.cpp computes, with its KV cache in fp32.
+
+    file: the GGUF model. adapter: a GGUF adapter to apply to it.
+    """
     library = import_llama_cpp()
     options = library.llama_model_default_params()
     options.use_mmap = False
     model = library.llama_model_load_from_file(str(file).encode(), options)
     assert model, f"llama.cpp does not load {file}"
     settings = library.llama_context_default_params()
-    settings.n_ctx = settings.n_batch = 256
-    settings.n_threads = settings.n_threads_batch = 1
+    settings.n_ctx = 256
+    settings.n_batch = 256
+    settings.n_threads = 1
+    settings.n_threads_batch = 1
     settings.flash_attn_type = 0  # off
-    settings.type_k = settings.type_v = 0  # fp32
+    settings.type_k = 0  # fp32
+    settings.type_v = 0
     context = library.llama_init_from_model(model, settings)
     if adapter is not None:
         lora = library.llama_adapter_lora_init(model, str(adapter).encode())
         assert lora, f"llama.cpp does not load {adapter}"
+        # Positional: context, adapters, how many, their scales.
         loras = (library.llama_adapter_lora_p_ctypes * 1)(lora)
         library.llama_set_adapters_lora(context, loras, 1, (ctypes.c_float * 1)(1.0))
     batch = library.llama_batch_init(len(ids), 0, 1)
@@ -171,7 +182,7 @@ def compute_llama_logits(file: Path, ids: list[int], adapter: Path | None = None
 def tokenize_with_llama(file: Path, texts: list[str], special: bool) -> list[list[int]]:
     """Return the ids of each text by llama.cpp, without BOS.
 
-    special: parse special tokens in the text.
+    file: a GGUF model. special: parse special tokens in the text.
     """
     library = import_llama_cpp()
     options = library.llama_model_default_params()

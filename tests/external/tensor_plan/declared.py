@@ -1,4 +1,8 @@
-"""Compare a model's declared tensor parallel placements with the plan inferred from its forward."""
+"""Compare tensor-parallel placements that a model declares with a plan made from its forward.
+
+A tensor plan says for each parameter along which dimension ranks divide it. Tests read what others
+have declared, as DTensors, by `read_declared` and compare by `list_differences`.
+"""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -12,8 +16,9 @@ from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 class Declaration(NamedTuple):
     """How a parameter is declared to be sharded."""
 
-    dim: int  # that is sharded evenly, -1 for none
-    gradient: str  # "sharded" or "partial", as in ParameterPlan
+    dim: int  # that is sharded evenly; -1: the parameter is replicated
+    # "sharded": each rank has its shard's. "partial": ranks have summands of it.
+    gradient: str
 
 
 def read_declared(model: nn.Module, mesh_dim: str = "tensor") -> dict[str, Declaration]:
@@ -37,7 +42,7 @@ def read_declared(model: nn.Module, mesh_dim: str = "tensor") -> dict[str, Decla
 
 
 def list_differences(plan: ShardingPlan, declared: Mapping[str, Declaration]) -> list[str]:
-    """Return a line for each parameter whose declaration differs from the plan."""
+    """Return a line for each parameter whose declaration is missing or differs from the plan."""
     planned_names = {parameter.name for parameter in plan.parameters}
     lines = [
         f"{name}: declared, but not the model's" for name in declared if name not in planned_names
@@ -55,7 +60,7 @@ def list_differences(plan: ShardingPlan, declared: Mapping[str, Declaration]) ->
                 f"{name}: declared {_describe_sharding(declaration.dim)},"
                 f" expected {expected}{reason}"
             )
-        elif len(parameter.segments) > 1:
+        elif len(parameter.segments) > 1:  # a fused matrix, each part of which is cut
             parts = " + ".join(map(str, parameter.segments))
             lines.append(
                 f"{name}: declared one even cut along dim {declaration.dim}, expected one of each"
@@ -69,5 +74,5 @@ def list_differences(plan: ShardingPlan, declared: Mapping[str, Declaration]) ->
 
 
 def _describe_sharding(dim: int) -> str:
-    """Return how a parameter that is sharded along `dim` (-1: not) is called in a line."""
+    """Return the words of a line for a parameter that is sharded along `dim` (-1: replicated)."""
     return "whole" if dim < 0 else f"cut along dim {dim}"

@@ -1,4 +1,7 @@
-"""Read a tensor plan that was written as plain data, as another program would."""
+"""Read a tensor plan that was written as plain data, as another program would.
+
+A tensor plan says how ranks divide each tensor of a model; `tune tp-plan` writes it.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,11 +17,12 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
 )
 
 
-def plan_from(stored: Mapping[str, Any]) -> ShardingPlan:
-    """Return the plan that `to_dict` wrote.
+def read_stored_plan(stored: Mapping[str, Any]) -> ShardingPlan:
+    """Return the plan that `ShardingPlan.to_dict` wrote.
 
     Raises ConfigError, naming the entry, for anything else.
     """
+    # Field -> class of its entries; the other fields have plain values.
     kinds = {"axes": Axis, "parameters": ParameterPlan, "boundaries": Boundary, "rewrites": Rewrite}
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(ShardingPlan):
@@ -40,7 +44,10 @@ def plan_from(stored: Mapping[str, Any]) -> ShardingPlan:
 
 
 def _build_entry(kind: Any, item: Any, section: str) -> Any:
-    """Return an object of class `kind` with the item's fields."""
+    """Return an object of class `kind` with the item's fields.
+
+    section: the field of the plan, for messages. Raises ConfigError if the fields are others.
+    """
     names = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(item, Mapping) or not set(item) <= names:
         raise ConfigError(

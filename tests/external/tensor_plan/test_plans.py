@@ -21,7 +21,7 @@ from recipe_lib.external.tensor_plan.transformers_models import (
     infer_config_plan,
     infer_plan_and_mask,
 )
-from tests.external.tensor_plan.stored_plan import plan_from
+from tests.external.tensor_plan.stored_plan import read_stored_plan
 
 _place = Path(__file__).with_name("hostile.py")
 _spec = importlib.util.spec_from_file_location("hostile", _place)
@@ -108,7 +108,7 @@ def test_norms_of_heads_have_partial_gradients_and_taking_them_for_full_is_wrong
         each["gradient"] = "full" if each["gradient"] == "partial" else each["gradient"]
     errors = measure_rank_errors(
         random_model(config).double(),
-        plan_from(held),
+        read_stored_plan(held),
         2,
         build_example_inputs(config, device="cpu"),
     )
@@ -123,7 +123,7 @@ def test_a_missing_entry_point_makes_gradients_wrong():
     held["boundaries"].remove(entering)
     model = random_model(config).double()
     errors = measure_rank_errors(
-        model, plan_from(held), 2, build_example_inputs(config, device="cpu")
+        model, read_stored_plan(held), 2, build_example_inputs(config, device="cpu")
     )
     assert errors["model.layers.0.input_layernorm.weight"] > 0.1
 
@@ -141,7 +141,7 @@ def test_fused_weights_are_cut_by_segments_and_a_contiguous_cut_is_caught():
             if name in each["name"]:
                 each["segments"] = [sum(each["segments"])]
         inputs = build_example_inputs(config, device="cpu")
-        certificate = certify(random_model(config), plan_from(held), 2, inputs)
+        certificate = certify(random_model(config), read_stored_plan(held), 2, inputs)
         assert "what the model gives is off by" in certificate.failures[0]
         row = "o_proj" if name == "qkv_proj" else "down_proj"
         assert any(
@@ -169,7 +169,7 @@ def test_a_missing_rewrite_is_caught():
     assert plan.rewrites
     held = {**plan.to_dict(), "rewrites": []}
     inputs = build_example_inputs(config, device="cpu")
-    assert certify(random_model(config), plan_from(held), 2, inputs).failures
+    assert certify(random_model(config), read_stored_plan(held), 2, inputs).failures
 
 
 def test_fewer_heads_of_keys_than_ranks_cut_the_groups_instead():
@@ -249,7 +249,7 @@ def test_a_key_head_of_which_a_rank_has_its_part_alone_is_caught():
     for each in held["parameters"]:
         each["whole"] = []
     certificate = certify(
-        random_model(config), plan_from(held), 2, build_example_inputs(config, device="cpu")
+        random_model(config), read_stored_plan(held), 2, build_example_inputs(config, device="cpu")
     )
     assert certificate.failures
 
@@ -371,17 +371,17 @@ def test_tracing_leaves_the_model_as_it_was():
 
 def test_a_plan_survives_being_written_and_its_hash_tells_plans_apart():
     plan = infer_config_plan(small_config("qwen3"))
-    again = plan_from(plan.to_dict())
+    again = read_stored_plan(plan.to_dict())
     assert again == plan and again.hash() == plan.hash()
     assert infer_config_plan(small_config("qwen3", intermediate_size=192)).hash() != plan.hash()
     with pytest.raises(
         ConfigError, match=r"tensor plan: found no list axes, expected what to_dict wrote"
     ):
-        plan_from({})
+        read_stored_plan({})
     broken = plan.to_dict()
     broken["axes"][0]["color"] = 1
     with pytest.raises(ConfigError, match=r"tensor plan, axes: found .*color.*expected the keys"):
-        plan_from(broken)
+        read_stored_plan(broken)
     with pytest.raises(ConfigError, match=r"no parameter nobody, expected one of the model's"):
         plan.parameter("nobody")
 

@@ -1,13 +1,17 @@
-"""Formulas for a pipeline's micro-batches in flight and its bubble, to check schedules with."""
+"""Compute a pipeline's micro-batches in flight and its bubble by formula, to check schedules with.
+
+Schedules have their usual names: gpipe, 1f1b, interleaved_1f1b, interleaved_zero_bubble, zbv.
+"""
 
 
 def compute_in_flight(
     schedule: str, ranks: int, rank: int, micro_batches: int, stages_per_rank: int = 1
 ) -> int | None:
-    """Return the most micro-batches between their forward and backward (B or I) on a rank.
+    """Return the most micro-batches that are between forward and backward at once on a rank.
 
-    A micro-batch counts for each of the rank's v stages. None: no formula for this number of
-    micro-batches.
+    Backward is the whole, or the input gradient where weight gradients come later. A micro-batch
+    counts once for each of the rank's v stages. Return None where no formula is known, since rounds
+    are of different sizes.
 
     With p ranks and m micro-batches, n of them in each of the m // p rounds of an interleaved
     schedule:
@@ -34,23 +38,27 @@ def compute_in_flight(
 def compute_theoretical_bubble(
     schedule: str, ranks: int, micro_batches: int, stages_per_rank: int = 1
 ) -> float | None:
-    """Return the bubble (see `Timeline.bubble`) of equal stages; None where no formula is known.
+    """Return the bubble for equal stages: the part of all ranks' time in which they idle.
 
-    Forward, input gradient and weight gradients take one unit of time each, transfers none. With p
-    ranks, m micro-batches and v stages on a rank it is idle / (3 v m + idle), where idle is:
+    Return None where no formula is known. Forward, input gradient and weight gradients take one
+    unit of time each, transfers none. With p ranks, m micro-batches and v stages on a rank it is
+    idle / (3 v m + idle), where idle is:
     - gpipe, 1f1b: 3 (p - 1), for every m; so (p - 1) / (m + p - 1), however long backward takes.
     - interleaved_1f1b: 3 (p - 1) if m >= p is in m // p rounds of one size;
       for m < p 3 (v - 1) (p - m) more.
     - interleaved_zero_bubble: p - 1 if m >= p is in such rounds; more for m < p.
     - zbv: p - 1 if m >= 3 p // 2; 4 p - 2 - 2 m if that is more.
     """
-    idle = _compute_idle(schedule, ranks, micro_batches, stages_per_rank)
+    idle = _compute_idle(schedule, ranks, micro_batches, stages=stages_per_rank)
     return None if idle is None else idle / (3 * stages_per_rank * micro_batches + idle)
 
 
 def _compute_idle(schedule: str, ranks: int, micro_batches: int, stages: int) -> int | None:
-    """Return how long each rank does not compute, in units of a stage's forward."""
-    missing = max(0, ranks - micro_batches)
+    """Return how long each rank idles in a step, in units of a stage's forward.
+
+    Return None where rounds of an interleaved schedule are of different sizes.
+    """
+    missing = max(0, ranks - micro_batches)  # micro-batches that a full round would have more
     if schedule in ("gpipe", "1f1b"):
         return 3 * (ranks - 1)
     if schedule == "zbv":

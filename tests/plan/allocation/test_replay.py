@@ -13,14 +13,14 @@ from tests.plan.made_traces import Writer, build_training_steps
 
 def test_peaks_are_by_phase_and_the_pool_stays():
     writer = Writer()
-    writer.phase("setup")
-    weight = writer.alloc(10 * MIB)
-    writer.free(writer.alloc(100 * MIB))
-    writer.phase("step")
-    writer.free(writer.alloc(20 * MIB + 1))
-    writer.alloc(MIB + 1, stream=1)
-    writer.alloc(77, device=False)
-    writer.alloc(0)
+    writer.begin_phase("setup")
+    weight = writer.allocate(10 * MIB)
+    writer.free(writer.allocate(100 * MIB))
+    writer.begin_phase("step")
+    writer.free(writer.allocate(20 * MIB + 1))
+    writer.allocate(MIB + 1, stream=1)
+    writer.allocate(77, device=False)
+    writer.allocate(0)
     writer.free(weight)
     found = replay(writer.trace)
     setup, step = found.phases["setup"], found.phases["step"]
@@ -38,8 +38,8 @@ def test_peaks_are_by_phase_and_the_pool_stays():
 def test_a_phase_that_comes_twice_keeps_its_largest_peaks():
     writer = Writer()
     for size in (10, 30, 20):
-        writer.phase("step")
-        writer.free(writer.alloc(size * MIB))
+        writer.begin_phase("step")
+        writer.free(writer.allocate(size * MIB))
     found = replay(writer.trace)
     assert list(found.phases) == ["step"] and found.phases["step"].allocated == 30 * MIB
     assert found.reserved == 40 * MIB  # 10 and 30: the 20 are cut from the 30
@@ -65,11 +65,11 @@ def test_expandable_segments_reserve_little_more_than_is_active():
 
 def test_a_replay_ends_where_memory_runs_out():
     writer = Writer()
-    writer.phase("setup")
-    writer.alloc(30 * MIB)
-    writer.phase("step")
-    writer.op("mm")
-    writer.alloc(40 * MIB, module="layers.3.mlp", op="aten.mm", part="forward")
+    writer.begin_phase("setup")
+    writer.allocate(30 * MIB)
+    writer.begin_phase("step")
+    writer.run_op("mm")
+    writer.allocate(40 * MIB, module="layers.3.mlp", op="aten.mm", part="forward")
     found = replay(writer.trace, AllocatorSettings(cap=60 * MIB))
     assert not found.survived and found.retries == 1
     assert found.phases["step"].reserved == 30 * MIB
@@ -80,9 +80,9 @@ def test_the_smallest_cap_by_hand():
     back first.
     """
     writer = Writer()
-    writer.phase("step")
-    writer.free(writer.alloc(20 * MIB))
-    writer.alloc(30 * MIB, stream=1)
+    writer.begin_phase("step")
+    writer.free(writer.allocate(20 * MIB))
+    writer.allocate(30 * MIB, stream=1)
     assert replay(writer.trace).reserved == 50 * MIB
     assert find_smallest_cap(writer.trace) == 30 * MIB
     assert find_smallest_cap(writer.trace, expandable=True) == 40 * MIB  # in pages of 20 MiB
@@ -105,8 +105,8 @@ def test_the_smallest_cap_is_enough_and_a_step_less_is_not(expandable):
 
 def test_a_trace_without_device_memory():
     writer = Writer()
-    writer.phase("setup")
-    writer.alloc(100, device=False)
+    writer.begin_phase("setup")
+    writer.allocate(100, device=False)
     found = replay(writer.trace)
     assert found.survived and found.reserved == 0 and find_smallest_cap(writer.trace) == 0
     assert replay(Writer().trace).phases == {}

@@ -39,12 +39,12 @@ def test_torch_reads_it(tmp_path, expandable):
 
 def test_entries_say_what_was_allocated_where_and_when(tmp_path):
     writer = Writer()
-    writer.phase("setup")
-    weight = writer.alloc(30 * MIB, kind="parameters", label="head.weight")
-    writer.phase("step")
-    writer.op("mm")
-    writer.alloc(100, device=False)
-    writer.alloc(700, kind="activations", module="layers.0", op="aten.mm", part="forward")
+    writer.begin_phase("setup")
+    weight = writer.allocate(30 * MIB, kind="parameters", label="head.weight")
+    writer.begin_phase("step")
+    writer.run_op("mm")
+    writer.allocate(100, device=False)
+    writer.allocate(700, kind="activations", module="layers.0", op="aten.mm", part="forward")
     writer.free(weight)
     snapshot = snapshot_of(writer.trace, tmp_path)
     entries = snapshot["device_traces"][0]
@@ -79,10 +79,10 @@ def test_entries_say_what_was_allocated_where_and_when(tmp_path):
 
 def test_it_ends_where_memory_runs_out(tmp_path):
     writer = Writer()
-    writer.phase("step")
-    writer.alloc(30 * MIB)
-    writer.alloc(40 * MIB, module="layers.7")
-    writer.alloc(1)
+    writer.begin_phase("step")
+    writer.allocate(30 * MIB)
+    writer.allocate(40 * MIB, module="layers.7")
+    writer.allocate(1)
     snapshot = snapshot_of(writer.trace, tmp_path, cap=50 * MIB)
     *_, last = snapshot["device_traces"][0]
     assert (last["action"], last["size"]) == ("oom", 40 * MIB) and last["frames"][1][

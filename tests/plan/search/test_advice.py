@@ -11,7 +11,7 @@ from recipe_lib.units import GIB
 from tests.plan.apart import build_settings, call_in_fork
 from tests.plan.configs import load
 from tests.plan.mixtures import write_mixture
-from tests.plan.plans import hand_made
+from tests.plan.plans import build_example_plan
 
 CONFIG = (
     "batch_size=4",
@@ -69,7 +69,7 @@ def test_what_makes_it_fit_comes_first():
     from recipe_lib.plan.search.lever_table import Lever
     from recipe_lib.plan.search.trials import Estimate
 
-    plan = hand_made()
+    plan = build_example_plan()
     plan.device.usable = plan.heaviest.reserved_expandable - GIB
     plan.verdict = DOES_NOT_FIT
 
@@ -255,7 +255,7 @@ def test_what_is_weighed_is_shown_where_it_takes_more() -> None:
     from recipe_lib.plan.search.lever_table import Lever
     from recipe_lib.plan.search.trials import Estimate
 
-    plan = hand_made()
+    plan = build_example_plan()
     size = plan.heaviest.peak.active
     sizes = size + GIB, size + GIB, size + GIB
     more = Estimate(*sizes, 0, 2.0, 1, 0, 0, 0, "", usable=plan.device.usable)

@@ -1,7 +1,8 @@
 """Simulate runs that use several streams, with one line's waits taken out.
 
-`check(name, removed)` simulates one of CASES and returns the checker of streams, which has to find
-the missing wait, and the lines that wait.
+`check(name, removed)` simulates one of CASES without the waits (for streams, events, collectives)
+of a line of code. The stream checker, which looks for memory that two streams use in no certain
+order, has to find each wait that is missing. No tensor has any bytes.
 """
 
 import sys
@@ -19,28 +20,28 @@ from recipe_lib.plan.streams.stream_checker import Line, StreamChecker
 from recipe_lib.plan.tracing.trace_rank import simulate
 from tests.plan.apart import build_settings
 
-_SMALL = ("device=auto", "max_seq_len=128")
-# Files of calls between a wait and the line that asked for it.
+_SMALL = ("device=auto", "max_seq_len=128")  # overrides of every case
+# Files between a wait and the line that asked for it.
 _BETWEEN = ("simulated_ranks.py", "transport.py")
-# Files of the device's own calls, and of waits for synchronous collectives.
+# Files whose waits are not counted: the simulated device's, and those of synchronous collectives.
 _NO_WAITS = ("simulated_device.py", "distributed_c10d.py")
-# A wait in the first file counts for its caller too; the second is between the two.
+# A wait in the first file counts for its caller too; a decorator of the second is between the two.
 _COPIES = ("host_copies.py", "_contextlib.py")
-Waits = dict[Line, int]  # how often each line waits
+Waits = dict[Line, int]  # (file, line number) -> how often it waits
 
 
 @dataclass(frozen=True)
 class Case:
     """A run to simulate."""
 
-    config: str
+    config: str  # name of a shipped one
     ranks: int
     overrides: tuple[str, ...]
     recipe: Callable[[type], type] = lambda recipe: recipe  # derives a class from the recipe's
 
 
-def drops_a_graph(recipe: type) -> type:
-    """Return a recipe with a forward whose backward never comes."""
+def add_forward_without_backward(recipe: type) -> type:
+    """Return a recipe whose step begins with a forward without a backward."""
 
     class Own(recipe):  # type: ignore[misc, valid-type]
         def train_step(self, batches: Any) -> Any:
@@ -50,29 +51,29 @@ def drops_a_graph(recipe: type) -> type:
     return Own
 
 
-def ends_backward_early(recipe: type) -> type:
-    """Return a recipe with a backward that ends in the middle.
+def end_backward_early(recipe: type) -> type:
+    """Return a recipe whose step begins with a backward that ends in the middle of the layers.
 
-    What was fetched for the layers before it is not used.
+    Memory that was copied to the device ahead, for the layers below, is not used then.
     """
 
     class Own(recipe):  # type: ignore[misc, valid-type]
         def train_step(self, batches: Any) -> Any:
             loss = self.compute_loss(next(iter(batches.micro_batches)))
-            late = [
+            late_parameters = [
                 value
                 for name, value in self.model.named_parameters()
                 if ".layers.2." in name and value.requires_grad
             ]
-            torch.autograd.grad(loss, late)
-            del loss
+            torch.autograd.grad(loss, late_parameters)
+            del loss  # with its graph, before the step proper
             return super().train_step(batches)
 
     return Own
 
 
-def leaves_gradients_out(recipe: type) -> type:
-    """Return a recipe in which half the parameters have no gradient after the first step."""
+def leave_gradients_out(recipe: type) -> type:
+    """Return a recipe in which every second parameter has no gradient after the first step."""
 
     class Own(recipe):  # type: ignore[misc, valid-type]
         _steps = 0
@@ -94,11 +95,12 @@ def leaves_gradients_out(recipe: type) -> type:
     return Own
 
 
+# Overrides.
 OFFLOAD = "memory.activation_offload=true"
 STREAM = "memory.stream_layers=true"
 IN_BACKWARD = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")
 PIPELINE = ("parallel.pipeline=2", "gradient_accumulation_steps=4")
-CASES = {
+CASES = {  # name -> run
     "activation offload": Case("demo/full", 1, (OFFLOAD,)),
     "activation offload, two layers ahead, checkpointed": Case(
         "demo/full",
@@ -110,12 +112,17 @@ CASES = {
         ),
     ),
     "activation offload, a graph without a backward": Case(
-        "demo/full", 1, (OFFLOAD,), drops_a_graph
+        "demo/full", ranks=1, overrides=(OFFLOAD,), recipe=add_forward_without_backward
     ),
-    "activation offload, half a backward": Case("demo/full", 1, (OFFLOAD,), ends_backward_early),
+    "activation offload, half a backward": Case(
+        "demo/full", ranks=1, overrides=(OFFLOAD,), recipe=end_backward_early
+    ),
     "optimizer offload": Case("demo/full", 1, ("memory.optimizer_offload=true",)),
     "optimizer offload, some without gradients": Case(
-        "demo/full", 1, ("memory.optimizer_offload=true",), leaves_gradients_out
+        "demo/full",
+        ranks=1,
+        overrides=("memory.optimizer_offload=true",),
+        recipe=leave_gradients_out,
     ),
     "optimizer offload, stepping in backward": Case(
         "demo/full", 1, ("memory.optimizer_offload=true", *IN_BACKWARD)
@@ -156,7 +163,9 @@ CASES = {
         2,
         (STREAM, "memory.activation_checkpointing=full", "gradient_accumulation_steps=2"),
     ),
-    "layers streamed, half a backward": Case("demo/lora", 1, (STREAM,), ends_backward_early),
+    "layers streamed, half a backward": Case(
+        "demo/lora", ranks=1, overrides=(STREAM,), recipe=end_backward_early
+    ),
     "layers streamed, stepping in backward": Case(
         "demo/full", 1, (STREAM, "memory.optimizer_offload=true", *IN_BACKWARD)
     ),
@@ -165,10 +174,11 @@ CASES = {
 
 
 @contextmanager
-def without(line: Line | None, seen: Waits) -> Iterator[None]:
+def remove_waits(line: Line | None, seen: Waits) -> Iterator[None]:
     """Let the waits of one line of code do nothing inside; count in `seen` which lines wait.
 
-    A wait for copies with the host counts for the module that makes them all and for its caller.
+    line: None removes none. A wait for a copy from or to the host counts for two lines: that of
+    host_copies.py, which makes all such copies, and its caller's.
     """
     methods: list[tuple[Any, str]] = [
         (Stream, "wait_event"),
@@ -182,7 +192,7 @@ def without(line: Line | None, seen: Waits) -> Iterator[None]:
 
     def watch(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)
+            frame = sys._getframe(1)  # of the caller
             while Path(frame.f_code.co_filename).name in _BETWEEN and frame.f_back is not None:
                 frame = frame.f_back
             lines = [(frame.f_code.co_filename, frame.f_lineno)]
@@ -210,7 +220,7 @@ def follow(case: Case) -> StreamChecker:
     """Simulate two steps of a run's first rank; return the checker that followed them."""
     recipe, cfg, settings = build_settings(case.config, case.ranks, *case.overrides, *_SMALL)
     checker = StreamChecker(NAME)
-    kernels = make_kernel_memory("sm89")  # simulates the kernels' scratch memory too
+    kernels = make_kernel_memory("sm89")  # scratch memory of kernels, as on an RTX 4090
     simulate(
         case.recipe(recipe),
         cfg,
@@ -224,7 +234,10 @@ def follow(case: Case) -> StreamChecker:
 
 
 def check(name: str, removed: Line | None = None) -> tuple[StreamChecker, Waits]:
-    """Simulate a case without the waits of line `removed`; return the checker and all waits."""
+    """Simulate a case without the waits of line `removed`; return the checker and all waits.
+
+    removed: None leaves all in place.
+    """
     seen = Waits()
-    with without(removed, seen):
+    with remove_waits(removed, seen):
         return follow(CASES[name]), seen

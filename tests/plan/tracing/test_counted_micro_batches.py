@@ -11,7 +11,7 @@ from recipe_lib.plan.tracing import simulated_micro_batches
 from recipe_lib.plan.tracing.trace import Trace
 from recipe_lib.plan.tracing.trace_rank import STEADY, simulate
 from tests.distributed.ranks import run_ranks
-from tests.plan.own_recipes import alike, lists_them, made
+from tests.plan.own_recipes import derive_recipe, run_as_shipped, run_from_a_list
 from tests.plan.test_real_runs import BASE, TIED
 from tests.recipes.runs import FULL, PLAIN, get_recipe_class, import_recipe_module
 
@@ -34,7 +34,7 @@ def of_listed_micro_batches() -> list[tuple[int, bool, bool]]:
     """(micro-batches simulated, whether that is called an estimate, whether operators are the
     shipped recipe's).
     """
-    listed, shipped = made(lists_them), made(alike)
+    listed, shipped = derive_recipe(run_from_a_list), derive_recipe(run_as_shipped)
     listed.treats_all_alike = shipped.treats_all_alike = True
     expected = count_operators(simulate(shipped, config(8), SHAPE, phases=()).trace)
     found = []
