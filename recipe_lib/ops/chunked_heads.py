@@ -155,7 +155,6 @@ class ChunkedAdaptedHead:
         return cast(torch.dtype, self._last_chunk[1].dtype)
 
     def compute_logits(self, part: slice) -> Tensor:
-        """Return the logits `[m, v]` of a chunk, which a loss may overwrite."""
         tokens = self.hidden[part].detach().requires_grad_(self._trains_hidden)
         with torch.set_grad_enabled(self.trains):
             logits = self.project(tokens, *self._leaves)
@@ -163,7 +162,6 @@ class ChunkedAdaptedHead:
         return logits.detach()
 
     def accumulate(self, part: slice, logits_grad: Tensor) -> None:
-        """Add the last chunk's part to `gradients`, as `ChunkedHead.accumulate` does."""
         tokens, logits = self._last_chunk
         self._last_chunk = None
         totals = [(index, total) for index, total in enumerate(self.gradients) if total is not None]
@@ -358,7 +356,6 @@ def make_softcap_tensor(logits: Tensor, softcap: float | None) -> Tensor | None:
 def _make_empty_log_probs(
     logits: Tensor, labels: Tensor, cap: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return empty tensors like the results of `label_log_probs`."""
     log_probs = logits.new_empty(logits.shape[:1], dtype=widen_dtype(logits.dtype))
     return log_probs, torch.empty_like(log_probs)
 

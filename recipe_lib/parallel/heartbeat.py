@@ -586,7 +586,7 @@ class Heartbeat:
         """Return True on one rank of a machine, which writes the lines; without a store on all."""
         if self._folder:
             try:
-                open(Path(self._folder, errors.SAID_FILE), "x").close()  # one rank can make it
+                open(Path(self._folder, errors.REPORTED_FILE), "x").close()  # one rank can make it
             except OSError as error:  # a full disk must not swallow the lines
                 return not isinstance(error, FileExistsError)
         elif (
