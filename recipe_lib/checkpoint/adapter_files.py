@@ -335,8 +335,8 @@ def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | N
     if saved.parameters:
         raise CheckpointError(
             f"{adapter.path}: brings {min(saved.parameters)} along, and only the matrices of"
-            f" adapters are trained further; merge it into its base first (tune export {folder} --merge),"
-            " and train the merged model"
+            f" adapters are trained further; merge it into its base first (tune export {folder}"
+            " --merge), and train the merged model"
         )
     raise_faults(
         CheckpointError, [_find_kind_fault(adapter, cfg), _find_target_fault(adapter, spec, cfg)]
