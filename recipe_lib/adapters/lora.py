@@ -180,7 +180,6 @@ def _draw_normal(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _make_uniform(bound: float) -> Callable[[Tensor, torch.Generator], Tensor]:
-    """Return a function like `_draw_normal`, for uniform numbers within -bound and bound."""
     return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
 
 

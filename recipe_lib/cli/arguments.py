@@ -26,7 +26,7 @@ from recipe_lib.units import choose_lines
 Options = Mapping[str, Mapping[str, Any]]
 SWITCH = {"action": "store_true"}
 # Options of every verb.
-COMMON: dict[str, Mapping[str, Any]] = {
+COMMON_OPTIONS: dict[str, Mapping[str, Any]] = {
     "-q --quiet": SWITCH | {"help": "say warnings and errors alone"},
     "-v --verbose": SWITCH | {"help": "say more: all ranks, the seconds of each part"},
 }
@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         self._hint = f"; see `{self.prog} --help`"
         # The action of an option that names none: an option given twice is an error.
         self.register("action", None, StoreOnce)
-        for names, settings in {**COMMON, **options}.items():
+        for names, settings in {**COMMON_OPTIONS, **options}.items():
             self.add_argument(*names.split(), **settings)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
@@ -187,24 +187,24 @@ class ConfigParser(Parser):
 
 # A file that an option names is checked before the work is done, and never written over a file that
 # this program has not written.
-_RATES = ({"matmul", "device", "version"},)  # keys of a calibration file
+_CALIBRATION_KEYS = ({"matmul", "device", "version"},)  # keys of a calibration file
 # Option or file name -> sets of keys, of which a JSON file of ours (of .jsonl its first line) has
 # one.
-_KEYS: dict[str, tuple[set[str], ...]] = {
+_OUTPUT_KEYS: dict[str, tuple[set[str], ...]] = {
     # A plan, a tensor-parallel plan, a list of receipts.
     "--json": (
         {"schema", "verdict"},
         {"model", "tokens", "legal_sizes"},
         {"receipts", "unreadable"},
     ),
-    "--calibrate": _RATES,
-    "--write": _RATES,
+    "--calibrate": _CALIBRATION_KEYS,
+    "--write": _CALIBRATION_KEYS,
     "summary.json": ({"models", "sequences", "label_tokens"},),
     "examples.jsonl": ({"sequence", "place"},),
 }
 # Option or file name -> (first bytes of such a file of ours, bytes that are in its first 4096). Of
 # a snapshot, a pickle, the latter may be anywhere.
-_WORDS = {
+_OUTPUT_MARKS = {
     "--html": (b"<!DOCTYPE html>", b'content="tune-recipes: plan"'),
     "report.html": (b"<!DOCTYPE html>", b'content="tune-recipes: evaluation"'),
     "--snapshot": (b"\x80", b"device_traces"),
@@ -223,8 +223,8 @@ def check_output(
     --json, is right.
 
     option: names the file in errors. inputs: option and path of each file that the command reads,
-    or writes elsewhere. kind: key of `_KEYS` or `_WORDS` by which a file of ours is recognized;
-    None: the option.
+    or writes elsewhere. kind: key of `_OUTPUT_KEYS` or `_OUTPUT_MARKS` by which a file of ours is
+    recognized; None: the option.
     """
     if path is None or (option == "--json" and path == "-"):
         return
@@ -279,7 +279,7 @@ def check_replaceable(path_text: str, path: Path | str) -> None:
 def check_output_folder(option: str, folder: Path, names: Iterable[str]) -> None:
     """Raise ConfigError for a folder that cannot be written to, or has other files of these names.
 
-    names: of the files to write, each a key of `_KEYS` or `_WORDS`.
+    names: of the files to write, each a key of `_OUTPUT_KEYS` or `_OUTPUT_MARKS`.
     """
     check_folder(folder, option)
     for name in names:
@@ -299,14 +299,14 @@ def _is_same_file(path: str, input_path: str) -> bool:
 def _is_own_output(kind: str, path: str) -> bool:
     try:
         content = read_bytes(path, JSON_LIMIT)  # a larger file is none of ours
-        if kind in _WORDS:
-            beginning, word = _WORDS[kind]
+        if kind in _OUTPUT_MARKS:
+            beginning, word = _OUTPUT_MARKS[kind]
             searched = content if kind == "--snapshot" else content[:4096]
             return content.startswith(beginning) and word in searched
         value = parse_json(content.partition(b"\n")[0] if kind.endswith(".jsonl") else content)
     except (OSError, ValueError):
         return False
-    return isinstance(value, dict) and any(keys <= value.keys() for keys in _KEYS[kind])
+    return isinstance(value, dict) and any(keys <= value.keys() for keys in _OUTPUT_KEYS[kind])
 
 
 def find_draw_faults(arguments: argparse.Namespace) -> list[str]:

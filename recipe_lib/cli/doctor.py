@@ -35,7 +35,7 @@ from recipe_lib.files import replace_text
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
 
-FOUND = 1  # exit code: there are findings
+HAS_FINDINGS = 1  # exit code: there are findings
 STEP_SECONDS = 60.0  # time limit of a step; the slowest takes some seconds
 VERSION = 3  # of the JSON object of --json
 # The most ranks on a machine without GPUs: more would slow each other down, and each takes some
@@ -92,7 +92,7 @@ def run(words: list[str]) -> int:
         print(format_report(facts, findings), end="")
     if arguments.write:
         print(write_rates(arguments.write, facts), file=sys.stderr)
-    return DONE if is_healthy else FOUND
+    return DONE if is_healthy else HAS_FINDINGS
 
 
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -240,7 +240,7 @@ PACKAGES = (
 )
 # Bytes of test copies: a word; a page and a word; one MiB; many MiB and a ragged end. Small copies
 # take another path than large ones.
-COPIED = (4, 4100, MIB, 64 * MIB + 12)
+COPY_SIZES = (4, 4100, MIB, 64 * MIB + 12)
 
 
 def describe_machine(folders: Mapping[str, Path]) -> dict[str, Any]:
@@ -403,7 +403,7 @@ def verify_copies(
     source: str,
     target: str,
     copy: Callable[[Any, Any], None] | None = None,
-    sizes: tuple[int, ...] = COPIED,
+    sizes: tuple[int, ...] = COPY_SIZES,
 ) -> dict[str, Any]:
     """Copy random words between devices in several sizes, and compare each copy on the host.
 

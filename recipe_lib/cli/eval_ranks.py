@@ -18,7 +18,7 @@ import torch
 
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.cli.arguments import check_output_folder
-from recipe_lib.cli.export_trained import CONFIG, find_run
+from recipe_lib.cli.export_trained import CONFIG_FILE, find_run
 from recipe_lib.cli.recipes import load_run_config
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig, load_config
 from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER
@@ -58,7 +58,7 @@ from recipe_lib.parallel import DTYPES, World, make_world, meet_ranks, start_wor
 from recipe_lib.report.terminal import Table, format_table_lines, get_terminal_width
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 
-FOLDER = "eval"  # the folder of results in a run's output_dir
+RESULTS_FOLDER = "eval"  # the folder of results in a run's output_dir
 Result = TypeVar("Result")  # the numbers of one model: `ModelResults`, or metrics of the harness
 
 
@@ -78,7 +78,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     if arguments.lm_eval:
         run_harness(arguments, source, run)
         return
-    out = run / FOLDER if run is not None else None
+    out = run / RESULTS_FOLDER if run is not None else None
     if arguments.out:
         out = Path(arguments.out).expanduser()
     if out is not None:
@@ -237,6 +237,7 @@ def _build_questions(dataset: Dataset, tokenizer: Tokenizer) -> dict[int, Questi
 
 @contextmanager
 def _report_out_of_memory(source: GenerationSource, world: World) -> Iterator[None]:
+    """Turn torch's error of a full device into an OutOfMemoryError with what to try."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -331,9 +332,9 @@ def _print_results(evaluation: Evaluation, arguments: argparse.Namespace, out: P
 
 
 # The config that a model is evaluated with has a run's samples and settings, or the defaults.
-_BATCH = 8  # sequences in a batch, unless an override says otherwise
+_BATCH_SIZE = 8  # sequences in a batch, unless an override says otherwise
 # Keys of a run's section `data` that do not hold for held-out samples, or that overrides set.
-_NOT_CARRIED = (
+_DATA_KEYS_LEFT_OUT = (
     "source",
     "sources",
     "format",
@@ -344,7 +345,7 @@ _NOT_CARRIED = (
     "shuffle",
 )
 # Keys of a run's config that an evaluation takes over, besides those of model and data.
-_OF_RUNS = ("dtype", "seed", "max_seq_len", "device", "qat", "qat_group_size")
+_RUN_KEYS = ("dtype", "seed", "max_seq_len", "device", "qat", "qat_group_size")
 # torch's name of a dtype -> that of the config key `dtype`; without fp16, which no run trains in.
 _RUN_DTYPES = {name: key for name, key in DTYPE_NAMES.items() if key in DTYPES}
 
@@ -357,7 +358,7 @@ def build_eval_config(
     run: output_dir of the run that trained the model; None: not known. Raises ConfigError if
     nothing names samples, or an override is not valid.
     """
-    run_config = None if run is None else load_run_config(run / CONFIG, arguments.recipe)
+    run_config = None if run is None else load_run_config(run / CONFIG_FILE, arguments.recipe)
     words = [f"tokenizer.path={json.dumps(str(source.tokenizer))}"]
     words += _list_model_overrides(source, run_config)
     words += _list_sample_overrides(arguments, run_config)
@@ -374,7 +375,7 @@ def _list_model_overrides(
     run_config: config of the run; None: not known.
     """
     if run_config is not None:
-        words = [f"{name}={json.dumps(getattr(run_config, name))}" for name in _OF_RUNS]
+        words = [f"{name}={json.dumps(getattr(run_config, name))}" for name in _RUN_KEYS]
         model = dataclasses.asdict(run_config.model)
         return words + [
             f"model.{name}={json.dumps(value)}"
@@ -396,14 +397,14 @@ def _list_sample_overrides(
 
     run_config: config of the run; None: not known. Raises ConfigError if nothing names samples.
     """
-    words = [f"validation.batch_size={_BATCH}"]
+    words = [f"validation.batch_size={_BATCH_SIZE}"]
     validation = None
     if run_config is not None:
         defaults = DataConfig()
         for field in dataclasses.fields(DataConfig):
             value = getattr(run_config.data, field.name)
             # The samples have to become tokens as those of training did.
-            if field.name not in _NOT_CARRIED and value != getattr(defaults, field.name):
+            if field.name not in _DATA_KEYS_LEFT_OUT and value != getattr(defaults, field.name):
                 words.append(f"data.{field.name}={json.dumps(value)}")
         if run_config.validation.batch_size is not None:
             words.append(f"validation.batch_size={run_config.validation.batch_size}")

@@ -1,6 +1,6 @@
 """Export trained weights for `tune export`: an adapter, an adapter merged into its base, a model.
 
-cli/export.py calls `find_export(arguments)` for what CHECKPOINT names, then `export_hf` (all
+cli/export.py calls `find_export_source(arguments)` for what CHECKPOINT names, then `export_hf` (all
 weights) or `export_adapted`, which load what they wrote and compare its logits with the trained
 model's. A state is a folder to resume from, state/step_N; `arguments` is the parsed command line.
 """
@@ -90,7 +90,7 @@ from recipe_lib.training.export_model import (
 from recipe_lib.training.records import SUMMARY_FILE
 from recipe_lib.units import GIB
 
-CONFIG = "config.yaml"  # the file in a run's output_dir that has its config
+CONFIG_FILE = "config.yaml"  # the file in a run's output_dir that has its config
 
 
 @dataclass(frozen=True)
@@ -108,17 +108,17 @@ class ExportSource:
 def find_run(name: str) -> Path | None:
     """Return a run's output_dir, given itself or its model/ or adapter/; None for other folders."""
     folder = Path(name).expanduser()
-    if (folder / CONFIG).is_file():
+    if (folder / CONFIG_FILE).is_file():
         return folder
     if (
         folder.absolute().name in (MODEL_FOLDER, ADAPTER_FOLDER)
-        and (folder.absolute().parent / CONFIG).is_file()
+        and (folder.absolute().parent / CONFIG_FILE).is_file()
     ):
         return folder.absolute().parent
     return None
 
 
-def find_export(arguments: argparse.Namespace) -> ExportSource:
+def find_export_source(arguments: argparse.Namespace) -> ExportSource:
     """Find the adapter or state that CHECKPOINT names; verify the hashes of a state.
 
     Of a run it is the exported adapter, else (and with --hf) the best or newest state. Raises
@@ -143,7 +143,8 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
         source = _open_run(folder, arguments)
         if source.cfg is None:
             raise CheckpointError(
-                f"{name}: {CONFIG} of its run is missing; expected the state inside its output_dir"
+                f"{name}: {CONFIG_FILE} of its run is missing; expected the state inside its"
+                " output_dir"
             )
         return replace(source, state=find_state(path.parent, str(path), SingleRank()))
     source = _open_run(path, arguments)
@@ -203,9 +204,9 @@ def _open_run(folder: Path, arguments: argparse.Namespace, adapter: bool = False
             f"note: {folder / ADAPTER_FOLDER} is of the run before the one in {folder}; see"
             f" {records}"
         )
-    if not (records / CONFIG).is_file():
+    if not (records / CONFIG_FILE).is_file():
         return ExportSource()
-    cfg = load_run_config(records / CONFIG, arguments.recipe)
+    cfg = load_run_config(records / CONFIG_FILE, arguments.recipe)
     return ExportSource(run=folder, cfg=cfg, records=records)
 
 
@@ -509,7 +510,7 @@ def _write_adapter(
     config: dict[str, Any],
     out: Path,
 ) -> None:
-    # config: config.json of the base.
+    """Write the adapter of a model as the folder `out`. config: config.json of the base."""
     if source.state is not None:
         lora = source.cfg.lora
         base_name = str(source.cfg.model.path)

@@ -18,7 +18,13 @@ from recipe_lib.checkpoint.model_folders import ADAPTER_KINDS, GROUP_SIZE
 from recipe_lib.checkpoint.open_exports import check_quantizable, write_quantized
 from recipe_lib.checkpoint.tensor_matching import log_left_out
 from recipe_lib.cli.arguments import check_output_path
-from recipe_lib.cli.export_trained import CONFIG, find_base, find_export, find_run, write_merged
+from recipe_lib.cli.export_trained import (
+    CONFIG_FILE,
+    find_base,
+    find_export_source,
+    find_run,
+    write_merged,
+)
 from recipe_lib.config.convert_values import is_null
 from recipe_lib.config.local_files import ADAPTER_CONFIG, MODEL_FOLDER, is_hub_snapshot
 from recipe_lib.config.read_yaml import read_file
@@ -55,7 +61,7 @@ class ExportedModel:
     name: str  # of the model, in the exported file
 
 
-def find_exported(arguments: argparse.Namespace) -> ExportedModel:
+def find_exported_model(arguments: argparse.Namespace) -> ExportedModel:
     """Return the model or adapter that CHECKPOINT is, or the newer of a run's.
 
     Raises CheckpointError if CHECKPOINT is no model, adapter or run, or is damaged.
@@ -119,7 +125,7 @@ def provide_merged_folder(
         yield exported.folder
         return
     # The adapter once more, now with the config of its run, which has the dtype of training.
-    source = find_export(arguments)
+    source = find_export_source(arguments)
     if source.adapter is None:
         raise CheckpointError(
             f"{show(arguments.checkpoint)}: has no adapter; write it from its states with --adapter"
@@ -154,7 +160,7 @@ def export_gguf(arguments: argparse.Namespace) -> None:
     """
     # First, as merging may take minutes.
     import_gguf()
-    exported = find_exported(arguments)
+    exported = find_exported_model(arguments)
     kind = arguments.gguf
     out = choose_export_path(exported, arguments, f"-{kind}.gguf")
     if exported.adapter is not None and exported.is_adapter_folder:
@@ -189,7 +195,7 @@ def export_quantized(arguments: argparse.Namespace) -> None:
     torchao cannot quantize, StorageError if the folder cannot be written, and SetupError without
     transformers.
     """
-    exported = find_exported(arguments)
+    exported = find_exported_model(arguments)
     if exported.is_adapter_folder:
         raise CheckpointError(
             f"{exported.adapter}: is an adapter; merge it first (tune export {exported.adapter}"
@@ -228,7 +234,9 @@ class _QatSettings:
 def _read_qat_settings(run: Path | None) -> _QatSettings | None:
     """Return `qat` and `qat_group_size` of a run's config; None without a run or without `qat`."""
     # From the file's text: a recipe of the user's own may have other keys, and is not imported.
-    entries = {} if run is None else read_file(run / CONFIG, str(run / CONFIG)).top.entries
+    entries = (
+        {} if run is None else read_file(run / CONFIG_FILE, str(run / CONFIG_FILE)).top.entries
+    )
     nodes = {name: entries[name][1] for name in ("qat", "qat_group_size") if name in entries}
     if "qat" not in nodes or is_null(nodes["qat"]):
         return None

@@ -50,9 +50,9 @@ that training uses. --raw takes it as the beginning of the text itself; --raw --
 from nothing."""
 
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")  # of --dtype
-SUFFIXES = (".txt", ".jsonl")  # of --prompts
+PROMPT_SUFFIXES = (".txt", ".jsonl")  # of --prompts
 # At a terminal, the first line of a conversation.
-HELP = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+CHAT_HELP = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 PARSER = Parser(
     "generate",
     DESCRIPTION,
@@ -134,9 +134,9 @@ def check_options(arguments: argparse.Namespace) -> None:
             "--prompt: --prompts has prompts already; leave one of the two out",
         ),
         (
-            arguments.prompts is not None and Path(arguments.prompts).suffix not in SUFFIXES,
+            arguments.prompts is not None and Path(arguments.prompts).suffix not in PROMPT_SUFFIXES,
             f"--prompts: found {show(str(arguments.prompts))}, expected a file"
-            f" {' or '.join(SUFFIXES)}",
+            f" {' or '.join(PROMPT_SUFFIXES)}",
         ),
         (
             arguments.raw and arguments.prompt is None and arguments.prompts is None,
@@ -174,7 +174,7 @@ def talk(chat: "Chat", name: str) -> None:
     DataError, which ends the conversation.
     """
     if is_interactive():
-        _tell(f"{name}; {HELP}")
+        _tell(f"{name}; {CHAT_HELP}")
     for number, line in enumerate(
         _read_typed_lines() if is_interactive() else _read_piped_lines(), start=1
     ):

@@ -41,7 +41,7 @@ from recipe_lib.units import MIB
 
 # torchrun's flags that take a value, spelled with hyphens. Listed here, so that most command lines
 # are parsed without importing torch.
-WITH_VALUE = {
+FLAGS_WITH_VALUE = {
     "--nnodes",
     "--nproc-per-node",
     "--rdzv-backend",
@@ -73,8 +73,8 @@ WITH_VALUE = {
     "-t",
 }
 # Those that take none.
-WITHOUT_VALUE = {"--standalone", "--virtual-local-rank"}
-REFUSED = {"-m", "--module", "--no-python", "--run-path"}  # they change what torchrun runs
+FLAGS_WITHOUT_VALUE = {"--standalone", "--virtual-local-rank"}
+REFUSED_FLAGS = {"-m", "--module", "--no-python", "--run-path"}  # they change what torchrun runs
 # Beginnings of the flags, and of torchrun's environment variables, that say how the nodes meet.
 RENDEZVOUS = ("--nnodes", "--rdzv-", "--node-rank", "--master-", "--standalone")
 RENDEZVOUS_VARIABLES = ("PET_NNODES", "PET_RDZV", "PET_NODE_RANK", "PET_MASTER", "PET_STANDALONE")
@@ -107,19 +107,19 @@ def _measure_flag(words: Sequence[str], values: dict[str, str], verb: str) -> in
     """Return the number of words of the torchrun flag that `words` begin with: 1 or 2; 0: no flag.
 
     values: flag -> value of the flags before; this one is added. verb: of `tune`, for errors.
-    Raises ConfigError for a flag that was given before, lacks its value, or is one of `REFUSED`.
+    Raises ConfigError for a flag that was given before, lacks its value, or is in `REFUSED_FLAGS`.
     """
     word = words[0]
     name, equals, value = word.partition("=")
     # torchrun accepts both --nproc_per_node and --nproc-per-node.
     flag = name.replace("_", "-") if name.startswith("-") else ""
-    if flag in REFUSED:
+    if flag in REFUSED_FLAGS:
         raise ConfigError(
             f"tune {verb}: {name} cannot be used: RECIPE is the name of a recipe or a .py file"
         )
-    if flag in WITHOUT_VALUE or (word[:2] in ("-r", "-t") and len(word) > 2):  # `-t3`
+    if flag in FLAGS_WITHOUT_VALUE or (word[:2] in ("-r", "-t") and len(word) > 2):  # `-t3`
         return 1
-    if flag not in WITH_VALUE:
+    if flag not in FLAGS_WITH_VALUE:
         return 0
     value = value if equals else "".join(words[1:2])
     if flag in values:
@@ -136,7 +136,7 @@ def _measure_flag(words: Sequence[str], values: dict[str, str], verb: str) -> in
 def _refuse_unknown(word: str) -> NoReturn:
     name = word.partition("=")[0]
     flag = name.replace("_", "-")
-    known_flags = sorted(WITH_VALUE | WITHOUT_VALUE)
+    known_flags = sorted(FLAGS_WITH_VALUE | FLAGS_WITHOUT_VALUE)
     # torchrun's argparse accepts abbreviations; here the error names the full flag.
     completions = [full for full in known_flags if len(flag) > 3 and full.startswith(flag)]
     nearest = completions[0] if completions else find_nearest(flag, known_flags, cutoff=0.75)
@@ -211,7 +211,7 @@ def take_flags(words: Sequence[str], verb: str = "plan") -> tuple[list[str], lis
     """Return (torchrun's flags, the other words). The flags may stand anywhere.
 
     verb: of `tune`, for errors. Raises ConfigError for a flag given twice, without its value, or
-    one of `REFUSED`.
+    one of `REFUSED_FLAGS`.
     """
     flags: list[str] = []
     remaining: list[str] = []
@@ -531,8 +531,8 @@ def launch(flags: Sequence[str], recipe: Path, arguments: Sequence[str]) -> int:
 
 # Variables with settings of torch's CUDA allocator: the new name and the old one.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-TIMEOUT_SECONDS = 10  # for nvidia-smi: a driver that hangs must not hold up the command
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+QUERY_SECONDS = 10  # for nvidia-smi: a driver that hangs must not hold up the command
 # CUDA reports this share or a little more of the memory that nvidia-smi shows: the driver keeps
 # some.
 SHARE_OF_TOTAL = 0.98
@@ -548,7 +548,7 @@ def list_local_gpus() -> list[tuple[str, int]]:
     """
     try:
         output = subprocess.run(
-            QUERY, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True
+            QUERY, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True
         ).stdout
         rows = [  # (index, uuid, name, bytes)
             (row[0], row[1], row[2], int(row[3]) * MIB)
@@ -556,7 +556,7 @@ def list_local_gpus() -> list[tuple[str, int]]:
         ]
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return []
-    visible = os.environ.get(VISIBLE)
+    visible = os.environ.get(VISIBLE_VARIABLE)
     if visible is None:
         return [(name, size) for _, _, name, size in rows]
     gpus = []

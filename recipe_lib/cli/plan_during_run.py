@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.plan_schema import Plan, RankPlan
 
-VARIABLE = "TUNE_PLAN"  # environment variable; `off`: no plan unless --plan asks for one
+PLAN_VARIABLE = "TUNE_PLAN"  # environment variable; `off`: no plan unless --plan asks for one
 CPU_SECONDS = 10  # of the planning process: the ranks need the cores
 COMPILED_CPU_SECONDS = 40  # for a run with compile=true, whose own compiling takes longer
 WAIT_SECONDS = 300  # for the run to have tokenized its data
@@ -68,7 +68,7 @@ def take_choice(words: Sequence[str]) -> tuple[list[str], bool]:
     The last of them counts; without any, TUNE_PLAN=off means no.
     """
     choices = [word for word in words if word in ("--plan", "--no-plan")]
-    is_off = os.environ.get(VARIABLE, "").lower() in ("off", "0", "no")
+    is_off = os.environ.get(PLAN_VARIABLE, "").lower() in ("off", "0", "no")
     should_plan = choices[-1] == "--plan" if choices else not is_off
     return [word for word in words if word not in choices], should_plan
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from recipe_lib.cli.launch import WITH_VALUE, WITHOUT_VALUE
+from recipe_lib.cli.launch import FLAGS_WITH_VALUE, FLAGS_WITHOUT_VALUE
 from recipe_lib.config import load_config, load_plugin, parse_arguments
 from recipe_lib.config.load import LoadedConfig, load_with_origins, refuse_repeated
 from recipe_lib.config.paths import (
@@ -305,7 +305,7 @@ def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
     """
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
-        if word.startswith("--") and flag in WITH_VALUE | WITHOUT_VALUE:
+        if word.startswith("--") and flag in FLAGS_WITH_VALUE | FLAGS_WITHOUT_VALUE:
             raise ConfigError(f"tune run: {show(word)}: torchrun's flags come before RECIPE")
     refuse_repeated(words)
     if not recipe.has_known_arguments():

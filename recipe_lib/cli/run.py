@@ -16,8 +16,8 @@ from typing import Any
 
 from recipe_lib.cli.arguments import SWITCH, Parser
 from recipe_lib.cli.launch import (
-    WITH_VALUE,
-    WITHOUT_VALUE,
+    FLAGS_WITH_VALUE,
+    FLAGS_WITHOUT_VALUE,
     add_rendezvous,
     check_launch,
     count_ranks_and_machines,
@@ -104,8 +104,10 @@ PARSER = Parser(
         **dict.fromkeys(
             ("--plan", "--no-plan"), SWITCH | {"help": "whether to show the plan of the run"}
         ),
-        **dict.fromkeys(sorted(WITH_VALUE - {"-r", "-t"}), {"metavar": "X", "help": "torchrun's"}),
-        **dict.fromkeys(sorted(WITHOUT_VALUE), SWITCH | {"help": "torchrun's"}),
+        **dict.fromkeys(
+            sorted(FLAGS_WITH_VALUE - {"-r", "-t"}), {"metavar": "X", "help": "torchrun's"}
+        ),
+        **dict.fromkeys(sorted(FLAGS_WITHOUT_VALUE), SWITCH | {"help": "torchrun's"}),
         "--nproc_per_node": {"metavar": "N", "help": "processes on each machine"},
     },
 )
@@ -187,7 +189,7 @@ def start(flags: list[str], recipe: RecipeFile, words: list[str]) -> int:
 # Of several machines each chooses for itself, from the config and its own device alone, so that
 # machines with equal GPUs agree; name the strategy where they are not equal.
 STRATEGY_KEY = "parallel.strategy"
-TIMEOUT_SECONDS = 180  # for planning fsdp and ddp
+PLANNING_SECONDS = 180  # for planning fsdp and ddp
 
 
 def add_chosen_strategy(
@@ -244,13 +246,13 @@ def _choose_in_subprocess(
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=environment,
-                timeout=TIMEOUT_SECONDS,
+                timeout=PLANNING_SECONDS,
                 check=False,
             )
             choice = read_object(answer)
             return str(choice["strategy"]), str(choice["line"])
         except subprocess.TimeoutExpired:
-            reason = f"planning both took more than {TIMEOUT_SECONDS} s"
+            reason = f"planning both took more than {PLANNING_SECONDS} s"
         except (OSError, ValueError, KeyError):  # the process has failed and left no answer
             reason = "both could not be planned; `tune plan` with the same arguments says why"
     return "fsdp", f"{STRATEGY_KEY}=auto: fsdp; {reason}"

@@ -25,7 +25,7 @@ from recipe_lib.logs import silence_torchao
 
 NOT_CERTIFIED = 3  # exit code: a plan could not be proved
 # Entries of config.json that say how weights are stored, not what the model is.
-STORED = (
+STORAGE_ENTRIES = (
     "architectures",
     "auto_map",
     "dtype",
@@ -98,7 +98,7 @@ def run(words: list[str]) -> int:
         from recipe_lib.external.inspection import build_transformers_config
 
         # How weights are stored is no part of the model.
-        shape = {key: value for key, value in config_entries.items() if key not in STORED}
+        shape = {key: value for key, value in config_entries.items() if key not in STORAGE_ENTRIES}
         config = build_transformers_config(shape, show(arguments.model))
         planned = build_plans(config, arguments.tensor, certifies=arguments.certify)
         if planned.has_failures() and any(plan.shared_tokens for plan in planned.plans.values()):

@@ -1,7 +1,7 @@
 """Upload a trained model or adapter with its model card to the Hugging Face hub: `tune upload`.
 
-main.py calls `run(words)`. Sends the files of `_SENT` alone: never states (folders to resume from),
-metrics or data.
+main.py calls `run(words)`. Sends the files of `_SENT_PATTERNS` alone: never states (folders to
+resume from), metrics or data.
 """
 
 import argparse
@@ -34,7 +34,7 @@ It takes a token that may write: `hf auth login`, or HF_TOKEN."""
 _CARD = "README.md"
 # All that is ever sent. States, optimizer states, metrics, logs and data have other names and other
 # folders.
-_SENT = (
+_SENT_PATTERNS = (
     "config.json",
     "generation_config.json",
     ADAPTER_CONFIG,
@@ -54,7 +54,7 @@ _SENT = (
     _CARD,
 )
 # Files of text, which are searched for secrets before they are sent.
-_READ = (
+_CHECKED_FOR_SECRETS = (
     _CARD,
     "config.json",
     "generation_config.json",
@@ -141,10 +141,12 @@ def choose_files(folder: Path) -> list[str]:
     Raises ConfigError for a text that holds a secret, and CheckpointError if one cannot be read.
     """
     files = [path for path in folder.iterdir() if path.is_file()]
-    names = sorted(path.name for path in files if any(path.match(pattern) for pattern in _SENT))
+    names = sorted(
+        path.name for path in files if any(path.match(pattern) for pattern in _SENT_PATTERNS)
+    )
     for name in names:
         path = folder / name
-        if name in _READ:
+        if name in _CHECKED_FOR_SECRETS:
             text = _read(read_bytes, path).decode(errors="replace")
             # `redact` replaces what looks like a secret, as in logs.
             if redact(text) != text:

@@ -195,7 +195,6 @@ def read_recipe_configs() -> dict[str, type]:
 
 
 def _find_config_class(module: ModuleType) -> type[FullFinetuneConfig]:
-    """Return the config class of a method's recipe. module: the method's `config`."""
     for value in vars(module).values():
         is_config = isinstance(value, type) and issubclass(value, FullFinetuneConfig)
         # A base of several recipes' classes has no `recipe` of its own.

@@ -72,7 +72,7 @@ class YamlNode:
         return self.kind == "scalar" and not self.text and not self.quoted
 
     @property
-    def is_interpolated(self) -> bool:
+    def has_reference(self) -> bool:
         """Return True if it, or a part of it, refers to another key: `${section.key}`."""
         return any("${" in text for text in self.collect_texts())
 

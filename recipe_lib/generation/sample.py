@@ -136,7 +136,7 @@ def make_prompt_reader(
     padding = torch.tensor([longest - length for length in lengths], device=device)
     has_padding = min(lengths) < longest
     if not isinstance(spec, DecoderSpec):  # a model of another library has a cache of its own
-        return cast(Any, model).token_reader(padding if has_padding else None)
+        return cast(Any, model).build_token_reader(padding if has_padding else None)
     cache = KVCache(spec, batch=len(lengths), max_len=room, dtype=weight.dtype, device=device)
     # The padding is a document of its own, as in a packed row: no token of the prompt sees it.
     documents = [[longest - length, length] if length < longest else [length] for length in lengths]

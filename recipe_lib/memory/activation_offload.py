@@ -332,7 +332,6 @@ class OffloadedActivations:
             saved.copy = copy
 
     def _free_device_memory(self, call: LayerCall) -> None:
-        """Free what a call saved on the device, as far as it is on the host or on its way."""
         for saved in call.list_alive():
             saved.free_device_memory()
 

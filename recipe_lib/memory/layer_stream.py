@@ -104,7 +104,6 @@ class StreamedUnit:
                 parameters[name] = parameter
 
     def end_use(self) -> None:
-        """Make the parameters in host memory the module's parameters again."""
         if self.in_use:
             for (parameters, name), host in zip(self._entries, self._hosts, strict=True):
                 parameters[name] = host
@@ -151,7 +150,6 @@ class LayerStream:
         return sum(get_detached_local(parameter).nbytes for parameter in self.parameters())
 
     def get_device_parameters(self) -> dict[str, nn.Parameter]:
-        """Return name -> stand-in, of those of all units that were made so far."""
         stand_ins: dict[str, nn.Parameter] = {}
         for unit in self.units:
             stand_ins |= unit.get_device_parameters()
@@ -274,7 +272,6 @@ class LayerStream:
         return pairs
 
     def _free(self, index: int) -> None:
-        """Free a unit's memory on the device, and give its module the host parameters again."""
         unit = self.units[index]
         unit.end_use()
         for parameter in unit.get_device_parameters().values():

@@ -261,6 +261,10 @@ def _find_ropes(fields: Fields, family: str, key: str) -> dict[str, Mapping[str,
     if given.keys().isdisjoint(LAYER_KINDS):
         return {"rope_theta": given, "rope_local_base_freq": {}}
     full, sliding = (given.get(kind) or {} for kind in LAYER_KINDS)
+    for kind, rope in zip(LAYER_KINDS, (full, sliding), strict=True):
+        if not isinstance(rope, Mapping):
+            inner = Fields(given, where=fields.where, inside=f"{key}.")
+            raise inner.make_fault(kind, "an object, or null")
     return {"rope_theta": full, "rope_local_base_freq": sliding}
 
 

@@ -109,7 +109,6 @@ class HostCopies:
 
     @torch.no_grad()
     def _begin(self, direction: int, pairs: Iterable[Pair]) -> Copy:
-        """Begin copies on one of the streams: `_TO_DEVICE` or `_TO_HOST`."""
         if self._streams is None:
             self._streams = (self._module.Stream(), self._module.Stream())
         stream = self._streams[direction]

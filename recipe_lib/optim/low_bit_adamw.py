@@ -316,7 +316,6 @@ def make_state_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:
 
 
 def _compute_state_shape(tensor: Tensor, layout: StateLayout) -> tuple[int, ...]:
-    """Return the shape of a state tensor for a parameter, or for this rank's part of one."""
     if layout.per == 1:  # the tensor may have no dimensions
         return tuple(tensor.shape)
     return (*tensor.shape[:-1], tensor.shape[-1] // layout.per)

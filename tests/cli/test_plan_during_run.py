@@ -33,9 +33,9 @@ ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     ],
 )
 def test_whether_a_plan_is_shown(words, variable, wanted: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(plan_during_run.VARIABLE, raising=False)
+    monkeypatch.delenv(plan_during_run.PLAN_VARIABLE, raising=False)
     if variable is not None:
-        monkeypatch.setenv(plan_during_run.VARIABLE, variable)
+        monkeypatch.setenv(plan_during_run.PLAN_VARIABLE, variable)
     others = ["--nproc_per_node", "2", "recipe.py", "--config", "x", "a=--plan"]
     assert plan_during_run.take_choice([*words[:1], *others, *words[1:]]) == (others, wanted)
 

@@ -86,7 +86,7 @@ def test_imports_are_declared():
 LATE = {
     ("recipe_lib/__main__.py", "recipe_lib"): "Ctrl-C during the import is answered, too",
     (
-        "recipe_lib/config/convert_values.py",
+        "recipe_lib/config/references.py",
         "omegaconf",
     ): "0.1 s of CPU in every verb; few configs name other keys",
     (

@@ -200,7 +200,6 @@ class MatrixSharding:
         return cls(matrix=matrix, shape=tuple(shape), dim=dim, other_dims=tuple(other_dims))
 
     def compute_part_shape(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """Return the shape of the part that one of the exchanging ranks has."""
         # FSDP's parts are equal, but the last ones may be shorter or empty.
         length = -(-self.shape[self.dim] // ranks)
         shape = list(self.shape)
