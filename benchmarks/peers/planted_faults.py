@@ -129,7 +129,7 @@ def examine(
     tool_result: dict[str, Any] = {
         "title": tool.title,
         "told": tool.told,
-        "versions": tool.versions(),
+        "versions": tool.read_versions(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "date": datetime.date.today().isoformat(),
         "cells": cells,
