@@ -25,8 +25,8 @@ from benchmarks.tp_memory import (
     OURS,
     STOCK,
     build_spec_of_layers,
-    build_stock_layer,
     change_layer,
+    parallelize_stock_layer,
 )
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.memory import apply_activation_checkpointing
@@ -91,7 +91,7 @@ def measure(name: str, size: int, *, mode: str, implementation: str) -> dict[str
         model = build_meta(spec, torch.bfloat16)
         if implementation == STOCK:
             for layer in model.model.layers:
-                build_stock_layer(layer, world)
+                parallelize_stock_layer(layer, world)
         else:
             shard_tensors(
                 model,

@@ -5,7 +5,7 @@
 Layers of real widths run as rank 0 of t on the simulated device, whose tensors have sizes and no
 bytes. A variant is torch's DTensor styles, or our layer with some of its savings taken away.
 tests/parallel/test_tensor_memory.py measures other models here; `tp_ways.py` imports
-`build_stock_layer`.
+`parallelize_stock_layer`.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def build_spec_of_layers(name: str, layers: int = LAYERS) -> DecoderSpec:
     return replace(spec, num_layers=layers, windows=spec.windows[:1] * layers)
 
 
-def build_stock_layer(layer: nn.Module, world: World) -> nn.Module:
+def parallelize_stock_layer(layer: nn.Module, world: World) -> nn.Module:
     """Shard a layer by torch's styles, and return it.
 
     Norms run on a rank's own tokens. These are gathered once for query, key and value, and once for
@@ -308,7 +308,7 @@ def _prepare_model(
         )
     else:
         for layer in model.model.layers:
-            build_stock_layer(layer, world)
+            parallelize_stock_layer(layer, world)
     apply_activation_checkpointing(model, mode)
     if compiled:
         torch._dynamo.reset()  # drop what was compiled for another variant
