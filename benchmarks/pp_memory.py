@@ -9,7 +9,6 @@ Parameters and gradients are not counted. The section of a 7B is planned, by `pp
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from benchmarks.pp_traced import (  # noqa: E402
     count_boundary_bytes,
     run_ours,
 )
+from benchmarks.tables import format_markdown_table  # noqa: E402
 from recipe_lib.config.mesh import SCHEDULES  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
@@ -139,7 +139,7 @@ def build_page() -> str:
                 ours, stock = steps[rank][number]
                 rows.append(_build_row(job, rank=rank, ours=ours, stock=stock))
                 print(mode, *rows[-1], flush=True)
-        tables.append(f"## Activation checkpointing: {mode}\n\n{_format_table(HEAD, rows)}")
+        tables.append(f"## Activation checkpointing: {mode}\n\n{format_markdown_table(HEAD, rows)}")
     version = torch.__version__.partition("+")[0]
     return PAGE.format(
         layers=LAYERS,
@@ -150,12 +150,6 @@ def build_page() -> str:
         torch=version,
         section=format_section(version),
     )
-
-
-def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
