@@ -42,6 +42,7 @@ from recipe_lib.plan.simulated_world.simulated_ranks import (
     use_fake_tensors,
 )
 from recipe_lib.plan.streams.stream_checker import StreamChecker
+from recipe_lib.plan.tracing.activations import classify_activations, give_to_children
 from recipe_lib.plan.tracing.recipe_models import (
     label_models,
     label_sums,
@@ -66,7 +67,7 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
     repeat_last_by_parts,
     repeat_last_micro_batch,
 )
-from recipe_lib.plan.tracing.trace import Trace, classify_activations, give_to_children
+from recipe_lib.plan.tracing.trace import Trace
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
 
 # Names of phases.

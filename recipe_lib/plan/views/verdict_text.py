@@ -39,14 +39,11 @@ def compute_planned_reserved(plan: Plan) -> int:
 
 def format_verdict(plan: Plan) -> str:
     """Return the verdict and the sum that it is by; the figures add up as they are printed."""
-    expandable = max(rank.reserved_expandable for rank in plan.rank_plans)
-    is_expandable = compute_planned_reserved(plan) == expandable != plan.heaviest.reserved
-    segments = " (expandable segments)" if is_expandable else ""
     reserved, outside, memory, margin = _format_sum(plan)
     estimate = f"; an estimate: {plan.estimate}" if plan.estimate else ""
     return (
         f"{plan.verdict.upper()}  {plan.ranks} x {plan.device.name} ({memory} each)  peak"
-        f" reserved{segments} {reserved} + outside torch {outside},"
+        f" reserved {reserved} + outside torch {outside},"
         f" {'margin' if plan.margin >= 0 else 'exceeds by'} {margin}{estimate}"
     )
 
