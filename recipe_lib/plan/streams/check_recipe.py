@@ -20,8 +20,9 @@ from recipe_lib.plan.simulated_world.shape_only_model import (
     limit_layers,
 )
 from recipe_lib.plan.simulated_world.simulated_device import NAME
+from recipe_lib.plan.streams.code_lines import format_line
 from recipe_lib.plan.streams.collective_order import CollectiveCall, list_order_faults
-from recipe_lib.plan.streams.stream_checker import StreamChecker, format_line
+from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.summary.step_time import list_first_ranks
 from recipe_lib.units import pluralize
 
