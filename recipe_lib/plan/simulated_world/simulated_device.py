@@ -178,9 +178,14 @@ class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
 MODULE = SimulatedModule()
 
 
+def is_registered() -> bool:
+    """Return True if this process has registered the device, as every simulation does."""
+    return torch._C._get_privateuse1_backend_name() == NAME
+
+
 def register_device() -> torch.device:
     """Register the device with torch, once a process, reset its state, and return it."""
-    if torch._C._get_privateuse1_backend_name() != NAME:
+    if not is_registered():
         _setup_privateuseone_for_python_backend(NAME, MODULE, hook=_Hook())
     MODULE.reset()
     return torch.device(NAME, 0)
