@@ -398,7 +398,6 @@ def list_assumptions(cfg: Any, settings: PlanSettings, simulated: Simulated) -> 
 
 
 def _describe_kernels(cfg: Any, hardware: Hardware) -> str:
-    """Return a text on the kernels that are simulated."""
     if hardware.architecture == "cpu":
         kernels = "a CPU's"
     else:

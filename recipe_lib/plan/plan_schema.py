@@ -50,7 +50,6 @@ class Volume:
         )
 
     def multiply(self, factor: int) -> "Volume":
-        """Return the volume of `factor` times as many calls."""
         return Volume(self.operations * factor, self.bytes * factor, self.wire_bytes * factor)
 
     def divide(self, count: int) -> "Volume":
@@ -158,7 +157,6 @@ class OutsideTorch:
 
     @property
     def total(self) -> int:
-        """Return the sum."""
         return self.context + self.nccl + self.reserve
 
 
@@ -187,17 +185,14 @@ class RankPlan:
 
     @property
     def reserved(self) -> int:
-        """Return the most that is reserved in any phase, default allocator."""
         return max(peak.reserved for peak in self.peaks)
 
     @property
     def reserved_expandable(self) -> int:
-        """Return the most that is reserved in any phase with expandable segments."""
         return max(peak.reserved_expandable for peak in self.peaks)
 
     @property
     def host(self) -> int:
-        """Return the most host memory of any phase."""
         return max(peak.host for peak in self.peaks)
 
 
@@ -498,7 +493,6 @@ class Plan:
         return max(self.rank_plans, key=lambda rank: rank.reserved)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as dicts, lists, strings and numbers for JSON."""
         plain = {"schema": SCHEMA_VERSION, **asdict(self)}
         del plain["seconds"]
         return plain

@@ -200,7 +200,6 @@ def _read_matmuls(
 
 
 def _is_positive(value: Any) -> bool:
-    """Return True for a positive finite number."""
     # A bool is an int in Python, and JSON may hold NaN and infinities.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 

@@ -114,7 +114,6 @@ def _list_values(
 
 
 def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
-    """Return the levers of the micro-batch, and of the activations and logits that it makes."""
     batch_size = cfg.batch_size
     num_micro_batches = cfg.gradient_accumulation_steps
     is_long_run = is_long(cfg)
@@ -182,7 +181,6 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
 
 
 def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
-    """Return the levers of how ranks share the model and sequences, and of the number of ranks."""
     parallel = cfg.parallel
     num_micro_batches = cfg.gradient_accumulation_steps
     several = ranks > 1
@@ -324,7 +322,6 @@ def _list_adapter_levers(cfg: Any) -> list[Lever]:
 
 
 def _list_other_model_levers(cfg: Any) -> list[Lever]:
-    """Return the levers of a run that has another model in memory, such as a teacher."""
     levers: list[Lever] = []
     for key, values in cfg.other_model_levers.items():
         if len(values) > 1:  # as many bits as the config may choose
@@ -338,7 +335,6 @@ def _list_other_model_levers(cfg: Any) -> list[Lever]:
 
 
 def _list_weight_levers(cfg: Any) -> list[Lever]:
-    """Return the levers of the trained weights: which ones, their dtype and their optimizer."""
     is_full = cfg.trained_adapters is None
     is_adamw = cfg.optimizer.name == "adamw"
     return [
@@ -379,7 +375,6 @@ def _list_weight_levers(cfg: Any) -> list[Lever]:
 
 
 def _list_host_levers(cfg: Any, ranks: int) -> list[Lever]:
-    """Return the levers that keep optimizer states or layers in host memory between their uses."""
     is_full = cfg.trained_adapters is None
     stream_note = "layers are in host memory, and copied one ahead of the one that computes"
     if is_full:

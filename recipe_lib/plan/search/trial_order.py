@@ -150,7 +150,6 @@ class SearchState:
         return sorted(fitting, key=lambda candidate: (-candidate.speed, candidate.estimate.active))
 
     def plan_in_full(self, candidates: Iterable[Candidate]) -> None:
-        """Make the whole plans of candidates, as many at a time as there are workers."""
         # All are submitted before the first is waited for.
         submitted = [(candidate, self.submit(candidate)) for candidate in candidates]
         self.plans |= {
@@ -206,7 +205,6 @@ def run_trials(state: SearchState, sequences: Iterable[TrialSequence]) -> None:
 
 
 def _report_trial(state: SearchState, changes: Changes, candidate: Candidate | None) -> None:
-    """Log the outcome of a trial, and the best candidate so far if it became a faster one."""
     state.progress.advance(1)
     if candidate is None:
         get_logger().info(f"refused: {state.format_changes(changes)}")

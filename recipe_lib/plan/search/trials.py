@@ -441,7 +441,6 @@ def open_workers(
 
 
 def _run_now(work: Callable[[Piece], Result], piece: Piece) -> Future[Result]:
-    """Return a future that has the result of `work` already; raise what `work` raises."""
     future: Future[Result] = Future()
     future.set_result(work(piece))
     return future

@@ -59,7 +59,6 @@ def find_accesses(
 
 @cache
 def _find_written(func: Any) -> frozenset[str]:
-    """Return the names of the arguments that an operator writes into."""
     arguments = func._schema.arguments
     if func._schema.name in _WRITES:
         return frozenset({arguments[_WRITES[func._schema.name]].name})

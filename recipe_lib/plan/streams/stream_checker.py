@@ -178,7 +178,6 @@ class StreamChecker:
             memory.before += unfinished
 
     def note_free(self, index: int) -> None:
-        """Note that a storage was freed."""
         memory = self._memory.get(index)
         if memory is not None:
             memory.freed = True
@@ -210,7 +209,6 @@ class StreamChecker:
     # Streams and the host
 
     def note_record(self, stream: int, event: int) -> None:
-        """Note that an event was recorded on a stream."""
         self._events[event] = self._clocks.take_snapshot(stream)
 
     def note_wait(self, stream: int, event: int) -> None:

@@ -339,7 +339,6 @@ def _run_other_phases(
     phases: Sequence[str],
     notes: list[str],
 ) -> None:
-    """Run validation and the gathering of a save, where `phases` names them."""
     if "validation" in phases and cfg.validation.source is not None:
         _try_phase("validation", run=recipe.validate, tracer=tracer, notes=notes)
         # A validation that was not run to its end leaves models in evaluation mode.
@@ -492,7 +491,6 @@ class _CollectorPause:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Keep the collector from running inside the block."""
         # It would take a third of the time, and free memory at moments that differ from run to run.
         # Simulations leave millions of objects, mostly without a cycle: the collector ignores them
         # (`gc.freeze`) until there are _MANY_OBJECTS.

@@ -139,7 +139,6 @@ class Tracer(TorchDispatchMode):
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Trace inside the block."""
         # FSDP frees and takes memory by resizing storages, which no operator shows.
         resize = torch.UntypedStorage.resize_
 
@@ -155,7 +154,6 @@ class Tracer(TorchDispatchMode):
         self._storages.clear()  # what is released afterwards is no part of the run
 
     def begin_phase(self, name: str) -> None:
-        """Begin a phase, such as `setup`: it has all that is noted from here on."""
         self.phase = self.trace.add(PHASE, name)
 
     def name_modules(self, model: nn.Module, prefix: str = "") -> None:
@@ -515,7 +513,6 @@ class Tracer(TorchDispatchMode):
             self.checker.note_synchronize(call, stream, event)
 
     def _note_host_wait(self, stream: int) -> None:
-        """Note that the host waits for all that was issued on a stream."""
         event = -2 - len(self.trace.syncs)  # new, and below -1: events of the device count from 0
         self.trace.add(RECORD, Sync(event, stream))
         self.trace.add(WAIT, Sync(event, HOST))

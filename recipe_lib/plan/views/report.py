@@ -191,7 +191,6 @@ def _describe_all(plan: Plan, tree: Section, trace: Trace | None = None) -> list
 
 
 def _format_tree_title(plan: Plan) -> str:
-    """Return the title of the tree: the rank, and the phase, step part and module of its peak."""
     peak = plan.heaviest.peak
     return (
         f"live at the peak of {format_rank(plan, plan.heaviest)}: phase {peak.phase},"

@@ -276,7 +276,6 @@ def list_time_facts(plan: Plan) -> Facts:
 
 
 def _format_exposed(seconds: float, exposed: float) -> str:
-    """Return seconds in all, and those in which no kernel runs, as a text."""
     return f"{format_duration(seconds)} total, {format_duration(exposed)} exposed"
 
 
