@@ -225,7 +225,7 @@ def _describe_device(hardware: Hardware, dtype: str, usable: int) -> DeviceFacts
         memory=hardware.memory,
         usable=usable,
         architecture=hardware.architecture,
-        flops=hardware.rate(dtype),
+        flops=hardware.get_rate(dtype),
         bandwidth=hardware.bandwidth,
         link=hardware.link.kind,
         link_bandwidth=hardware.link.bandwidth,
@@ -417,7 +417,7 @@ def _describe_kernels(cfg: Any, hardware: Hardware) -> str:
 
 def _list_pipeline_assumptions(cfg: Any, simulated_ranks: int) -> list[str]:
     """Return what the figures of a pipeline rest on. simulated_ranks: their number."""
-    count = compute_micro_batches(cfg)[1]
+    _, count = compute_micro_batches(cfg)
     traced = max(count_micro_batches_to_trace(cfg, place) for place in range(cfg.parallel.pipeline))
     lines = [
         "pipeline: every rank computes as fast as its trace says; a transfer begins when both ranks"

@@ -78,7 +78,7 @@ def check_streams(
     """
     cfg = replace(cfg, compile=False)  # operators are followed one by one
     settings = replace(settings, phases=())  # without loading, validation and saving
-    num_micro_batches = compute_micro_batches(cfg)[1]
+    _, num_micro_batches = compute_micro_batches(cfg)
     traced = min(num_micro_batches, _MICRO_BATCHES * count_stages(cfg.parallel))
 
     def follow(rank: int) -> RankCheck:

@@ -221,7 +221,7 @@ def _compute_arithmetic_seconds(
     # A rate is that of `kernel_rates.py` for the shape, scaled by what a calibration measured.
     if is_attention(op):
         if len(op.shape) != 5:  # no shape was traced: at the device's full rate
-            return op.flops / hardware.rate(op.dtype)
+            return op.flops / hardware.get_rate(op.dtype)
         seconds = compute_attention_seconds(hardware, op.name, dtype=op.dtype, shape=op.shape)
         return seconds * _compute_attention_scale(
             hardware, calibration, choose_attention_kernel(hardware, op.name, op.shape[-1])
@@ -364,7 +364,7 @@ def compute_model_flops_utilization(
     That is the MFU of arXiv 2204.02311, appendix B; 0 for a step that takes no time. flops: of one
     rank, from `count_model_flops`.
     """
-    return flops / (hardware.rate(dtype) * seconds) if seconds > 0 else 0.0
+    return flops / (hardware.get_rate(dtype) * seconds) if seconds > 0 else 0.0
 
 
 def describe_error(hardware: Hardware, calibration: Calibration | None) -> str:

@@ -253,15 +253,14 @@ def _run_phases(
     if tracer.cached_mode is not None:
         traced = num_micro_batches or count_micro_batches_to_trace(cfg, pipeline_rank)
 
-    # Returns (events so far, bytes alive on the device). It is called between two micro-batches,
-    # when sums of gradients can be found and labeled.
-    def read_position() -> tuple[int, int]:
+    # Called between two micro-batches, when sums of gradients can be found.
+    def label_sums_and_read_position() -> tuple[int, int]:
         label_sums(tracer, recipe, models)
         return len(tracer.trace.events), tracer.count_alive_bytes()
 
-    marks = MicroBatchMarks(read_position)
+    marks = MicroBatchMarks(label_sums_and_read_position)
     # Of the mismatched answers for KTO's KL estimate, which are a second loop of a step.
-    mismatched_marks = MicroBatchMarks(read_position)
+    mismatched_marks = MicroBatchMarks(label_sums_and_read_position)
     tracer.between_actions = lambda: label_sums(tracer, recipe, models)
     recipe.data = PlannedData(
         cfg,
@@ -359,7 +358,7 @@ def _repeat_micro_batches(
     The marks say where micro-batches begin, if backward ran between them; else it is guessed from
     the parts of the step.
     """
-    count = compute_micro_batches(cfg)[1]
+    _, count = compute_micro_batches(cfg)
     num_different = int(is_last_different(cfg))
     if cfg.parallel.pipeline > 1:
         repeat_actions(trace, cfg.parallel, pipeline_rank=pipeline_rank, traced=traced, count=count)
