@@ -149,14 +149,14 @@ def make_plan(
     outside = settings.outside or _find_largest_outside(hardware, simulated)
     usable = hardware.memory - outside.total
     steps_of_run = settings.steps or settings.sequence.steps
-    # Bytes that micro-batches and steps that were not simulated may add, and why: the most of any
-    # rank.
-    extra_bytes, estimate = max(
+    # The most that micro-batches and steps that were not simulated may add on any rank.
+    not_simulated = max(
         estimate_not_simulated(simulation, steps_of_run) for simulation in simulated.values()
     )
     verdict = decide_verdict(trace, heaviest, usable=usable, hardware=hardware)
-    verdict = lower_verdict(verdict, extra_bytes, heaviest=heaviest, usable=usable)
-    if not judge_host(cfg, hardware, trace)[0]:
+    verdict = lower_verdict(verdict, not_simulated.bytes, heaviest=heaviest, usable=usable)
+    host_verdict = judge_host(cfg, hardware, trace)
+    if host_verdict is not None and not host_verdict.is_enough:
         verdict = DOES_NOT_FIT
     plan = Plan(
         recipe=settings.recipe,
@@ -168,7 +168,7 @@ def make_plan(
         device=_describe_device(hardware, cfg.dtype, usable=usable),
         sequence={name: getattr(settings.sequence, name) for name in _SEQUENCE_FACTS},
         verdict=verdict,
-        margin=usable - heaviest.reserved - extra_bytes,
+        margin=usable - heaviest.reserved - not_simulated.bytes,
         rank_plans=planned.plans,
         outside=outside,
         layers=_build_layers(planned),
@@ -189,7 +189,7 @@ def make_plan(
             *list_assumptions(cfg, settings, heaviest_simulated),
         ],
         not_modeled=list_not_modeled(cfg, settings.ranks, trace),
-        estimate=estimate,
+        estimate=not_simulated.reason,
         ranks_per_node=hardware.ranks_per_node,
         dimensions=build_dimension_plans(
             heaviest_simulated.mesh,
@@ -389,7 +389,8 @@ def list_assumptions(cfg: Any, settings: PlanSettings, simulated: Simulated) -> 
         )
     if cfg.parallel.pipeline > 1:
         lines += _list_pipeline_assumptions(cfg, len(traced))
-    lines += judge_host(cfg, settings.hardware, simulated.trace)[1]
+    if host_verdict := judge_host(cfg, settings.hardware, simulated.trace):
+        lines.append(host_verdict.sentence)
     if not simulated.repeats and not simulated.step_growth:
         lines.append(
             "the second step left less memory than the first: later steps may differ from it"

@@ -43,6 +43,10 @@ COMPARED = ("a100-40gb", "a100-80gb", "h100", "rtx4090")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")  # collectives that are measured
 
 
+CollectiveTime = tuple[float, float]  # (bytes that a rank sends, seconds)
+MatmulRate = tuple[tuple[int, int, int], float]  # ((m, n, k), operations per second)
+
+
 @dataclass(frozen=True)
 class Links:
     """Measured seconds of collectives by size."""
@@ -51,8 +55,8 @@ class Links:
     ranks: int
     # Backend of the process group that measured, such as `nccl`.
     backend: str
-    # Operation -> (bytes that a rank sends, seconds), fewest bytes first.
-    points: Mapping[str, tuple[tuple[float, float], ...]]
+    # Operation -> its times, fewest bytes first.
+    points: Mapping[str, tuple[CollectiveTime, ...]]
 
     def interpolate_seconds(self, operation: str, sent: float) -> float:
         """Return the seconds of a collective in which each rank sends `sent` bytes.
@@ -82,8 +86,8 @@ class Calibration:
     torch: str
     # Date of the measurement.
     date: str
-    # Dtype -> ((m, n, k), operations per second) of matmuls `[m, k] @ [k, n]`, smallest first.
-    matmul: dict[str, tuple[tuple[tuple[int, int, int], float], ...]]
+    # Dtype -> rates of matmuls `[m, k] @ [k, n]`, smallest first.
+    matmul: dict[str, tuple[MatmulRate, ...]]
     # Operations per second of one causal forward and backward of ATTENTION. Masked scores are
     # counted, too.
     attention: float
