@@ -108,8 +108,7 @@ class PlanSettings:
     timed: bool = True
 
     def __post_init__(self) -> None:
-        """Set on the device how many ranks share its machine."""
-        # object.__setattr__, since the dataclass is frozen.
+        # The ranks that share a machine. object.__setattr__, since the dataclass is frozen.
         object.__setattr__(
             self,
             "hardware",
@@ -233,7 +232,7 @@ def _describe_device(hardware: Hardware, dtype: str, usable: int) -> DeviceFacts
 
 
 def _find_largest_outside(hardware: Hardware, simulated: dict[int, Simulated]) -> OutsideTorch:
-    """Return the largest memory outside of torch of the ranks, which differ in communicators."""
+    # Ranks differ in their communicators.
     return max(
         (
             estimate_outside_torch(hardware, list_group_sizes(simulation.trace))
@@ -244,7 +243,7 @@ def _find_largest_outside(hardware: Hardware, simulated: dict[int, Simulated]) -
 
 
 def _build_layers(planned: PlannedRanks) -> list[LayerRow]:
-    """Return the rows of the model's modules; in a pipeline each rank has some of them."""
+    # In a pipeline each rank has some of the modules.
     if planned.step.pipeline:
         return merge_layer_rows(list(map(build_layer_rows, planned.simulated.values())))
     return build_layer_rows(planned.simulated[planned.heaviest.rank])

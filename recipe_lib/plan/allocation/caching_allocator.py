@@ -80,7 +80,6 @@ class Pool:
         self.blocks: dict[int, Block] = {}  # those of `free` and `unmapped`, by address
 
     def insert(self, block: Block) -> None:
-        """Add a block that is free, or has no memory."""
         if block.mapped:
             insort(self.free, (block.size, block.address))
         else:

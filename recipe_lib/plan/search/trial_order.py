@@ -124,7 +124,6 @@ class SearchState:
     configs: dict[str, Any] = field(default_factory=dict)
 
     def get_config(self, changes: Changes) -> Any:
-        """Return the config with changes; None where they do not go together."""
         key = make_key(changes)
         # A changed config is checked against all rules of the schema, which takes a while.
         if key not in self.configs:
@@ -157,14 +156,12 @@ class SearchState:
         }
 
     def list_confirmed(self) -> list[Candidate]:
-        """Return the candidates that fit by their whole plan, fastest first."""
         return sorted(
             (candidate for candidate in self.plans.values() if candidate.may_fit),
             key=lambda candidate: -candidate.speed,
         )
 
     def format_changes(self, changes: Changes) -> str:
-        """Return the changes as typed on a command line; `as it is` if none differs."""
         return format_overrides(find_differing(self.cfg, changes)) or "as it is"
 
 

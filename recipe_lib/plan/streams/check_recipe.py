@@ -64,7 +64,6 @@ class StreamCheck:
 
     @property
     def is_clean(self) -> bool:
-        """Return True if there is no race, no unneeded wait, and all collectives meet."""
         return not self.faults and not any(rank.faults or rank.unneeded for rank in self.ranks)
 
 

@@ -64,7 +64,7 @@ class RunningModules:
         self._names |= {id(module): prefix + name for name, module in model.named_modules()}
 
     def locate(self) -> tuple[str, str]:
-        """Return (part of the step, one of `trace.PARTS`; name of the module) that run now."""
+        """Return (part of the step, as `trace.Op` has it; name of the module) that run now."""
         modules = self._modules
         # Private functions of torch, as no public ones tell which backward and node run.
         if torch._C._current_graph_task_id() == -1:  # no backward runs

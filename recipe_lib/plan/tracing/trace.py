@@ -24,8 +24,8 @@ STORAGE_KINDS = (
     "temporary",  # everything else: intermediate results that are live for some operators only
 )
 
-# Parts of a step. Recompute is a forward inside of backward (activation checkpointing).
-PARTS = ("setup", "forward", "backward", "recompute", "optimizer", "other")
+# Parts of a step: `forward`, `backward`, `recompute` (a forward inside of backward, by activation
+# checkpointing), `optimizer` and `other`.
 
 # Kinds of events. An event is (kind, index into the list of the trace that `_LISTS` names).
 # ALLOC, FREE: a storage was taken or released. OP: an operator was issued. RECORD: a stream
@@ -59,7 +59,7 @@ class Storage:
     module: str = ""  # dotted path of the module that was running; "": outside of modules
     label: str = ""  # name of the parameter that it belongs to; "": none is known
     op: str = ""  # name of the operator that made it
-    part: str = "other"  # part of the step that made it, one of PARTS
+    part: str = "other"  # part of the step that made it, such as `forward`
     phase: int = 0  # index into `Trace.phases`
     pinned: bool = False  # page-locked host memory, which copies without blocking the host
 
@@ -91,7 +91,7 @@ class Op:
 
     name: str  # with its namespace, such as `aten::mm`
     stream: int = 0  # number of the stream that it was issued on
-    part: str = "other"  # part of the step, one of PARTS
+    part: str = "other"  # part of the step, such as `forward`
     module: str = ""  # dotted path of the module that was running; "": outside of modules
     phase: int = 0  # index into `Trace.phases`
     flops: int = 0  # of a matmul or attention, a multiply and an add counted as two; else 0

@@ -172,7 +172,6 @@ def list_run_facts(plan: Plan) -> Facts:
 
 
 def _format_sequence(plan: Plan) -> str:
-    """Return the tokens of a sequence, where the number is from, and the lengths in the data."""
     source = plan.sequence["source"]
     source_name, _, reason = source.partition(": ")
     # The reason is left out where an assumption says it.
@@ -295,7 +294,6 @@ def list_step_facts(plan: Plan) -> Facts:
 
 
 def _format_pipeline(pipeline: PipelinePlan) -> str:
-    """Return the schedule of a pipeline, and the share of its time in which ranks wait."""
     text = (
         f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of"
         f" {pluralize(pipeline.micro_batch_size, 'sequence')}"
