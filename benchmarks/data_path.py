@@ -313,7 +313,7 @@ def run_ours(folder: Path) -> dict[str, Any]:
     prepare_data(cfg)
     with start_world(cfg) as world:
         data = TrainingData(cfg, resolve_model(cfg.model), world)
-        packs = data.plan.steps(0)  # of one pack each
+        packs = data.plan.count_steps(0)  # of one pack each
     report = data.dataset.report
     return {
         "inside": time.perf_counter() - began,

@@ -113,7 +113,7 @@ def prepare_request(
 
     words: overrides. Sequences have max_seq_len tokens; the plan is of loading and saving, too.
     """
-    cfg, _ = make_plannable(load_config(name, words, find_config_recipe(name).schema()))
+    cfg, _ = make_plannable(load_config(name, words, find_config_recipe(name).load_schema()))
     ranks, hardware = parse_fit(cards)
     sequence = choose_sequence(cfg, "max", ranks=ranks)
     return cfg, PlanSettings(hardware, sequence, ranks, phases=("load", "save"))

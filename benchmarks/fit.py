@@ -165,7 +165,7 @@ def write_section(lines: list[Line], model: str) -> str:
             continue
         config = f"{MODELS[model]}_{method}"
         recipe = find_config_recipe(config)
-        cfg = load_config(config, (), recipe.schema())
+        cfg = load_config(config, (), recipe.load_schema())
         sequences = cfg.batch_size * cfg.gradient_accumulation_steps
         command = f"tune run --nproc_per_node CARDS {recipe.name} --config {config} SETTINGS"
         parts += [

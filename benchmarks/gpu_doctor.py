@@ -44,4 +44,4 @@ def main(words: list[str]) -> int:
     base.with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print(text)
     print(doctor.write_rates(f"{base}-rates.json", facts))
-    return doctor.FOUND if findings else 0
+    return doctor.HAS_FINDINGS if findings else 0

@@ -64,7 +64,7 @@ class ConfigCase:
 @functools.cache
 def _read(config: str, overrides: tuple[str, ...]) -> Any:
     """Read a config once; `_list_turned_off` asks for the same ones again and again."""
-    return load_config(config, overrides, find_config_recipe(config).schema())
+    return load_config(config, overrides, find_config_recipe(config).load_schema())
 
 
 @dataclasses.dataclass(frozen=True)

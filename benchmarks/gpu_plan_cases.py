@@ -157,7 +157,7 @@ class PlanCase:
         Imports the recipe's module. Raises ConfigError if an override is refused.
         """
         recipe = find_config_recipe(self.config)
-        cfg, _ = make_plannable(load_config(self.config, self.overrides, recipe.schema()))
+        cfg, _ = make_plannable(load_config(self.config, self.overrides, recipe.load_schema()))
         return find_recipe_class(recipe), cfg
 
 

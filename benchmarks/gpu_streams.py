@@ -120,7 +120,7 @@ def run(case: Case, wait_counts: list[int] | None = None) -> None:
     recipe_file = find_config_recipe(case.config)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         overrides = (*case.overrides, "device=auto", "max_seq_len=128", f"output_dir={folder}/out")
-        cfg, _ = make_plannable(load_config(case.config, overrides, recipe_file.schema()))
+        cfg, _ = make_plannable(load_config(case.config, overrides, recipe_file.load_schema()))
         with start_world(cfg) as world:
             recipe = case.recipe(find_recipe_class(recipe_file))(cfg, world)
             recipe.setup_model()

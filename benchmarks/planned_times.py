@@ -154,7 +154,7 @@ def load_row_config(row: PublishedSpeed, folder: Path) -> Any:
 
     folder: an existing one, where the config.json of a row with `shape` is written.
     """
-    schema = find_config_recipe(row.config).schema()
+    schema = find_config_recipe(row.config).load_schema()
     cfg, _ = make_plannable(load_config(row.config, row.overrides, schema))
     if row.shape:
         preset, _ = find_shape(load_config(row.config, (), schema).model.path)

@@ -106,7 +106,7 @@ class Planned:
 def trace_run(run: Run, stack: Stack) -> tuple[Plan, Trace]:
     """Plan a run in a stack; return the plan and the trace of its heaviest rank."""
     recipe = RecipeFile.find(run.recipe)
-    cfg, _ = make_plannable(load_config(run.config, run.keys, recipe.schema()))
+    cfg, _ = make_plannable(load_config(run.config, run.keys, recipe.load_schema()))
     sequence = choose_sequence(cfg, str(run.tokens))
     settings = PlanSettings(find_hardware(run.device), sequence, run.ranks, phases=(), timed=False)
     print(f"{run.command} ({stack})", file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import UserError
-from recipe_lib.external.proven_plan import WRONG, measure_rank_errors
+from recipe_lib.external.proven_plan import MAX_RELATIVE_ERROR, measure_rank_errors
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.external.tensor_plan.small_models import randomize, shrink
 from recipe_lib.external.tensor_plan.transformers_models import (
@@ -194,7 +194,7 @@ def _certify(row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dict[
         return row
     worst = max(errors, key=lambda name: errors[name])
     row.gradient = f"{errors[worst]:.0e}"
-    if not errors[worst] <= WRONG:  # written so, it is true of NaN, too
+    if not errors[worst] <= MAX_RELATIVE_ERROR:  # written so, it is true of NaN, too
         row.outcome = "rejected"
         row.note = f"{worst}, or its gradient, is not the whole model's"
         if math.isnan(errors[worst]):

@@ -28,7 +28,7 @@ from recipe_lib.redaction import redact
 FOLDER_VARIABLE = "TUNE_LAUNCH_FOLDER"
 # File in that folder: a rank has reported why the run ends on this machine, so that the launcher
 # need not.
-SAID_FILE = "said_why_all_end"
+REPORTED_FILE = "said_why_all_end"
 
 # Exit codes. 1 is Python's own, of a traceback.
 DONE = 0

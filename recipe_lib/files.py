@@ -259,7 +259,6 @@ class LineFile:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

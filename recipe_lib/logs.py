@@ -46,7 +46,6 @@ def set_verbosity(verbosity: str) -> None:
 
 
 def _choose_level() -> int:
-    """Return the lowest level that this rank logs."""
     speaks = os.environ.get("RANK", "0") == "0" or is_verbose()
     return logging.INFO if speaks and not is_quiet() else logging.WARNING
 

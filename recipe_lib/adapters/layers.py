@@ -233,7 +233,6 @@ class AdaptedQuantizedLinear(AdaptedMatrix, QuantizedLinear):
     """A linear with a frozen weight of 4 or 8 bits and an adapter."""
 
     def get_frozen_rows(self, start: int, stop: int) -> Tensor:
-        """Return rows of W `[stop - start, in]`, dequantized."""
         return self.dequantize_weight_rows(start, stop)
 
 
@@ -248,7 +247,6 @@ class AdaptedHead(AdaptedMatrix, OutputHead):
         self.bias = None
 
     def get_frozen_rows(self, start: int, stop: int) -> Tensor:
-        """Return rows of W `[stop - start, d]`."""
         # Outside of a forward a weight shared with a sharded embedding is not gathered yet.
         rows = self.weight[start:stop]
         return rows.full_tensor() if isinstance(rows, DTensor) else rows
@@ -385,7 +383,6 @@ class QuantizedExperts(QuantizedLinear):
         self.weight_scales = make_frozen_parameter(shape, self.weight_scales.dtype, device)
 
     def _get_block_place(self) -> list[int]:
-        """Return which blocks the part has, see `QuantizedLinear._get_block_place`."""
         if self.cut is None:
             return super()._get_block_place()
         rank, size = self.cut

@@ -118,7 +118,6 @@ def quantize_frozen(model: Decoder, kind: str, dtype: torch.dtype) -> None:
 
 
 def _find_mixtures(layers: list[nn.Module]) -> list[Mixture]:
-    """Return the mixture-of-experts modules of the layers."""
     return [module for module in nn.ModuleList(layers).modules() if isinstance(module, Mixture)]
 
 
@@ -177,12 +176,10 @@ def init_adapters(model: nn.Module, seed: int) -> None:
 
 
 def _draw_normal(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Fill values with normal random numbers, in place, for `fill_random`."""
     return values.normal_(generator=generator)
 
 
 def _make_uniform(bound: float) -> Callable[[Tensor, torch.Generator], Tensor]:
-    """Return a function like `_draw_normal`, for uniform numbers within -bound and bound."""
     return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
 
 

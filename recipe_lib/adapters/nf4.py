@@ -204,7 +204,6 @@ def _make_pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @cache
 def _make_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return LEVELS `[16]`; cached as `_make_pair_table`."""
     return torch.tensor(LEVELS, dtype=dtype).to(device)
 
 

@@ -85,7 +85,6 @@ class FileModule:
 
     @property
     def is_embedding(self) -> bool:
-        """Return True for the embedding, whose adapter has names and shapes of its own."""
         return self.name == EMBEDDING
 
     def shapes(self, rank: int, dora: bool) -> dict[str, tuple[int, ...]]:

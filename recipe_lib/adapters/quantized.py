@@ -232,7 +232,6 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def dequantize_weight_rows(self, start: int, stop: int) -> Tensor:
-        """Return rows `start` to `stop` (exclusive) of the weight, without the others."""
         storage = (self.weight_codes, self.weight_scales, self.weight_factors)
         # By position: in a plan `dequantize` is replaced by a function that takes no keywords.
         return dequantize(*storage, self.in_features, self.dtype, (), start, stop)
@@ -264,7 +263,6 @@ class QuantizedLinear(nn.Module):
     # calls with the same.
     @register_shaped_work(_list_shapes_to_fill)
     def _fill_nf4(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
-        """Quantize to NF4; see `fill_weight`."""
         codes, (begin, *_) = locate_local_part(self.weight_codes)
         device = self.get_working_device()
         largest = torch.zeros(codes.shape[:-1], dtype=self.dtype, device=device)
@@ -297,7 +295,6 @@ class QuantizedLinear(nn.Module):
         return rows[start * nf4.BLOCK - top * width : stop * nf4.BLOCK - top * width]
 
     def _fill_int8(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
-        """Quantize to int8; see `fill_weight`."""
         codes, (begin, _) = locate_local_part(self.weight_codes)
         factors, _ = locate_local_part(self.weight_factors)
         device = self.get_working_device()
@@ -357,7 +354,6 @@ def make_frozen_parameter(
 
 
 def _copy_local_part(parameter: Tensor, values: Tensor) -> None:
-    """Write this rank's part of the full values to a parameter."""
     local, offset = locate_local_part(parameter)
     part = tuple(
         slice(first, first + size) for first, size in zip(offset, local.shape, strict=True)

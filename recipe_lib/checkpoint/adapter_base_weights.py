@@ -41,6 +41,9 @@ from recipe_lib.models.weight_names import (
 )
 from recipe_lib.units import name_first
 
+if TYPE_CHECKING:  # adapter_files imports this module
+    from recipe_lib.checkpoint.adapter_files import AdapterFile
+
 # Names in the base's files: the two matrices with a row for each token.
 EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
 HEAD_WEIGHT = f"{HEAD}.weight"
@@ -52,10 +55,10 @@ _ENDINGS = {
     ".token_adapter.trainable_tokens_delta": (".weight", "rows"),
     ".token_adapter.base_layer.weight": (".weight", "frozen"),
     # These two stand beside the weight of a resized vocabulary: PEFT then saves it three times.
-    ".modules_to_save.weight": (".weight", "again"),
-    ".original_module.weight": (".weight", "again"),
-    ".lora_B.bias": (".bias", "added"),
-    ".base_layer.bias": (".bias", "copy"),
+    ".modules_to_save.weight": (".weight", "duplicate"),
+    ".original_module.weight": (".weight", "duplicate"),
+    ".lora_B.bias": (".bias", "lora_bias"),
+    ".base_layer.bias": (".bias", "replacement"),
     ".base_layer.weight": (".weight", "frozen"),
 }
 FileTensorName = tuple[str, TensorEntry]  # name in the adapter's file, entry of its header
@@ -65,11 +68,12 @@ FileTensorName = tuple[str, TensorEntry]  # name in the adapter's file, entry of
 class SavedTensor:
     """The tensors in an adapter's file for one tensor of the base. None: not in the file."""
 
-    copy: FileTensorName | None = None  # trained, takes the base's place
+    replacement: FileTensorName | None = None  # trained, takes the base's place
     frozen: FileTensorName | None = None  # a copy that PEFT saves though it was not trained
     rows: FileTensorName | None = None  # `[tokens, m]`, trained rows of some tokens
-    added: FileTensorName | None = None  # a bias of B, added to the base's
-    again: FileTensorName | None = None  # `copy` once more, or the base's own tensor beside it
+    lora_bias: FileTensorName | None = None  # a bias of B, added to the base's
+    # `replacement` once more, or the base's own tensor beside it.
+    duplicate: FileTensorName | None = None
 
 
 def add_saved(saved: dict[str, SavedTensor], name: str, entry: TensorEntry) -> bool:
@@ -84,13 +88,27 @@ def add_saved(saved: dict[str, SavedTensor], name: str, entry: TensorEntry) -> b
     ending = next((ending for ending in _ENDINGS if name.endswith(ending)), "")
     if not ending and "lora_" in name:
         return False
-    base_ending, kind = _ENDINGS.get(ending, ("", "copy"))
+    base_ending, kind = _ENDINGS.get(ending, ("", "replacement"))
     base_name = get_extra_name(name.removesuffix(ending) + base_ending)
     saved_parts = saved.get(base_name, SavedTensor())
-    if kind != "again" and getattr(saved_parts, kind) is not None:
+    if kind != "duplicate" and getattr(saved_parts, kind) is not None:
         return False  # two tensors for one
     saved[base_name] = replace(saved_parts, **{kind: (name, entry)})
     return True
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """What an adapter's file has for a parameter of the model."""
+
+    # For the tensor of the base that the parameter is in.
+    tensor: SavedTensor
+    # Where the parameter begins in it; a fused tensor has several.
+    first_row: int
+    # The tokens whose rows are saved, in the order of the rows.
+    token_rows: tuple[int, ...]
+    # The adapter's, factor of the bias of B.
+    scaling: float
 
 
 @dataclass(frozen=True)
@@ -102,12 +120,8 @@ class SavedWeights:
     # Sizes and kinds of the base with these tensors in place: they may resize its vocabulary, and
     # untie embedding and head.
     spec: ModelSpec
-    # Our parameter -> the tensor saved for it, and its first row there (a fused one has several).
-    parts: Mapping[str, tuple[SavedTensor, int]] = field(default_factory=dict)
-    # Our parameter -> the tokens whose rows are saved, in the order of the rows.
-    token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    # Our bias -> the adapter's scaling, factor of the bias that is added to it.
-    scalings: Mapping[str, float] = field(default_factory=dict)
+    # By our names; those of the model that are not here are the base's own.
+    parameters: Mapping[str, SavedParameter] = field(default_factory=dict)
 
     def read_rows(
         self, name: str, start: int, stop: int, read_base: Callable[[], Tensor]
@@ -119,21 +133,29 @@ class SavedWeights:
         """
         if name == HEAD_WEIGHT and getattr(self.spec, "tied", False):
             name = EMBEDDING_WEIGHT
-        if name not in self.parts:
+        if name not in self.parameters:
             return read_base()
-        tensor, offset = self.parts[name]
-        is_number = tensor.copy is not None and not tensor.copy[1].shape  # which has no rows
-        file_rows = ... if is_number else slice(offset + start, offset + stop)
+        parameter = self.parameters[name]
+        tensor = parameter.tensor
+        # A number has no rows.
+        is_number = tensor.replacement is not None and not tensor.replacement[1].shape
+        file_rows = (
+            ... if is_number else slice(parameter.first_row + start, parameter.first_row + stop)
+        )
         with safe_open(str(self.path), framework="pt") as file:
-            rows = read_base() if tensor.copy is None else file.get_slice(tensor.copy[0])[file_rows]
+            rows = (
+                read_base()
+                if tensor.replacement is None
+                else file.get_slice(tensor.replacement[0])[file_rows]
+            )
             if tensor.rows is not None:
                 rows = rows.clone()  # they may be the base's own
-                for index, token in enumerate(self.token_rows[name]):
+                for index, token in enumerate(parameter.token_rows):
                     if start <= token < stop:
                         rows[token - start] = file.get_slice(tensor.rows[0])[index].to(rows)
-            if tensor.added is not None:
-                added = file.get_slice(tensor.added[0])[file_rows]
-                rows = rows + added.to(rows) * self.scalings[name]
+            if tensor.lora_bias is not None:
+                added = file.get_slice(tensor.lora_bias[0])[file_rows]
+                rows = rows + added.to(rows) * parameter.scaling
         return rows
 
     @torch.no_grad()
@@ -143,12 +165,12 @@ class SavedWeights:
         The model computes with the latter while its adapters are disabled. Raises CheckpointError
         for a weight that is sharded over ranks, or kept in 4 or 8 bits.
         """
-        if not self.parts:
+        if not self.parameters:
             return
         base: dict[str, nn.Parameter] = {}
         shapes = compute_parameter_shapes(self.spec)
         stored = find_stored_weights(model)
-        for name in self.parts:
+        for name in self.parameters:
             if name in stored:
                 raise CheckpointError(
                     f"{self.path}: {name} is saved as a whole, and cannot be kept in 4 or 8 bits;"
@@ -201,9 +223,6 @@ def _set_weight(model: nn.Module, name: str, value: Tensor) -> None:
             setattr(owner.get_submodule(inner_owner), inner_leaf, resized)
 
 
-if TYPE_CHECKING:  # adapter_files imports this module
-    from recipe_lib.checkpoint.adapter_files import AdapterFile
-
 # Ends of error lines.
 _REMEDY = "merge the adapter with PEFT first (merge_and_unload)"
 _DOWNLOAD = "export or download the adapter again"
@@ -229,7 +248,7 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
     base: spec of the base as its own files have it.
     """
     config = adapter.config
-    if not (adapter.saved or config.saved or config.token_rows or config.biases):
+    if not (adapter.saved or config.modules_to_save or config.token_rows or config.has_lora_bias):
         return SavedWeights(adapter.path, base)
     base_tensors = _list_base_tensors(base)
     saved = _drop_untrained(adapter, base_tensors)
@@ -243,21 +262,19 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
     raise_faults(CheckpointError, faults)
     saved, spec = _settle_vocabulary(adapter, saved, base)
     modules = build_file_modules(base)
-    parts: dict[str, tuple[SavedTensor, int]] = {}
-    token_rows: dict[str, tuple[int, ...]] = {}
-    scalings: dict[str, float] = {}
+    parameters: dict[str, SavedParameter] = {}
     for name, tensor in saved.items():
+        scaling = 1.0
+        if tensor.lora_bias is not None:
+            scaling = config.compute_scaling(modules[name.removesuffix(".bias")])
         for entry in base_tensors[name].entries:
-            parts[entry.our_name] = (tensor, entry.start)
-            if tensor.rows is not None:
-                token_rows[entry.our_name] = _find_token_rows(adapter, name)
-            if tensor.added is not None:
-                scalings[entry.our_name] = config.compute_scaling(
-                    modules[name.removesuffix(".bias")]
-                )
-    return SavedWeights(
-        path=adapter.path, spec=spec, parts=parts, token_rows=token_rows, scalings=scalings
-    )
+            parameters[entry.our_name] = SavedParameter(
+                tensor,
+                first_row=entry.start,
+                token_rows=_find_token_rows(adapter, name),
+                scaling=scaling,
+            )
+    return SavedWeights(adapter.path, spec, parameters)
 
 
 def _list_base_tensors(base: ModelSpec) -> dict[str, _BaseTensor]:
@@ -296,8 +313,8 @@ def _drop_untrained(
     for name, tensor in adapter.saved.items():
         frozen = tensor.frozen if name in base_tensors else None
         if frozen is not None and frozen[1].shape != base_tensors[name].shape:
-            tensor = replace(tensor, copy=tensor.copy or frozen)
-        if tensor.copy or tensor.rows or tensor.added:
+            tensor = replace(tensor, replacement=tensor.replacement or frozen)
+        if tensor.replacement or tensor.rows or tensor.lora_bias:
             changes[name] = tensor
     return changes
 
@@ -311,11 +328,11 @@ def _list_name_faults(
     without_base: list[str] = []  # biases of B whose linear in the base has none
     tied = base.layout().tied_names() if isinstance(base, ExternalSpec) else set()
     for name, tensor in sorted(adapter.saved.items()):
-        parts = (tensor.copy, tensor.rows, tensor.added, tensor.frozen, tensor.again)
+        parts = (tensor.replacement, tensor.rows, tensor.lora_bias, tensor.frozen, tensor.duplicate)
         file_name = next(part for part in parts if part)[0]
-        if tensor.added is not None and name not in base_tensors:
+        if tensor.lora_bias is not None and name not in base_tensors:
             without_base.append(file_name)
-        elif name in tied and (tensor.copy or tensor.rows):
+        elif name in tied and (tensor.replacement or tensor.rows):
             faults.append(
                 f"{adapter.path}: {file_name} is one of two tied matrices of the base; {_REMEDY}"
             )
@@ -343,10 +360,10 @@ def _is_where_peft_looks(adapter: "AdapterFile", name: str, tensor: SavedTensor)
 
     name: of the tensor in the base.
     """
-    if tensor.copy is None:
-        return tensor.again is None
+    if tensor.replacement is None:
+        return tensor.duplicate is None
     has_adapter = name.rpartition(".")[0] in adapter.tensors
-    return (".base_layer." in tensor.copy[0]) == has_adapter
+    return (".base_layer." in tensor.replacement[0]) == has_adapter
 
 
 def _find_misfit(
@@ -367,11 +384,16 @@ def _find_misfit(
         shape = base_tensors[name].shape
         tokens = _find_token_rows(adapter, name)
         new_shape = shape
-        if can_resize and name in VOCABULARY and tensor.copy is not None and tensor.copy[1].shape:
-            new_shape = (tensor.copy[1].shape[0], *shape[1:])
+        if (
+            can_resize
+            and name in VOCABULARY
+            and tensor.replacement is not None
+            and tensor.replacement[1].shape
+        ):
+            new_shape = (tensor.replacement[1].shape[0], *shape[1:])
         for part, expected_shape in (
-            (tensor.copy, new_shape),
-            (tensor.added, shape),
+            (tensor.replacement, new_shape),
+            (tensor.lora_bias, shape),
             (tensor.rows, (len(tokens), *shape[1:])),
         ):
             if part is not None and part[1].shape != expected_shape:
@@ -410,7 +432,7 @@ def _list_missing(
     faults = [
         f"{adapter.path}: has no {name}, which modules_to_save names; {_DOWNLOAD}"
         for name in sorted(base_tensors)
-        if saved.get(name, _NOTHING).copy is None and _is_listed(adapter, name)
+        if saved.get(name, _NOTHING).replacement is None and _is_listed(adapter, name)
     ][:1]  # one is enough: the others have the same cause
     saved_rows = {
         name: tensor.rows[0] for name, tensor in sorted(saved.items()) if tensor.rows is not None
@@ -427,14 +449,14 @@ def _list_missing(
         if not _find_token_rows(adapter, name)
     ]
     biased = {
-        name.removesuffix(".bias") for name, tensor in saved.items() if tensor.added is not None
+        name.removesuffix(".bias") for name, tensor in saved.items() if tensor.lora_bias is not None
     }
-    if adapter.config.biases and adapter.tensors.keys() - biased:
+    if adapter.config.has_lora_bias and adapter.tensors.keys() - biased:
         faults.append(
             f"{adapter.path}: has no {min(adapter.tensors.keys() - biased)}.lora_B.bias, lora_bias"
             f" is true in its config; {_DOWNLOAD}"
         )
-    elif biased and not adapter.config.biases:
+    elif biased and not adapter.config.has_lora_bias:
         faults.append(
             f"{adapter.path}: has {min(biased)}.lora_B.bias, lora_bias is false in its config;"
             f" {_DOWNLOAD}"
@@ -448,7 +470,7 @@ def _is_listed(adapter: "AdapterFile", name: str) -> bool:
     PEFT compares the ends of names.
     """
     module = name.rpartition(".")[0].split(".")
-    ends = tuple(map(get_extra_name, adapter.config.saved))
+    ends = tuple(map(get_extra_name, adapter.config.modules_to_save))
     return any(".".join(module[:length]).endswith(ends) for length in range(1, len(module) + 1))
 
 
@@ -501,13 +523,15 @@ def _settle_vocabulary(
         saved = {name: tensor for name, tensor in saved.items() if name not in VOCABULARY}
         if embedding != _NOTHING:
             saved[EMBEDDING_WEIGHT] = embedding
-    copies = [tensor.copy for tensor in (embedding, head) if tensor.copy is not None]
+    copies = [tensor.replacement for tensor in (embedding, head) if tensor.replacement is not None]
     vocab_size = copies[0][1].shape[0] if copies else base.vocab_size
     matrices = {EMBEDDING_WEIGHT: embedding}
     if not (is_tied or has_score_head(base)):
         matrices[HEAD_WEIGHT] = head
     for name, tensor in matrices.items():
-        num_rows = tensor.copy[1].shape[0] if tensor.copy is not None else base.vocab_size
+        num_rows = (
+            tensor.replacement[1].shape[0] if tensor.replacement is not None else base.vocab_size
+        )
         if num_rows != vocab_size:
             raise CheckpointError(
                 f"{adapter.path}: {copies[0][0]} has {vocab_size} rows, {name} has {num_rows}: the"
@@ -520,7 +544,10 @@ def _settle_vocabulary(
 def _have_same_numbers(adapter: "AdapterFile", embedding: SavedTensor, head: SavedTensor) -> bool:
     """Return True if embedding and head are saved with the same numbers."""
     with safe_open(str(adapter.path), framework="pt") as file:
-        for first, second in ((embedding.copy, head.copy), (embedding.rows, head.rows)):
+        for first, second in (
+            (embedding.replacement, head.replacement),
+            (embedding.rows, head.rows),
+        ):
             if first is None or second is None:
                 if first is not second:
                     return False

@@ -164,12 +164,12 @@ class AdapterConfig:
     # Ends of the names of parameters that are adapted without their module (target_parameters).
     parameters: tuple[str, ...] = ()
     # Ends of the names of modules that are in the file as a whole (modules_to_save).
-    saved: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
     # End of a module's name, empty for the embedding -> tokens whose rows of its weight are in the
     # file (trainable_token_indices).
     token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # True: B has a bias (lora_bias).
-    biases: bool = False
+    has_lora_bias: bool = False
     # Key of SELECTING -> its value.
     selection: Mapping[str, Any] = field(default_factory=dict)
     # The file, named in errors.
@@ -273,9 +273,9 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         rank_pattern=fields.get("rank_pattern") or {},
         alpha_pattern=fields.get("alpha_pattern") or {},
         parameters=tuple(fields.get("target_parameters") or ()),
-        saved=tuple(fields.get("modules_to_save") or ()),
+        modules_to_save=tuple(fields.get("modules_to_save") or ()),
         token_rows={name: tuple(tokens) for name, tokens in token_rows.items()},
-        biases=fields.get("lora_bias", False),
+        has_lora_bias=fields.get("lora_bias", False),
         selection={key: fields.get(key) for key in SELECTING},
         path=path,
     )
@@ -466,14 +466,14 @@ def make_config_fields(
     ranks: Mapping[str, int],
     target_modules: list[str] | str,
     parameters: Collection[str] = (),
-    saved: Collection[str] = (),
+    modules_to_save: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json for an adapter that is exported.
 
     base: name of the model that it was trained on. ranks: module -> rank of its adapter; a fused
     module has the sum of its parts' ranks. target_modules: names, or a pattern. parameters: ends of
-    names of parameters that have an adapter without their module. saved: modules that are saved
-    whole.
+    names of parameters that have an adapter without their module. modules_to_save: those that are
+    saved whole.
     """
     # The largest: servers make room for the file's `r`. The scaling is the same everywhere.
     rank = max(ranks.values())
@@ -502,7 +502,7 @@ def make_config_fields(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": list(saved) or None,
+        "modules_to_save": list(modules_to_save) or None,
         "layers_to_transform": None,
         "layers_pattern": None,
     }

@@ -66,7 +66,7 @@ BASE_STORAGE = "tune_base_storage"  # value of lora.quantize_base in training
 BASE_IMPLEMENTATION = "tune_base_implementation"  # library of a base that is not our own decoder
 SCORE_KEYS = "tune_score_head"  # the base's values of the keys OF_SCORES, as JSON
 # Keys of config.json that belong to a score head.
-OF_SCORES = ("id2label", "label2id", "pad_token_id", "problem_type")
+SCORE_CONFIG_KEYS = ("id2label", "label2id", "pad_token_id", "problem_type")
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def read_score_keys(metadata: Mapping[str, str]) -> dict[str, Any]:
     except ValueError:
         return {}
     stored_keys = keys if isinstance(keys, dict) else {}
-    return {name: stored_keys[name] for name in OF_SCORES if name in stored_keys}
+    return {name: stored_keys[name] for name in SCORE_CONFIG_KEYS if name in stored_keys}
 
 
 def _check_contents(
@@ -332,11 +332,11 @@ def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | N
     """
     adapter = read_adapter(folder)
     saved = check_fits(adapter, spec)
-    if saved.parts:
+    if saved.parameters:
         raise CheckpointError(
-            f"{adapter.path}: brings {min(saved.parts)} along, and only the matrices of adapters"
-            f" are trained further; merge it into its base first (tune export {folder} --merge),"
-            " and train the merged model"
+            f"{adapter.path}: brings {min(saved.parameters)} along, and only the matrices of"
+            f" adapters are trained further; merge it into its base first (tune export {folder}"
+            " --merge), and train the merged model"
         )
     raise_faults(
         CheckpointError, [_find_kind_fault(adapter, cfg), _find_target_fault(adapter, spec, cfg)]
@@ -524,7 +524,7 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
             continue  # selected by target_parameters: PEFT looks at no other key
         if is_excluded[index]:
             return name, "exclude_modules"
-        if any(f".{saved}." in f".{name}." for saved in config.saved):
+        if any(f".{module}." in f".{name}." for module in config.modules_to_save):
             return name, "modules_to_save"
         # None: PEFT's own table of the model family's modules, or target_parameters, selects.
         if targets is not None and not is_targeted[index]:

@@ -76,31 +76,31 @@ _PIECE_ELEMENTS = 2**24  # elements of a weight that are merged at a time: 64 Mi
 
 @dataclass(frozen=True)
 class Update:
-    """The adapter of a weight `[n, m]`: LoRA adds `scaling * second @ first` to it."""
+    """The adapter of a weight `[n, m]`: LoRA adds `scaling * lora_b @ lora_a` to it."""
 
     # LoRA's A, `[r, m]`.
-    first: Tensor
+    lora_a: Tensor
     # LoRA's B, `[n, r]`.
-    second: Tensor
+    lora_b: Tensor
     # Factor of the product B A: alpha / r, or alpha / sqrt(r) with rsLoRA.
     scaling: float
     # DoRA's magnitudes `[n]` of rows, or with `by_column` `[m]` of columns; None: LoRA.
-    lengths: Tensor | None = None
+    magnitudes: Tensor | None = None
     # True: magnitudes are of columns, as for an embedding, whose transposed weight PEFT adapts.
     by_column: bool = False
 
     def slice_rows(self, start: int, stop: int) -> "Update":
         """Return the update of rows `[start, stop)`; not for an update with `by_column`."""
-        lengths = None if self.lengths is None else self.lengths[start:stop]
-        return replace(self, second=self.second[start:stop], lengths=lengths)
+        magnitudes = None if self.magnitudes is None else self.magnitudes[start:stop]
+        return replace(self, lora_b=self.lora_b[start:stop], magnitudes=magnitudes)
 
     def add_to(self, rows: Tensor, start: int) -> Tensor:
         """Return rows of the weight with the LoRA update added, without DoRA's magnitudes.
 
         rows: `[rows, m]` of the weight, beginning with row `start`.
         """
-        lora_b = self.second[start : start + len(rows)].to(rows.dtype)
-        return torch.addmm(rows, lora_b, self.first.to(rows.dtype), alpha=self.scaling)
+        lora_b = self.lora_b[start : start + len(rows)].to(rows.dtype)
+        return torch.addmm(rows, lora_b, self.lora_a.to(rows.dtype), alpha=self.scaling)
 
 
 @torch.no_grad()
@@ -119,16 +119,16 @@ def merge_rows(
             yield _widen(read_rows(start, stop))
         return
     column_factors = None
-    if update.by_column and update.lengths is not None:
+    if update.by_column and update.magnitudes is not None:
         # The length of a column is known only when all rows have been read: once more for this.
         column_factors = _compute_column_factors(read_rows, count, update)
     for start, stop in _cut_pieces(read_rows, count):
         rows = update.add_to(_widen(read_rows(start, stop)), start)
         if column_factors is not None:
             rows.mul_(column_factors)
-        elif update.lengths is not None:
+        elif update.magnitudes is not None:
             lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-            rows.mul_(update.lengths[start:stop].to(rows.dtype).unsqueeze(1) / lengths)
+            rows.mul_(update.magnitudes[start:stop].to(rows.dtype).unsqueeze(1) / lengths)
         yield rows
 
 
@@ -140,8 +140,8 @@ def _compute_column_factors(
         update.add_to(_widen(read_rows(start, stop)), start).square_().sum(dim=0)
         for start, stop in _cut_pieces(read_rows, count)
     )
-    assert isinstance(squares, Tensor) and update.lengths is not None
-    return update.lengths.to(squares.dtype) / squares.sqrt_()
+    assert isinstance(squares, Tensor) and update.magnitudes is not None
+    return update.magnitudes.to(squares.dtype) / squares.sqrt_()
 
 
 def _widen(rows: Tensor) -> Tensor:
@@ -213,7 +213,10 @@ def merge_adapter(
         )
         run_on_rank_0(ranks, merge)
         return
-    merged_spec = _build_merged_spec(adapter, saved)
+    assert isinstance(saved.spec, DecoderSpec)
+    # Embedding and head differ as soon as one of them has an adapter.
+    is_tied = saved.spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys()
+    merged_spec = replace(saved.spec, tied=is_tied)
     weights = _MergedWeights(
         merged_spec,
         adapter,
@@ -241,14 +244,6 @@ def merge_adapter(
         world=ranks,
         reads_alone=True,
     )
-
-
-def _build_merged_spec(adapter: AdapterFile, saved: SavedWeights) -> DecoderSpec:
-    """Return the spec of a merged model. saved: full weights in the adapter's file."""
-    assert isinstance(saved.spec, DecoderSpec)
-    # Embedding and head differ as soon as one of them has an adapter.
-    is_tied = saved.spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys()
-    return replace(saved.spec, tied=is_tied)
 
 
 def _plan_parameters(
@@ -373,7 +368,7 @@ class _MergedWeights:
 
         target = get_target(name.removesuffix(".weight"))
         is_linear = name.endswith(".weight") and target not in (None, "router", "embedding", "head")
-        if not is_linear or name in self._saved.parts or not self._is_rounded(*shape):
+        if not is_linear or name in self._saved.parameters or not self._is_rounded(*shape):
             return read
         # The whole matrix at once, as the run quantized it.
         weight = fake_quantize_weight(read(0, shape[0]), self._quantize)
@@ -470,19 +465,19 @@ def _merge_matrix(weight: Tensor, update: Update) -> Tensor:
 
 def _read_update(adapter: AdapterFile, module: FileModule) -> Update:
     """Return the adapter of one module in the files, read from them."""
-    lengths = adapter.read(module.name, MAGNITUDE) if adapter.config.dora else None
+    magnitudes = adapter.read(module.name, MAGNITUDE) if adapter.config.dora else None
     scaling = adapter.config.compute_scaling(module)
     if module.is_embedding:  # PEFT adapts the transposed weight: A and B change places
         return Update(
-            first=adapter.read(module.name, EMBEDDING_B).t(),
-            second=adapter.read(module.name, EMBEDDING_A).t(),
+            lora_a=adapter.read(module.name, EMBEDDING_B).t(),
+            lora_b=adapter.read(module.name, EMBEDDING_A).t(),
             scaling=scaling,
-            lengths=lengths,
+            magnitudes=magnitudes,
             by_column=True,
         )
     return Update(
-        first=adapter.read(module.name, LORA_A),
-        second=adapter.read(module.name, LORA_B),
+        lora_a=adapter.read(module.name, LORA_A),
+        lora_b=adapter.read(module.name, LORA_B),
         scaling=scaling,
-        lengths=lengths,
+        magnitudes=magnitudes,
     )

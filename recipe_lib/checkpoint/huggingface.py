@@ -44,6 +44,7 @@ from recipe_lib.models.language_model import LanguageModel, get_modules_elsewher
 from recipe_lib.models.meta_init import (
     find_fully_saved_tensors,
     find_stored_weights,
+    get_slices,
     init_weight,
     list_persistent_buffers,
     reset_extra,
@@ -165,7 +166,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
                 for entry in file_entries:
                     _load_entry(model, reader, entry, parameters=parameters, stored=stored)
                     progress.advance(1)
-    _load_converted(model, parameters, entries=entries, tensors=tensors)
+    _load_converted(model, parameters, entries=entries, tensors=tensors, stored=stored)
     log_left_out(spec, folder, topic="model", tensors=tensors)
     loaded = {entry.our_name for entry in entries} & parameters.keys()
     if SCORE in parameters.keys() - loaded:
@@ -210,15 +211,16 @@ def _load_converted(
     *,
     entries: Sequence[WeightEntry],
     tensors: Mapping[str, FileTensor],
+    stored: Mapping[str, Any],
 ) -> None:
     """Fill the parameters that are converted from other tensors, in place.
 
     Each rank reads only the experts it has. In host memory are at a time the tensors of one
     conversion, or of one expert, and their result.
 
-    parameters: of the model, by our names. tensors: of the files, by their names there.
+    parameters: of the model, by our names. tensors: of the files, by their names there. stored: as
+    for `_load_entry`.
     """
-    stored = find_stored_weights(model)
     with Reader(tensors) as reader:
         for conversion, names in _group_by_conversion(entries):
             quantized_names = [name for name in names if name in stored]
@@ -232,7 +234,7 @@ def _load_converted(
                 is_needed = any(_has_rows_in(part, start, stop) for part in all_parts)
                 if not (quantized_names or is_needed):
                     continue
-                converted = conversion.convert(reader, input_names)
+                converted = conversion.convert(reader.read, input_names)
                 for name in names:
                     value = get_converted(converted, name)
                     if name in stored:
@@ -271,20 +273,14 @@ def _copy_overlap(
     local: this rank's part. offset: where it begins in the parameter, by dimension. start: number
     of the first row of `value`.
     """
-    if not local.numel():
-        return
     if not offset:  # a number by itself has no rows
-        local.copy_(value)
+        read_part(value, local, offset)
         return
     first_row = max(offset[0], start)
     end_row = min(offset[0] + local.shape[0], start + value.shape[0])
     if first_row < end_row:
-        columns = tuple(
-            slice(begin, begin + size)
-            for begin, size in zip(offset[1:], local.shape[1:], strict=True)
-        )
-        rows = value[(slice(first_row - start, end_row - start), *columns)]
-        local[first_row - offset[0] : end_row - offset[0]].copy_(rows)
+        common = local[first_row - offset[0] : end_row - offset[0]]
+        read_part(value, common, (first_row - start, *offset[1:]))
 
 
 def find_extras_to_read(
@@ -354,7 +350,7 @@ def _make_row_reader(source: Any, offset: int) -> Callable[[int, int, slice], to
 def read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
     """Copy the part of a file's tensor that begins at `offsets` into `local`, some rows at a time.
 
-    source: slices of the opened tensor. offsets: one per dimension of `local`.
+    source: slices of the opened tensor, or a tensor. offsets: one per dimension of `local`.
     """
     if not local.numel():
         return
@@ -378,8 +374,7 @@ def _read_along(dim: int, source: Any, *, local: torch.Tensor, offsets: tuple[in
         if row_bytes > READ_BYTES and dim + 1 < local.dim():
             _read_along(dim + 1, source, local=piece, offsets=starts)
         else:
-            ranges = zip(starts, piece.shape, strict=True)
-            piece.copy_(source[tuple(slice(begin, begin + size) for begin, size in ranges)])
+            piece.copy_(source[get_slices(starts, piece.shape)])
 
 
 _SAMPLE_COLUMNS = 64  # numbers of a row that a base's fingerprint takes
@@ -407,7 +402,7 @@ def _read_middle(reader: Reader, entry: WeightEntry) -> torch.Tensor:
     if entry.made is not None:
         pieces = list(entry.made.pieces())
         input_names = pieces[len(pieces) // 2][2]
-        rows = get_converted(entry.made.convert(reader, input_names), entry.our_name)
+        rows = get_converted(entry.made.convert(reader.read, input_names), entry.our_name)
         return rows[len(rows) // 2 :][:1]
     source = reader.open_entry(entry, torch.bfloat16)
     shape = source.get_shape() if entry.view is None else entry.view.shape

@@ -9,7 +9,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER, MODEL_FOLDER, STATE_FOLDER
+from recipe_lib.config.local_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FOLDER,
+    MODEL_FOLDER,
+    STATE_FOLDER,
+    STATE_MANIFEST,
+)
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.spec import describe_other_weights
@@ -19,7 +25,6 @@ from recipe_lib.units import MIB
 INDEX = "model.safetensors.index.json"  # says which file has which tensor, if there are several
 SINGLE = "model.safetensors"  # the only file of a model without an index
 MAX_INDEX_BYTES = 64 * MIB  # the largest that is read
-_MANIFEST = "manifest.json"  # the file that marks a state to resume from
 GGUF_KINDS = ("f16", "bf16", "f32", "q8_0", "q4_k_m")  # types of weights for `tune export --gguf`
 ADAPTER_KINDS = ("f16", "bf16", "f32")  # those for an adapter alone
 QUANTIZED_KINDS = ("int4", "int8")  # types of weights for `tune export --quantize`
@@ -93,7 +98,7 @@ def find_exported_folder(folder: Path) -> Path:
             f"{show(str(folder))}: is a run without {MODEL_FOLDER}/ and {ADAPTER_FOLDER}/; write"
             " one from its states with `tune export` (--hf, or --adapter)"
         )
-    if (folder / _MANIFEST).is_file():
+    if (folder / STATE_MANIFEST).is_file():
         raise CheckpointError(
             f"{show(str(folder))}: is a state to resume from, no model; write one with `tune"
             " export` (--hf, --adapter)"

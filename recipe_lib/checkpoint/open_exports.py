@@ -2,8 +2,7 @@
 
 `tune export` compares logits of a fixed prompt: first as this library reads the export
 (`load_model_with_adapter`, `compare_logits`), then as transformers and PEFT do
-(`check_with_transformers`, `check_with_peft`). With `--quantize` it calls `write_quantized`. A
-spec (`ModelSpec`) holds a model's sizes and kinds as its config.json gives them.
+(`check_with_transformers`, `check_with_peft`). With `--quantize` it calls `write_quantized`.
 """
 
 import os
@@ -164,7 +163,7 @@ def load_model_with_adapter(
     cfg.quantize_base = storage or cfg.quantize_base
     cfg.dtype = "fp32" if dtype != torch.float64 else None  # None: the model's dtype
     model = load_model(spec, folder=base, dtype=dtype, device=device, lora=cfg)
-    return model, load_adapter(model, spec, folder, some=True)
+    return model, load_adapter(model, spec, folder, allow_missing=True)
 
 
 def make_prompt(vocabulary: int, max_positions: int) -> torch.Tensor:
@@ -251,12 +250,14 @@ def check_with_peft(
     with silence_transformers():
         try:
             with phase("opening the base with transformers"):
-                model = open_model(base, dtype, device)
+                model = open_with_transformers(base, dtype, device)
             vocab_size = trained[0].shape[-1]
             is_resized = vocab_size != model.config.get_text_config().vocab_size
             # With a resized vocabulary the prompt may have tokens that the base lacks.
             base_logits = (
-                trained[1] if is_resized else compute_logits(model, vocab_size, spec.max_positions)
+                trained[1]
+                if is_resized
+                else compute_transformers_logits(model, vocab_size, spec.max_positions)
             )
         except (ImportError, *_FAULTS) as error:
             return (
@@ -275,7 +276,7 @@ def check_with_peft(
         peft_model = _open_adapter(model, adapter, device)
         if isinstance(peft_model, str):
             return f"note: not opened with PEFT: {peft_model}"
-        logits = compute_logits(peft_model, vocab_size, spec.max_positions)
+        logits = compute_transformers_logits(peft_model, vocab_size, spec.max_positions)
     # Logits of a resized vocabulary cannot be compared with the base's.
     trained_base = trained[1] if trained[1].shape == trained[0].shape else None
     comparison = compare_logits(trained[0], logits, trained_base)
@@ -318,8 +319,8 @@ def check_with_transformers(
     with silence_transformers():
         try:
             with phase("opening the model with transformers"):
-                model = open_model(folder, dtype, device)
-            logits = compute_logits(model, trained.shape[-1], spec.max_positions)
+                model = open_with_transformers(folder, dtype, device)
+            logits = compute_transformers_logits(model, trained.shape[-1], spec.max_positions)
         except (ImportError, *_FAULTS) as error:
             return f"note: not opened with transformers: it says {get_first_line(error)}"
     comparison = compare_logits(trained, logits, base)
@@ -334,7 +335,7 @@ def check_with_transformers(
     return f"check: {comparison}, read with {reader}"
 
 
-def open_model(
+def open_with_transformers(
     folder: Path, dtype: torch.dtype | str, device: torch.device | None = None, **more: Any
 ) -> Any:
     """Return transformers' model of a folder, in evaluation mode.
@@ -443,7 +444,7 @@ def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def compute_logits(model: nn.Module, vocab_size: int, max_positions: int) -> Tensor:
+def compute_transformers_logits(model: nn.Module, vocab_size: int, max_positions: int) -> Tensor:
     """Return logits `[2, 32, v]` of the fixed prompt by transformers' model, on the CPU."""
     tokens = make_prompt(vocab_size, max_positions).to(next(model.parameters()).device)
     with phase("computing logits of a fixed prompt"):
@@ -524,9 +525,9 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
         files.require_space(out.absolute().parent, num_bytes + 64 * MIB, "the quantized model")
         quantization = transformers.TorchAoConfig(build_torchao_config(kind, group_size))
         with phase("quantizing"):
-            logits = _compute_logits(_open(folder))
-            model = _open(folder, quantization_config=quantization)
-        quantized_logits = _compute_logits(model)
+            logits = _compute_fp32_logits(_open_in_own_dtype(folder))
+            model = _open_in_own_dtype(folder, quantization_config=quantization)
+        quantized_logits = _compute_fp32_logits(model)
         # The weight of a quantized linear is of a tensor subclass of torchao.
         plain_types = (torch.Tensor, nn.Parameter)
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -558,12 +559,12 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
                 files.before_operation("flush", path)
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
-        reopened_logits = _compute_logits(_open(out))
+        reopened_logits = _compute_fp32_logits(_open_in_own_dtype(out))
     if not torch.equal(reopened_logits, quantized_logits):
         difference = float((reopened_logits - quantized_logits).abs().max())
         raise CheckpointError(
-            f"{out}: does not compute what was quantized: logits differ by "
-            f"{difference:.2g}; do not use it, and report this"
+            f"{out}: does not compute what was quantized: logits differ by {difference:.2g}; do not"
+            " use it, and report this"
         )
     log_probs = logits.double().log_softmax(-1)
     quantized_log_probs = reopened_logits.double().log_softmax(-1)
@@ -619,19 +620,21 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
     return spec
 
 
-def _open(folder: Path, **more: Any) -> Any:
+def _open_in_own_dtype(folder: Path, **more: Any) -> Any:
     """Return transformers' model in its own dtype.
 
     more: arguments of `from_pretrained`. Raises CheckpointError if it does not open.
     """
     try:
-        return open_model(folder, "auto", **more)
+        return open_with_transformers(folder, "auto", **more)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"{folder}: transformers does not open it ({get_first_line(error)})"
         ) from error
 
 
-def _compute_logits(model: Any) -> Tensor:
+def _compute_fp32_logits(model: Any) -> Tensor:
     """Return logits `[2, 32, v]` of the fixed prompt, fp32."""
-    return compute_logits(model, model.config.get_text_config().vocab_size, _LENGTH).float()
+    return compute_transformers_logits(
+        model, model.config.get_text_config().vocab_size, _LENGTH
+    ).float()

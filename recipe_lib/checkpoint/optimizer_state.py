@@ -24,7 +24,6 @@ from recipe_lib.checkpoint.rank_groups import (
     TRAINED,
     Holders,
     RankGroup,
-    find_holders,
     run_on_all_ranks,
 )
 from recipe_lib.errors import CheckpointError
@@ -135,14 +134,14 @@ def gather_optimizer_settings(
         names = set[str]().union(*(group["parameters"] for group in same_groups))
         groups.append(
             {
-                "parameters": [name for name in holders.first if name in names],
+                "parameters": [name for name in holders.first_ranks if name in names],
                 "values": same_groups[0]["values"],
             }
         )
     # In the order of the whole model, which does not depend on the number of stages.
     return {
         "groups": groups,
-        "states": {name: states[name] for name in holders.first if name in states},
+        "states": {name: states[name] for name in holders.first_ranks if name in states},
     }
 
 
@@ -198,10 +197,11 @@ def make_optimizer_states(
     saved: full name -> type and global shape, those of other ranks' parameters too. where: the
     state's folder, named in errors. Raises CheckpointError for states of another optimizer.
     """
-    names = _map_parameter_names(model, optimizer)
-    parameters = {name: parameter for parameter, name in names.items()}
+    parameters = {
+        name: parameter for parameter, name in _map_parameter_names(model, optimizer).items()
+    }
     # Parameter -> the states that its optimizer has made and `saved` has not named so far.
-    unsaved: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    unsaved: dict[str, dict[str, torch.Tensor]] = {}
     groups: dict[torch.Tensor, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         groups |= dict.fromkeys(group["params"], group)
@@ -220,11 +220,11 @@ def make_optimizer_states(
                 " the run's own config"
             )
         if isinstance(optimizer, MakesStates):
-            if parameter not in unsaved:
-                unsaved[parameter] = optimizer.make_states(parameter)
-            made_state = unsaved[parameter].pop(key, None)
+            if name not in unsaved:
+                unsaved[name] = optimizer.make_states(parameter)
+            made_state = unsaved[name].pop(key, None)
             value = _check_own_state(
-                made_state, full_name=full_name, dtype=dtype, shape=shape, where=where
+                made_state, key=key, name=name, dtype=dtype, shape=shape, where=where
             )
         else:
             value = _make_empty_state(parameter, group=groups[parameter], dtype=dtype, shape=shape)
@@ -240,27 +240,27 @@ def make_optimizer_states(
             value = place_state(value)
         optimizer.state[parameter][key] = value
         targets[full_name] = value
-    for parameter, states in unsaved.items():
+    for name, states in unsaved.items():
         for key in states:
-            raise _make_states_fault(f"holds no optimizer state {key} of {names[parameter]}", where)
+            raise _make_other_optimizer_error(f"holds no optimizer state {key} of {name}", where)
     return targets
 
 
 def _check_own_state(
     value: torch.Tensor | None,
     *,
-    full_name: str,
+    key: str,
+    name: str,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     where: str,
 ) -> torch.Tensor:
     """Return the state that an optimizer has made; raise CheckpointError if it is not as saved.
 
-    value: None: it has made none. full_name, dtype, shape: of the saved state.
+    value: None: it has made none. key, dtype, shape: of the saved state. name: of its parameter.
     """
-    key, name = full_name.split("/", 2)[1:]
     if value is None:
-        raise _make_states_fault(
+        raise _make_other_optimizer_error(
             f"holds optimizer state {key} of {name}, which this run's optimizer does not keep",
             where,
         )
@@ -274,11 +274,11 @@ def _check_own_state(
             # Before master weights had states in fp32, a run without state_bits had them in its
             # dtype.
             raise CheckpointError(f"{where}: {fault}; resume with optimizer.state_bits={bits}")
-        raise _make_states_fault(fault, where)
+        raise _make_other_optimizer_error(fault, where)
     return value
 
 
-def _make_states_fault(fault: str, where: str) -> CheckpointError:
+def _make_other_optimizer_error(fault: str, where: str) -> CheckpointError:
     return CheckpointError(f"{where}: {fault}; {_SAME_OPTIMIZER}")
 
 
@@ -340,12 +340,9 @@ def restore_settings(
                 current.fill_(value)
             else:  # of a tuple, as betas are, JSON has made a list
                 group[key] = tuple(value) if isinstance(current, tuple) else value
-    parameters = {
-        name: parameter for parameter, name in _map_parameter_names(model, optimizer).items()
-    }
-    for name, values in saved["states"].items():
-        if name in parameters:
-            optimizer.state[parameters[name]].update(values)
+    for parameter, name in _map_parameter_names(model, optimizer).items():
+        if name in saved["states"]:
+            optimizer.state[parameter].update(saved["states"][name])
 
 
 _PIECE_ELEMENTS = 2**22  # elements whose bits are added up at a time
@@ -353,19 +350,14 @@ _PIECE_ELEMENTS = 2**22  # elements whose bits are added up at a time
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def hash_frozen_parameters(
-    model: nn.Module, world: RankGroup, holders: Holders | None = None
-) -> str | None:
+def hash_frozen_parameters(model: nn.Module, world: RankGroup, holders: Holders) -> str | None:
     """Return a hash of the frozen parameters, the same for any sharding; None if none is frozen.
 
     It is made of the sum of every parameter's bits: each rank adds up its own part in place, and
     the sums alone travel. Collective.
-
-    holders: of the model; None: they are looked up.
     """
     # FSDP's hook frees gathered parameters, so that what follows sees the shards.
     model.state_dict()
-    holders = holders or find_holders(model, world)
     parameters = dict(model.named_parameters())
     totals = dict.fromkeys((name for name, kind in holders.kinds.items() if kind == FROZEN), 0)
     if not totals:
@@ -373,7 +365,7 @@ def hash_frozen_parameters(
     # First rank of a group -> the parameters that the group counts.
     frozen_names: dict[int, list[str]] = {leader: [] for leader in holders.leaders}
     for name in totals:
-        frozen_names[holders.first[name]].append(name)
+        frozen_names[holders.first_ranks[name]].append(name)
     names_here = frozen_names[holders.leader]
 
     def add_up() -> list[int]:

@@ -44,7 +44,7 @@ from recipe_lib.checkpoint.adapter_files import (
     BASE_FINGERPRINT,
     BASE_IMPLEMENTATION,
     BASE_STORAGE,
-    OF_SCORES,
+    SCORE_CONFIG_KEYS,
     SCORE_KEYS,
     AdapterFile,
     check_fits,
@@ -86,12 +86,15 @@ from recipe_lib.models.meta_init import (
     find_extra_modules,
     find_fully_saved_tensors,
     find_stored_weights,
+    get_slices,
 )
 from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec, has_score_head
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool = False) -> int:
+def load_adapter(
+    model: nn.Module, spec: ModelSpec, folder: Path, *, allow_missing: bool = False
+) -> int:
     """Fill the model's adapters from a PEFT adapter; return the number of modules filled.
 
     Each rank reads its own slices. Modules that the file fuses are split while they are read. An
@@ -104,8 +107,8 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
         model: with adapters, materialized, plain or sharded.
         spec: sizes and kinds of the base, as its config.json gives them.
         folder: of the adapter.
-        some: leave modules without an adapter in the folder as `init_adapters` made them (B is
-            zero); otherwise such a module is an error.
+        allow_missing: leave modules without an adapter in the folder as `init_adapters` made them
+            (B is zero); otherwise such a module is an error.
 
     Raises CheckpointError if the adapter does not fit the model, or lacks one of its modules.
     """
@@ -126,14 +129,14 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
                 adapter,
                 module,
                 part=part,
-                number=index,
+                part_index=index,
                 num_parts=len(parts),
                 target=adapted[part.module],
                 model=model,
             )
             filled_names.add(part.module)
     _fill_extras(adapter, model)
-    if filled_names != adapted.keys() and not some:
+    if filled_names != adapted.keys() and not allow_missing:
         targets = list_targets(find_used_parts(adapter, module) for module in modules)
         raise CheckpointError(
             f"{folder}: has no adapter for {min(adapted.keys() - filled_names)};"
@@ -163,20 +166,21 @@ def _fill_module(
     module: FileModule,
     *,
     part: MergedRows,
-    number: int,
+    part_index: int,
     num_parts: int,
     target: AdaptedModule,
     model: nn.Module,
 ) -> None:
     """Fill the adapter of one module of ours from a module of the file.
 
-    part: our module, and its rows of the file's module. number: index of the part among the file
-    module's adapted parts. num_parts: how many of these there are. target: our module's adapter.
+    part: our module, and its rows of the file's module. part_index: index of the part among the
+    file module's adapted parts. num_parts: how many of these there are. target: our module's
+    adapter.
     """
     settings = target.settings
     is_stack = is_stacked(adapter, module, parts=num_parts, rank=settings.rank)
     # In a stack of one adapter for each part, this part's columns of B and rows of A begin here.
-    rank_offset = number * settings.rank if is_stack else 0
+    rank_offset = part_index * settings.rank if is_stack else 0
     rank = settings.rank if is_stack else adapter.config.get_rank(module)
     if rank > settings.rank:
         raise CheckpointError(
@@ -195,7 +199,7 @@ def _fill_module(
     def get_local_parts(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         return list_local_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
 
-    suffixes = (EMBEDDING_A, EMBEDDING_B) if module.is_embedding else (LORA_A, LORA_B)
+    suffixes = _get_factor_names(module)
     with safe_open(str(adapter.path), framework="pt") as file:
         entries = adapter.tensors[module.name]
 
@@ -251,13 +255,10 @@ def _fill_experts(
             model, f"{name}.{suffix}", target.get_parameter(suffix)
         ):
             local.zero_()
-            begin = offset[dim]
-            num_rows = min(max(rank - begin, 0), local.shape[dim])
-            part = [
-                slice(start, start + size) for start, size in zip(offset, local.shape, strict=True)
-            ]
-            part[dim] = slice(begin, begin + num_rows)
-            local.narrow(dim, 0, num_rows).copy_(factor[tuple(part)])
+            # Beyond the file's rank zeros stay.
+            num_filled = min(max(rank - offset[dim], 0), local.shape[dim])
+            filled = local.narrow(dim, 0, num_filled)
+            filled.copy_(factor[get_slices(offset, filled.shape)])
 
 
 def export_adapter(
@@ -322,7 +323,7 @@ def export_adapter(
         base=base,
         modules=modules,
         # Of all pipeline stages.
-        saved=chain.from_iterable(holders.gather(find_extra_modules(model), world)),
+        modules_to_save=chain.from_iterable(holders.gather(find_extra_modules(model), world)),
         is_multimodal=is_multimodal,
     )
     make_metadata = partial(
@@ -400,17 +401,17 @@ def _make_fields(
     *,
     base: str,
     modules: list[FileModule],
-    saved: Iterable[str],
+    modules_to_save: Iterable[str],
     is_multimodal: bool,
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
-    base: name or folder of the base. saved: names of the modules with extra parameters on all
-    ranks. is_multimodal: see `_plan_file`.
+    base: name or folder of the base. modules_to_save: names of the modules with extra parameters on
+    all ranks. is_multimodal: see `_plan_file`.
     """
     is_scored = has_score_head(spec)
     # A dict keeps the model's order and has each name once.
-    saved_modules = dict.fromkeys(saved)
+    saved_modules = dict.fromkeys(modules_to_save)
     if is_scored:
         saved_modules[SCORE.removesuffix(".weight")] = None
     fields = make_config_fields(
@@ -419,7 +420,7 @@ def _make_fields(
         ranks={module.name: _compute_rank(module, cfg) for module in modules},
         target_modules=_choose_target_modules(modules, spec, is_multimodal),
         parameters=[module.parameter for module in modules if module.parameter],
-        saved=[get_file_name(name, is_multimodal) for name in saved_modules],
+        modules_to_save=[get_file_name(name, is_multimodal) for name in saved_modules],
     )
     if is_scored:
         fields["task_type"] = "SEQ_CLS"
@@ -479,7 +480,9 @@ def _make_metadata(
     if base_folder is not None:
         metadata[BASE_FINGERPRINT] = compute_base_fingerprint(spec, base_folder)
     if has_score_head(spec):
-        score_keys = {name: source_config[name] for name in OF_SCORES if name in source_config}
+        score_keys = {
+            name: source_config[name] for name in SCORE_CONFIG_KEYS if name in source_config
+        }
         metadata[SCORE_KEYS] = json.dumps(score_keys)
     return metadata
 
@@ -495,7 +498,7 @@ def _gather_pieces(
     first_factor = _get_factor_names(module)[0]
     names = [f"{part.module}.{first_factor}" for part in module.parts]
     # Any adapted part will do: all parts are in one layer, and so on the ranks of one stage.
-    name = next(name for name in names if name in holders.first)
+    name = next(name for name in names if name in holders.first_ranks)
     return holders.stream_to_rank_0(name, lambda: _gather_own_pieces(model, module, cfg))
 
 

@@ -42,6 +42,10 @@ class RankGroup(Protocol):
     def device(self) -> torch.device:
         """Return the device on which this rank computes."""
 
+    @property
+    def pipeline(self) -> Any:
+        """Return this rank's place in a pipeline; None: all ranks have the whole model."""
+
     def agree(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `fn(...)` on every rank; a user's error on any is raised on all. Collective."""
 
@@ -58,6 +62,7 @@ class SingleRank:
     rank = 0
     size = 1
     device = torch.device("cpu")
+    pipeline = None
 
     def agree(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
@@ -149,7 +154,7 @@ class Holders:
     leaders: tuple[int, ...]
     # Name, in the order of the whole model -> the first rank that has it. A parameter of two
     # groups, as a tied embedding, so belongs to the earlier one.
-    first: dict[str, int]
+    first_ranks: dict[str, int]
     # Name -> TRAINED, FROZEN or BUFFER.
     kinds: dict[str, str]
 
@@ -165,7 +170,7 @@ class Holders:
 
     def is_ours(self, name: str) -> bool:
         """Return True if a parameter or buffer belongs to this rank's group, which writes it."""
-        return self.first[name] == self.leader
+        return self.first_ranks[name] == self.leader
 
     def list_saved_names(self) -> list[str]:
         """Return the names of the model's tensors in a saved state.
@@ -212,7 +217,7 @@ class Holders:
         pieces: called on all ranks of the group that has the parameter, where it may hold
         collectives.
         """
-        source = self.first[name]
+        source = self.first_ranks[name]
         if self.leader == source:
             for piece in pieces():
                 if source == 0:
@@ -235,12 +240,14 @@ def find_holders(model: nn.Module, world: RankGroup) -> Holders:
     kinds_here |= dict.fromkeys(list_persistent_buffers(model), BUFFER)
     part_here = list(kinds_here.items())  # this rank's part of the model: [(name, kind)]
     leaders = (0,) * world.size
-    if getattr(world, "pipeline", None) is not None:
+    if world.pipeline is not None:
         # Hashes first: the lists of names are long, and few ranks have different ones.
         digests = world.gather_json(hashlib.sha256(json.dumps(part_here).encode()).hexdigest())
         leaders = tuple(digests.index(digest) for digest in digests)  # the first with the same list
     if len(set(leaders)) == 1:
-        return Holders(world.rank, leaders, first=dict.fromkeys(kinds_here, 0), kinds=kinds_here)
+        return Holders(
+            world.rank, leaders, first_ranks=dict.fromkeys(kinds_here, 0), kinds=kinds_here
+        )
     parts = world.gather_json(part_here if world.rank == leaders[world.rank] else None)
     # Name -> (key to sort by, first rank that has it, kind).
     holders_by_name: dict[str, tuple[tuple[int, int, int], int, str]] = {}
@@ -252,7 +259,7 @@ def find_holders(model: nn.Module, world: RankGroup) -> Holders:
     return Holders(
         rank=world.rank,
         leaders=leaders,
-        first={name: rank for name, (_, rank, _) in in_order},
+        first_ranks={name: rank for name, (_, rank, _) in in_order},
         kinds={name: kind for name, (_, _, kind) in in_order},
     )
 

@@ -80,6 +80,7 @@ from recipe_lib.config.local_files import describe_damaged_state
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
 from recipe_lib.models.language_model import get_runs, list_local_parts, restore_file_order
+from recipe_lib.models.meta_init import get_slices
 from recipe_lib.reading import parse_json
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
@@ -145,7 +146,7 @@ def save_state(
     shard = _plan_shard(tensors, world)
     num_bytes = sum(world.gather_json(sum(tensor.num_bytes for tensor in shard.planned)))
     num_bytes += MIB * (world.size + 1)  # headers, generators, state.json, manifest
-    folder_names = run_on_rank_0(world, lambda: _begin_folder(root, step, num_bytes))
+    folder_names = run_on_rank_0(world, lambda: _make_state_folder(root, step, num_bytes))
     temporary = root / folder_names["temporary"]
     final = root / folder_names["final"]
 
@@ -180,7 +181,7 @@ def save_state(
     return final
 
 
-def _begin_folder(root: Path, step: int, num_bytes: int) -> dict[str, Any]:
+def _make_state_folder(root: Path, step: int, num_bytes: int) -> dict[str, Any]:
     """Check the room on the disk and make a temporary folder, on rank 0.
 
     num_bytes: of the state. Return a dict with the names of the temporary folder (`temporary`) and
@@ -464,8 +465,7 @@ def _read_tensors(path: Path, metadata: Metadata, targets: dict[str, torch.Tenso
         for file_name, items in items_by_file.items():
             with safe_open(str(path / file_name), framework="pt") as file:
                 for item in items:
-                    ranges = zip(item.storage_offsets, item.lengths, strict=True)
-                    slices = tuple(slice(start, start + size) for start, size in ranges)
+                    slices = get_slices(item.storage_offsets, item.lengths)
                     part = file.get_slice(item.storage_index.fqn)[slices]
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(part.view(target.shape))
@@ -499,8 +499,7 @@ def _reorder_fused(
             )
         in_file_order = restore_file_order(gather_whole(tensor), saved_order)
         for part, offset in list_local_parts(model, name, tensor):
-            ranges = zip(offset, part.shape, strict=True)
-            part.copy_(in_file_order[tuple(slice(begin, begin + size) for begin, size in ranges)])
+            part.copy_(in_file_order[get_slices(offset, part.shape)])
 
 
 def _make_targets(

@@ -22,7 +22,7 @@ import torch
 
 from recipe_lib import files
 from recipe_lib.checkpoint.safetensors_files import read_header
-from recipe_lib.config.local_files import BEST_FOLDER
+from recipe_lib.config.local_files import BEST_FOLDER, STATE_MANIFEST
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
@@ -30,9 +30,7 @@ from recipe_lib.reading import describe_fault, open_regular, read_json, read_obj
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
 
-# Lists every file of a state with size and SHA-256. Written last, so a folder without one was never
-# finished.
-MANIFEST = "manifest.json"
+FORMAT = 1  # version of the format of manifests and of the record
 MAX_MANIFEST_BYTES = 16 * 1024**2  # the largest that is read
 _SEAL = "manifest_sha256"  # key of a SHA-256 of the manifest's own contents
 
@@ -73,7 +71,7 @@ def write_manifest(
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "files": [asdict(record) for record in sorted(records, key=lambda record: record.name)],
     }
-    files.write_json(folder / MANIFEST, fields | {_SEAL: _compute_seal(fields)})
+    files.write_json(folder / STATE_MANIFEST, fields | {_SEAL: _compute_seal(fields)})
 
 
 def _compute_seal(fields: dict[str, Any]) -> str:
@@ -87,29 +85,31 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises DamagedState if it is missing, cannot be read, or is not what `write_manifest` wrote.
     """
-    path = folder / MANIFEST
+    path = folder / STATE_MANIFEST
     try:
         fields = read_json(path, MAX_MANIFEST_BYTES)
     except FileNotFoundError as error:
-        raise DamagedState(f"{MANIFEST} is missing") from error
+        raise DamagedState(f"{STATE_MANIFEST} is missing") from error
     except OSError as error:
-        raise DamagedState(f"{MANIFEST} cannot be read: {error.strerror}") from error
+        raise DamagedState(f"{STATE_MANIFEST} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise DamagedState(f"{MANIFEST} is not JSON") from error
+        raise DamagedState(f"{STATE_MANIFEST} is not JSON") from error
     if not isinstance(fields, dict):
-        raise DamagedState(f"{MANIFEST} is not a JSON object")
+        raise DamagedState(f"{STATE_MANIFEST} is not a JSON object")
     version = fields.get("format")
     # Before the seal, which a later format may compute in another way.
     if type(version) is int and version > FORMAT:
-        raise DamagedState(f"{MANIFEST} has format {version}, this release reads up to {FORMAT}")
+        raise DamagedState(
+            f"{STATE_MANIFEST} has format {version}, this release reads up to {FORMAT}"
+        )
     if fields.pop(_SEAL, None) != _compute_seal(fields):
-        raise DamagedState(f"{MANIFEST} does not match its own checksum")
+        raise DamagedState(f"{STATE_MANIFEST} does not match its own checksum")
     return _parse_manifest(fields)
 
 
 def _parse_manifest(fields: dict[str, Any]) -> Manifest:
     if not isinstance(fields.get("files"), list):
-        raise DamagedState(f"{MANIFEST} lists no files")
+        raise DamagedState(f"{STATE_MANIFEST} lists no files")
     try:
         manifest = Manifest(
             step=fields["step"],
@@ -122,16 +122,16 @@ def _parse_manifest(fields: dict[str, Any]) -> Manifest:
             versions=fields["versions"],
         )
     except (KeyError, TypeError) as error:
-        raise DamagedState(f"{MANIFEST} lacks a field: {error}") from error
+        raise DamagedState(f"{STATE_MANIFEST} lacks a field: {error}") from error
     counts = [manifest.step, manifest.sequence, manifest.world_size]
     counts += [record.size for record in manifest.files]
     if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
-        raise DamagedState(f"{MANIFEST} holds an invalid count")
+        raise DamagedState(f"{STATE_MANIFEST} holds an invalid count")
     for record in manifest.files:
         # A state may come from elsewhere: no name in it may lead out of its folder.
         if not files.is_plain_name(record.name):
             raise DamagedState(
-                f"{MANIFEST} names {str(record.name)[:80]!r}, which is not a plain file name"
+                f"{STATE_MANIFEST} names {str(record.name)[:80]!r}, which is not a plain file name"
             )
     return manifest
 
@@ -177,7 +177,6 @@ def find_damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -
 
 
 RECORD = "written.json"
-FORMAT = 1  # version of the format of manifests and of the record
 STATE_NAME = re.compile(r"step_\d+(-\d+)?")  # a state's folder
 _STATE_FILE = re.compile(  # a file of a state
     r"shard-\d+-of-\d+\.safetensors|rng-\d+\.safetensors|state\.json|manifest\.json"
@@ -314,7 +313,7 @@ def find_unrecorded_in_state(state: Path) -> Path | None:
     Without a readable manifest, return the first whose name no file of a state has.
     """
     try:
-        names = {record.name for record in read_manifest(state).files} | {MANIFEST}
+        names = {record.name for record in read_manifest(state).files} | {STATE_MANIFEST}
     except DamagedState:
         names = {path.name for path in state.iterdir() if _STATE_FILE.fullmatch(path.name)}
     unrecorded = (
@@ -505,7 +504,7 @@ def copy_best_state(state: Path, root: Path, name: str) -> str:
     files.make_folder(temporary)
     for record in manifest.files:
         files.copy_file(source / record.name, temporary / record.name)
-    files.copy_file(source / MANIFEST, temporary / MANIFEST)  # last, as it is written
+    files.copy_file(source / STATE_MANIFEST, temporary / STATE_MANIFEST)  # last, as it is written
     files.publish_folder(temporary, target)
     return target.name
 

@@ -187,11 +187,11 @@ class Reader(ExitStack):
         self._tensors = tensors
         self._files: dict[Path, Any] = {}
 
-    def __call__(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
         """Return the tensor, in host memory."""
         return self._open(name).get_tensor(name)
 
-    def slice(self, name: str) -> Any:
+    def get_slice(self, name: str) -> Any:
         """Return the tensor's slices, none of which is read yet."""
         return self._open(name).get_slice(name)
 
@@ -204,8 +204,8 @@ class Reader(ExitStack):
         dtype: of weights decoded from codes; other tensors keep the file's type.
         """
         if entry.view is None:
-            return self.slice(entry.file_name)
-        return OpenView(entry.view, self.slice, dtype)
+            return self.get_slice(entry.file_name)
+        return OpenView(entry.view, self.get_slice, dtype)
 
     def _open(self, name: str) -> Any:
         path = self._tensors[name].file
@@ -219,7 +219,7 @@ def have_same_numbers(first: Any, second: Any) -> bool:
 
     Some rows are read and compared at a time, so that two embeddings need not fit into memory.
 
-    first, second: as `Reader.slice` or `Reader.open_entry` returns them.
+    first, second: as `Reader.get_slice` or `Reader.open_entry` returns them.
     """
     shape = _get_shape(first)
     if shape != _get_shape(second):

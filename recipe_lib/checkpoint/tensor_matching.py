@@ -105,7 +105,7 @@ def _have_same_numbers(name: str, first: FileTensor, second: FileTensor) -> bool
     if first.entry.dtype != second.entry.dtype:
         return False
     with Reader({name: first}) as first_file, Reader({name: second}) as second_file:
-        return have_same_numbers(first_file.slice(name), second_file.slice(name))
+        return have_same_numbers(first_file.get_slice(name), second_file.get_slice(name))
 
 
 def check_weights(spec: ModelSpec, folder: Path) -> None:
@@ -209,7 +209,7 @@ def _check_copy(
     """
     with Reader(tensors) as reader:
         weight = reader.open_entry(entry, torch.float32)
-        opened_copy = reader.slice(copy)
+        opened_copy = reader.get_slice(copy)
         # Both ways: each casts the second to the type of the first, and the narrower one would hide
         # a difference.
         if have_same_numbers(weight, opened_copy) and have_same_numbers(opened_copy, weight):
@@ -353,7 +353,7 @@ def get_converted(converted: Mapping[str, Converted], name: str) -> Converted:
     return converted[name] if name in converted else next(iter(converted.values()))
 
 
-def _find_single(names: list[str]) -> str | None:
+def _find_incomplete_expert(names: list[str]) -> str | None:
     """Return the first tensor whose expert lacks another of its matrices; None if there is none.
 
     Names are of one kind if they differ in their numbers alone, those of layer and expert. An
@@ -390,7 +390,7 @@ def _find_conversion_fault(
         return None
     entry, names, shape = misfits[0]
     result = "which do not go together" if shape is None else f"which make {list(shape)}"
-    single = _find_single(names)
+    single = _find_incomplete_expert(names)
     if single:
         result += f", {single} having no counterpart"
     rest = f" (and {len(misfits) - 1} more of another shape)" if len(misfits) > 1 else ""
@@ -402,13 +402,13 @@ def _find_conversion_fault(
 
 
 # Ends of a line about a tensor that the model does not have: what it is and what to do about it.
-_OTHER = "; check that config.json and the weights are of one model"
-_BEYOND = (
+_OTHER_REMEDY = "; check that config.json and the weights are of one model"
+_BEYOND_LAYERS_REMEDY = (
     " (a layer beyond num_hidden_layers); correct num_hidden_layers in config.json, or"
     f" {_LEAVE_OUT}"
 )
 # Pattern of a tensor's name -> such a text; the first pattern that is found in a name counts.
-_KINDS = {
+_REMEDIES_BY_NAME = {
     _WRAPPER: (
         " (names of a wrapper); save the module inside of it (torch.compile: model._orig_mod,"
         " DistributedDataParallel: model.module, PEFT: model.merge_and_unload())"
@@ -459,12 +459,15 @@ def describe_foreign_tensors(
     ]
 
 
-# Return the end of the line about a foreign tensor: _BEYOND, one of _KINDS, or _OTHER.
+# Return the end of the line about a foreign tensor, which begins after the tensor's name.
 def _describe_foreign(spec: ModelSpec, name: str) -> str:
     layer = _LAYER.search(name)
     if layer and int(layer[1]) >= spec.num_layers:
-        return _BEYOND
-    return next((text for pattern, text in _KINDS.items() if re.search(pattern, name)), _OTHER)
+        return _BEYOND_LAYERS_REMEDY
+    return next(
+        (text for pattern, text in _REMEDIES_BY_NAME.items() if re.search(pattern, name)),
+        _OTHER_REMEDY,
+    )
 
 
 def find_quantized_fault(

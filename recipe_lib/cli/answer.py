@@ -52,13 +52,13 @@ from recipe_lib.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
 Prompt = str | list[Mapping[str, Any]]
 
 # Keys of a line that are not read: they change nothing in its answer.
-_UNREAD = ("category", "id", "index", "source")
+_IGNORED_KEYS = ("category", "id", "index", "source")
 # The end of errors on a line of .jsonl.
 _EXPECTED = 'expected {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
 # Suffixes of the files that answers depend on: weights, config, template, tokenizer.
 _MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
 # Options of the command line that answers depend on.
-_DRAWN = (
+_ANSWER_OPTIONS = (
     "max_new_tokens",
     "temperature",
     "top_k",
@@ -129,7 +129,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             prompts.append(line.removesuffix("\n"))
         else:
             row = _read_row(line, f"{shown_path}:{number}")
-            unread_keys |= row.keys() & _UNREAD
+            unread_keys |= row.keys() & _IGNORED_KEYS
             prompts.append(_read_prompt(row, f"{shown_path}:{number}"))
     if not prompts:
         raise DataError(f"--prompts: {shown_path}: found no prompt, expected one a line")
@@ -162,7 +162,7 @@ def _read_prompt(row: dict[str, Any], location: str) -> Prompt:
     Raises DataError for none of the two, both, an unknown key, or a value that is no prompt.
     """
     prompt_keys = [name for name in ("prompt", "messages") if name in row]
-    unknown_keys = [name for name in row if name not in ("prompt", "messages", *_UNREAD)]
+    unknown_keys = [name for name in row if name not in ("prompt", "messages", *_IGNORED_KEYS)]
     if len(prompt_keys) != 1:
         keys = " and ".join(prompt_keys) or ", ".join(map(show, row)) or "no keys"
         raise DataError(f"{location}: found {keys}, {_EXPECTED}")
@@ -231,7 +231,7 @@ def compute_settings_digest(
     settings: list[Any] = [
         [path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files
     ]
-    settings += [getattr(arguments, name) for name in _DRAWN]
+    settings += [getattr(arguments, name) for name in _ANSWER_OPTIONS]
     settings.append(list(prompts))
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
@@ -252,14 +252,14 @@ class Answers:
         self._file: LineFile | None = None  # opened with the first answer
 
     def write(self, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Append the next answers, a line each: all of them or none.
+        """Append the next answers, the fields of a line each: all of them or none.
 
         Raises StorageError if the disk is full or refuses the write.
         """
         text = ""
-        for answer in answers:
+        for fields in answers:
             self.count += 1
-            row = {"number": self.count, "settings": self.settings, **answer}
+            row = {"number": self.count, "settings": self.settings, **fields}
             text += json.dumps(row, ensure_ascii=False) + "\n"
         if self.path is None:
             sys.stdout.write(text)

@@ -26,7 +26,7 @@ from recipe_lib.units import choose_lines
 Options = Mapping[str, Mapping[str, Any]]
 SWITCH = {"action": "store_true"}
 # Options of every verb.
-COMMON: dict[str, Mapping[str, Any]] = {
+COMMON_OPTIONS: dict[str, Mapping[str, Any]] = {
     "-q --quiet": SWITCH | {"help": "say warnings and errors alone"},
     "-v --verbose": SWITCH | {"help": "say more: all ranks, the seconds of each part"},
 }
@@ -54,6 +54,9 @@ DRAW_OPTIONS: Options = {
 }
 
 
+STORAGES = ("auto", "none", "nf4", "int8")  # of --quantize-base
+
+
 class Parser(argparse.ArgumentParser):
     """The parser of one verb. Options and positional arguments may come in any order."""
 
@@ -71,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         self._hint = f"; see `{self.prog} --help`"
         # The action of an option that names none: an option given twice is an error.
         self.register("action", None, StoreOnce)
-        for names, settings in {**COMMON, **options}.items():
+        for names, settings in {**COMMON_OPTIONS, **options}.items():
             self.add_argument(*names.split(), **settings)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
@@ -105,6 +108,10 @@ class Parser(argparse.ArgumentParser):
         """Write the help."""
         # argparse's own ignores OSError: on a full disk the exit code would be 0.
         (file or sys.stdout).write(self.format_help())
+
+    def list_arguments(self) -> list[argparse.Action]:
+        """Return the options and the positional arguments, of which argparse has no public list."""
+        return self._actions
 
     def _list_long_options(self) -> list[str]:
         return [
@@ -150,7 +157,7 @@ class ConfigParser(Parser):
         )
         self.add_argument(
             "--config",
-            dest="more",
+            dest="further_configs",
             action="append",
             default=[],
             metavar="CONFIG",
@@ -171,33 +178,33 @@ class ConfigParser(Parser):
         first = [] if arguments.config is None else [arguments.config]
         # With all configs given by --config, argparse takes the first override for the positional
         # one.
-        if first and arguments.more and (first[0].startswith("~") or "=" in first[0]):
+        if first and arguments.further_configs and (first[0].startswith("~") or "=" in first[0]):
             arguments.overrides = first + arguments.overrides
             first = []
-        arguments.configs = first + arguments.more
+        arguments.configs = first + arguments.further_configs
         return arguments
 
 
 # A file that an option names is checked before the work is done, and never written over a file that
 # this program has not written.
-_RATES = ({"matmul", "device", "version"},)  # keys of a calibration file
+_CALIBRATION_KEYS = ({"matmul", "device", "version"},)  # keys of a calibration file
 # Option or file name -> sets of keys, of which a JSON file of ours (of .jsonl its first line) has
 # one.
-_KEYS: dict[str, tuple[set[str], ...]] = {
+_OUTPUT_KEYS: dict[str, tuple[set[str], ...]] = {
     # A plan, a tensor-parallel plan, a list of receipts.
     "--json": (
         {"schema", "verdict"},
         {"model", "tokens", "legal_sizes"},
         {"receipts", "unreadable"},
     ),
-    "--calibrate": _RATES,
-    "--write": _RATES,
+    "--calibrate": _CALIBRATION_KEYS,
+    "--write": _CALIBRATION_KEYS,
     "summary.json": ({"models", "sequences", "label_tokens"},),
     "examples.jsonl": ({"sequence", "place"},),
 }
 # Option or file name -> (first bytes of such a file of ours, bytes that are in its first 4096). Of
 # a snapshot, a pickle, the latter may be anywhere.
-_WORDS = {
+_OUTPUT_MARKS = {
     "--html": (b"<!DOCTYPE html>", b'content="tune-recipes: plan"'),
     "report.html": (b"<!DOCTYPE html>", b'content="tune-recipes: evaluation"'),
     "--snapshot": (b"\x80", b"device_traces"),
@@ -216,13 +223,13 @@ def check_output(
     --json, is right.
 
     option: names the file in errors. inputs: option and path of each file that the command reads,
-    or writes elsewhere. kind: key of `_KEYS` or `_WORDS` by which a file of ours is recognized;
-    None: the option.
+    or writes elsewhere. kind: key of `_OUTPUT_KEYS` or `_OUTPUT_MARKS` by which a file of ours is
+    recognized; None: the option.
     """
     if path is None or (option == "--json" and path == "-"):
         return
     check_output_path(option, path, inputs)
-    if os.path.exists(path) and not _is_ours(kind or option, path):
+    if os.path.exists(path) and not _is_own_output(kind or option, path):
         raise ConfigError(
             f"{option}: {show(path)} is there already and is no file that {option} writes; move it"
             " away, or choose another name"
@@ -254,25 +261,25 @@ def check_output_path(
     check_folder(Path(folder), option)
 
 
-def check_replaceable(named: str, path: Path | str) -> None:
+def check_replaceable(path_text: str, path: Path | str) -> None:
     """Raise ConfigError for a folder, a FIFO, a device or a socket in the place of a file.
 
-    named: the path as the error shows it, perhaps with the option. No file there is right.
+    path_text: the path as the error shows it, perhaps with the option. No file there is right.
     """
     try:
         check_regular(path)
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        raise ConfigError(f"{named}: lies under a file; choose another name") from None
+        raise ConfigError(f"{path_text}: lies under a file; choose another name") from None
     except OSError as error:
-        raise ConfigError(f"{named}: {error.strerror}; choose another name") from None
+        raise ConfigError(f"{path_text}: {error.strerror}; choose another name") from None
 
 
 def check_output_folder(option: str, folder: Path, names: Iterable[str]) -> None:
     """Raise ConfigError for a folder that cannot be written to, or has other files of these names.
 
-    names: of the files to write, each a key of `_KEYS` or `_WORDS`.
+    names: of the files to write, each a key of `_OUTPUT_KEYS` or `_OUTPUT_MARKS`.
     """
     check_folder(folder, option)
     for name in names:
@@ -289,23 +296,21 @@ def _is_same_file(path: str, input_path: str) -> bool:
     return os.path.realpath(path) == os.path.realpath(input_path)
 
 
-def _is_ours(kind: str, path: str) -> bool:
+def _is_own_output(kind: str, path: str) -> bool:
     try:
         content = read_bytes(path, JSON_LIMIT)  # a larger file is none of ours
-        if kind in _WORDS:
-            beginning, word = _WORDS[kind]
+        if kind in _OUTPUT_MARKS:
+            beginning, word = _OUTPUT_MARKS[kind]
             searched = content if kind == "--snapshot" else content[:4096]
             return content.startswith(beginning) and word in searched
         value = parse_json(content.partition(b"\n")[0] if kind.endswith(".jsonl") else content)
     except (OSError, ValueError):
         return False
-    return isinstance(value, dict) and any(keys <= value.keys() for keys in _KEYS[kind])
+    return isinstance(value, dict) and any(keys <= value.keys() for keys in _OUTPUT_KEYS[kind])
 
 
 def find_draw_faults(arguments: argparse.Namespace) -> list[str]:
     """Return what is wrong with the values of `DRAW_OPTIONS`, a line each."""
-    temperature = arguments.temperature
-    top_p = arguments.top_p
     idle = [  # options that temperature 0 makes useless
         f"--{name.replace('_', '-')}"
         for name in ("top_k", "top_p")
@@ -313,15 +318,15 @@ def find_draw_faults(arguments: argparse.Namespace) -> list[str]:
     ]
     return find_low_numbers(arguments, max_new_tokens=1, top_k=1) + choose_lines(
         (
-            not 0 <= temperature < float("inf"),
-            f"--temperature: found {temperature}, expected a number >= 0",
+            not 0 <= arguments.temperature < float("inf"),
+            f"--temperature: found {arguments.temperature}, expected a number >= 0",
         ),
         (
-            top_p is not None and not 0 < top_p <= 1,
-            f"--top-p: found {top_p}, expected a number above 0 and up to 1",
+            arguments.top_p is not None and not 0 < arguments.top_p <= 1,
+            f"--top-p: found {arguments.top_p}, expected a number above 0 and up to 1",
         ),
         (
-            temperature == 0 and idle,
+            arguments.temperature == 0 and idle,
             f"{' and '.join(idle)}: without effect at temperature 0, which takes the likeliest"
             " token; add --temperature 1",
         ),

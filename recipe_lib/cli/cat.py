@@ -57,7 +57,7 @@ def run(words: list[str]) -> int:
     if arguments.describe:
         from recipe_lib.config.describe import describe_text
 
-        print(describe_text(find_config_recipe(configs[0]).schema()))
+        print(describe_text(find_config_recipe(configs[0]).load_schema()))
     else:
         try:
             text = read_text(path)

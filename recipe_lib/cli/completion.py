@@ -21,7 +21,7 @@ starts with:
 SHELLS = ("bash", "zsh")
 # Shell -> a function that completes names of configs and recipes, and files; compgen prints nothing
 # for a word that begins none of them. A format string: doubled braces stand for one.
-_NAMES = {
+_NAME_FUNCTIONS = {
     "bash": '_tune_names() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}',
     "zsh": "_tune_names() {{ _alternative 'names:name:({names})' 'files:file:_files' }}",
 }
@@ -48,7 +48,9 @@ def run(words: list[str]) -> int:
         {*list_recipes(), *(name for configs in list_configs().values() for name in configs)}
     )
     # Shell -> its function that completes the names.
-    preamble: Any = {name: text.format(names=" ".join(names)) for name, text in _NAMES.items()}
+    preamble: Any = {
+        name: text.format(names=" ".join(names)) for name, text in _NAME_FUNCTIONS.items()
+    }
     print(shtab.complete(build_parser_tree(), shell, preamble=preamble))
     return DONE
 
@@ -64,8 +66,7 @@ def build_parser_tree() -> argparse.ArgumentParser:
     verbs = tune_parser.add_subparsers()
     for verb, text in VERBS.items():
         verb_parser = importlib.import_module(get_module_name(verb)).PARSER
-        # argparse has no public list of a parser's arguments.
-        for action in verb_parser._actions:
+        for action in verb_parser.list_arguments():
             _set_completion(action)
         verbs.add_parser(
             verb, help=text, parents=[verb_parser], conflict_handler="resolve", add_help=False

@@ -46,7 +46,7 @@ def run(words: list[str]) -> int:
     be written.
     """
     arguments = PARSER.parse(words)
-    source = find_source(arguments.source)
+    source = find_recipe_or_config(arguments.source)
     target = choose_target(source, arguments.destination)
     check_replaceable(show(str(target)), target)
     if target.exists() and target.samefile(source):
@@ -71,7 +71,7 @@ def run(words: list[str]) -> int:
     return DONE
 
 
-def find_source(name: str) -> Path:
+def find_recipe_or_config(name: str) -> Path:
     """Return the file of a recipe or a config, by name or by path.
 
     Raises ConfigError if there is none, with the nearest name.

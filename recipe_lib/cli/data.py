@@ -227,7 +227,7 @@ def iterate_slots(cfg: Any, dataset: Any, step: int, count: int) -> Iterable[lis
         packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
     )
     # The plan has one slot a step, so that slots count; a step of the run takes several.
-    total_slots = plan.total_steps(cfg.epochs, None)
+    total_slots = plan.count_total_steps(cfg.epochs, None)
     slots_per_step = cfg.batch_size * cfg.gradient_accumulation_steps
     first = step * slots_per_step
     if first >= total_slots:
@@ -236,7 +236,7 @@ def iterate_slots(cfg: Any, dataset: Any, step: int, count: int) -> Iterable[lis
             " config's epochs end there"
         )
     for index in range(first, min(first + count, total_slots)):
-        yield [int(item) for slot in plan.slots(index) for item in slot]
+        yield [int(item) for slot in plan.list_slots(index) for item in slot]
 
 
 def print_slot(number: int, documents: list["ShownSequence"], packed: bool) -> None:
@@ -310,8 +310,11 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     )
     faults = [finding for finding in inspection.findings if finding.name not in arguments.allow]
     if arguments.json:
-        findings = [dataclasses.asdict(finding) for finding in inspection.findings]
-        print(json.dumps(inspection.counts | {"findings": findings}))
+        report = {
+            **inspection.counts,
+            "findings": [dataclasses.asdict(finding) for finding in inspection.findings],
+        }
+        print(json.dumps(report))
     else:
         held_out = validation.report if validation is not None else None
         print_report(inspection, format_report_lines(dataset.report, held_out, faults=False))

@@ -35,7 +35,7 @@ from recipe_lib.files import replace_text
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
 
-FOUND = 1  # exit code: there are findings
+HAS_FINDINGS = 1  # exit code: there are findings
 STEP_SECONDS = 60.0  # time limit of a step; the slowest takes some seconds
 VERSION = 3  # of the JSON object of --json
 # The most ranks on a machine without GPUs: more would slow each other down, and each takes some
@@ -86,13 +86,13 @@ def run(words: list[str]) -> int:
     # A finding in ADVICE is worth knowing, though all works as it should.
     is_healthy = all(finding["name"] in ADVICE for finding in findings)
     if arguments.json:
-        head = {"version": VERSION, "healthy": is_healthy, "findings": findings}
-        print(json.dumps(head | facts, indent=2))
+        report = {"version": VERSION, "healthy": is_healthy, "findings": findings, **facts}
+        print(json.dumps(report, indent=2))
     else:
         print(format_report(facts, findings), end="")
     if arguments.write:
         print(write_rates(arguments.write, facts), file=sys.stderr)
-    return DONE if is_healthy else FOUND
+    return DONE if is_healthy else HAS_FINDINGS
 
 
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -198,7 +198,7 @@ def write_rates(path: str, facts: dict[str, Any]) -> str:
 
     facts: as of `gather_facts`. Raises StorageError if the file cannot be written.
     """
-    from recipe_lib.plan.measured.rates_file import add_links
+    from recipe_lib.plan.measured.rates_file import LOW_PRECISION, add_links
 
     steps = facts["steps"]
     links = facts["links"]
@@ -209,7 +209,7 @@ def write_rates(path: str, facts: dict[str, Any]) -> str:
     if links and links["failed"]:
         links = None
     low_precision = {
-        name: steps[f"{name} matmuls"] for name in ("int8", "fp8") if f"{name} matmuls" in steps
+        name: steps[f"{name} matmuls"] for name in LOW_PRECISION if f"{name} matmuls" in steps
     }
     replace_text(
         Path(path), json.dumps(add_links(calibration, links, low_precision), indent=2) + "\n"
@@ -240,7 +240,7 @@ PACKAGES = (
 )
 # Bytes of test copies: a word; a page and a word; one MiB; many MiB and a ragged end. Small copies
 # take another path than large ones.
-COPIED = (4, 4100, MIB, 64 * MIB + 12)
+COPY_SIZES = (4, 4100, MIB, 64 * MIB + 12)
 
 
 def describe_machine(folders: Mapping[str, Path]) -> dict[str, Any]:
@@ -289,8 +289,11 @@ def measure_host_memory() -> dict[str, Any]:
     from recipe_lib.memory.peaks import find_free_host_memory
 
     free, limit = find_free_host_memory()
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"total": total, "free": free, "what": limit}
+    return {
+        "total": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "free": free,
+        "what": limit,
+    }
 
 
 def probe_folder(path: Path) -> dict[str, Any]:
@@ -315,10 +318,9 @@ def list_device_steps(rank: int, folder: Path) -> Iterator[Step]:
     """
     yield "torch", describe_torch
     yield "host memory", measure_host_memory
-    from recipe_lib.cli.doctor_report import LOW_PRECISION
-
     # Imported after the first step, which reports a torch that cannot be imported.
     from recipe_lib.plan.measured.measure_rates import calibrate, measure_matmul_rate
+    from recipe_lib.plan.measured.rates_file import LOW_PRECISION
 
     gpus = describe_torch()["gpus"]
     for index in range(len(gpus)):
@@ -376,8 +378,14 @@ def describe_torch() -> dict[str, Any]:
         return described
     for index in range(module.device_count()):
         free, total = module.mem_get_info(index)
-        gpu = {"name": module.get_device_name(index), "memory": total, "free": free}
-        described["gpus"].append(gpu | {"capability": list(module.get_device_capability(index))})
+        described["gpus"].append(
+            {
+                "name": module.get_device_name(index),
+                "memory": total,
+                "free": free,
+                "capability": list(module.get_device_capability(index)),
+            }
+        )
     return described
 
 
@@ -395,7 +403,7 @@ def verify_copies(
     source: str,
     target: str,
     copy: Callable[[Any, Any], None] | None = None,
-    sizes: tuple[int, ...] = COPIED,
+    sizes: tuple[int, ...] = COPY_SIZES,
 ) -> dict[str, Any]:
     """Copy random words between devices in several sizes, and compare each copy on the host.
 

@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from recipe_lib.plan.measured.rates_file import LARGE_MATMUL
+from recipe_lib.plan.measured.rates_file import LARGE_MATMUL, LOW_PRECISION
 from recipe_lib.plan.timing.cost import OPERATIONS, count_wire_bytes
 from recipe_lib.report.terminal import (
+    WIDE_REPORT,
     get_terminal_width,
     open_console,
     put,
@@ -25,18 +26,16 @@ from recipe_lib.units import GIB, MIB, format_bytes, format_duration, pluralize
 # Package -> (first version that tune-recipes was made for, first one after those), as in
 # pyproject.toml.
 RANGES = {"torch": ((2, 11), (2, 16)), "torchao": ((0, 15), (0, 19))}
-# Type -> compute capability from which tensor cores and torch can multiply in it.
-LOW_PRECISION = {"int8": (7, 5), "fp8": (8, 9)}
 # {"name": as in docs/doctor.md, "line": what is wrong, "remedy": what to do about it}
 Finding = dict[str, str]
 
 # Bytes of a GPU that others use, above which it is a finding; a desktop takes less.
-IN_USE = GIB
+MAX_USED_BY_OTHERS = GIB
 SLOW_GPU = 0.8  # of the fastest GPU's rate; below it a GPU is slow
-SHARED_MEMORY = 512 * MIB  # least, for NCCL among GPUs that cannot reach each other
-MEMORY = 2 * GIB  # least free memory of the host, which torch alone takes
-DISK = 5 * GIB  # least free space of a folder
-SAVED = 15 * GIB  # size of 8B parameters in bf16
+MIN_SHARED_MEMORY = 512 * MIB  # least, for NCCL among GPUs that cannot reach each other
+MIN_HOST_MEMORY = 2 * GIB  # least free memory of the host, which torch alone takes
+MIN_DISK = 5 * GIB  # least free space of a folder
+SAVED_8B_MODEL = 15 * GIB  # size of 8B parameters in bf16
 # The remedy where copies between GPUs (peer to peer) are wrong or hang.
 _NO_P2P = "set NCCL_P2P_DISABLE=1 for every run (ranks then exchange through host memory)"
 # Name of a finding -> what to do about it.
@@ -88,7 +87,7 @@ REMEDIES = {
 ADVICE = ("not-fused", "gpus-unlike")
 # How a step's name begins -> the finding if it failed; of any other step it is "not-measured".
 # The first that fits counts, so "torchao" stands before "torch".
-_BROKEN = {
+_FAILED_STEPS = {
     "torchao": "torchao",
     "torch": "torch-broken",
     "rates of GPU": "gpu-broken",
@@ -105,7 +104,10 @@ def find_faults(facts: dict[str, Any]) -> list[Finding]:
         *_check_host(facts),
     ]
     for step, reason in facts["failed"].items():
-        name = next((_BROKEN[begin] for begin in _BROKEN if step.startswith(begin)), "not-measured")
+        name = next(
+            (finding for begin, finding in _FAILED_STEPS.items() if step.startswith(begin)),
+            "not-measured",
+        )
         faults.append((name, f"{step}: {reason}"))
     return [{"name": name, "line": line, "remedy": REMEDIES[name]} for name, line in faults]
 
@@ -156,7 +158,7 @@ def _check_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for number, gpu in enumerate(gpus):
         used = gpu["memory"] - gpu["free"]
         # The context of the process that asked is in it too, some hundred MiB.
-        if used > IN_USE:
+        if used > MAX_USED_BY_OTHERS:
             yield (
                 "gpu-in-use",
                 f"GPU {number}: {format_bytes(used)} of {format_bytes(gpu['memory'])} are in use",
@@ -197,7 +199,7 @@ def _check_links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _check_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield short host memory, and folders that cannot be written to or are nearly full."""
     memory = facts["steps"].get("host memory")
-    if memory and memory["free"] < MEMORY:
+    if memory and memory["free"] < MIN_HOST_MEMORY:
         yield (
             "host-memory",
             f"host memory: {format_bytes(memory['free'])} {memory['what']}, torch alone takes about"
@@ -205,7 +207,7 @@ def _check_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
     shared = facts["machine"]["shared_memory"]["free"]
     # Docker gives a container 64 MiB of it.
-    if len(_list_gpus(facts)) > 1 and shared < SHARED_MEMORY:
+    if len(_list_gpus(facts)) > 1 and shared < MIN_SHARED_MEMORY:
         yield (
             "shared-memory",
             f"/dev/shm: {format_bytes(shared)} is free, NCCL exchanges through it",
@@ -214,20 +216,17 @@ def _check_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         name = f"{folder['use']} ({folder['path']})"
         if folder["fault"]:
             yield "folder-unwritable", f"{name}: {folder['fault']}"
-        elif folder["free"] < DISK:
+        elif folder["free"] < MIN_DISK:
             yield (
                 "disk-full",
                 f"{name}: {format_bytes(folder['free'])} are free; a saved 8B model takes"
-                f" {format_bytes(SAVED)}",
+                f" {format_bytes(SAVED_8B_MODEL)}",
             )
-
-
-WIDTH = 160  # columns of the report where standard output is no terminal
 
 
 def format_report(facts: dict[str, Any], findings: list[Finding]) -> str:
     """Return the report on facts and findings."""
-    console = open_console(get_terminal_width(WIDTH))
+    console = open_console(get_terminal_width(WIDE_REPORT))
     # Findings last: they stay on the screen.
     for section in (
         Section("software", facts=_list_software(facts)),

@@ -69,36 +69,35 @@ def run(words: list[str]) -> int:
                 f"{show(str(output))}: holds other files; --output-dir expects a new or an empty"
                 " folder"
             )
-    repo = arguments.repo
 
     from huggingface_hub import HfApi, snapshot_download
 
-    with convert_hub_errors(repo, arguments.revision):
+    with convert_hub_errors(arguments.repo, arguments.revision):
         model_info = HfApi().model_info(
-            repo, revision=arguments.revision, files_metadata=True, timeout=20
+            arguments.repo, revision=arguments.revision, files_metadata=True, timeout=20
         )
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in model_info.siblings or []}
-        names = choose_files(repo, list(sizes), arguments.include)
+        names = choose_files(arguments.repo, list(sizes), arguments.include)
         if output is not None:
             check_unchanged(
                 output,
                 [sibling for sibling in model_info.siblings or [] if sibling.rfilename in names],
             )
         check_space(
-            repo,
+            arguments.repo,
             sizes={name: sizes[name] for name in names},
             commit=str(model_info.sha),
             output=output,
         )
         folder = snapshot_download(
-            repo,
+            arguments.repo,
             revision=arguments.revision,
             local_dir=output,
             # A name with [ or * in it must match itself alone.
             allow_patterns=[glob.escape(name) for name in names],
         )
     print(folder)
-    print(f"next: {suggest_next_command(repo, output)}", file=sys.stderr)
+    print(f"next: {suggest_next_command(arguments.repo, output)}", file=sys.stderr)
     return DONE
 
 

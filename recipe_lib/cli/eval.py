@@ -10,6 +10,7 @@ from pathlib import Path
 
 from recipe_lib.cli.arguments import (
     DRAW_OPTIONS,
+    STORAGES,
     SWITCH,
     Parser,
     find_draw_faults,
@@ -43,7 +44,6 @@ model, among ranks.
 
 --lm-eval TASKS runs tasks of lm-evaluation-harness (extra `eval`) on the model in place of all \
 this."""
-STORAGES = ("auto", "none", "nf4", "int8")  # of --quantize-base
 PARSER = Parser(
     "eval",
     DESCRIPTION,
@@ -122,7 +122,7 @@ def run(words: list[str]) -> int:
     """Evaluate, in this process or on several ranks; print the numbers."""
     flags, eval_words = take_flags(words, "eval")
     arguments = PARSER.parse(eval_words)
-    check(arguments)
+    check_options(arguments)
     check_launch(flags, "eval")
     if flags:
         if arguments.lm_eval:
@@ -136,18 +136,14 @@ def run(words: list[str]) -> int:
 
 def main(argv: list[str]) -> None:
     """Evaluate as one of several ranks; torchrun starts this file by its path."""
-    from recipe_lib.cli.eval_ranks import evaluate
-
-    arguments = PARSER.parse(argv)
-    check(arguments)
     try:
-        evaluate(arguments)
+        run(argv)
     except BrokenPipeError:
         # The reader of the numbers is gone (`| head`); the rank has not failed.
         send_nowhere(sys.stdout)
 
 
-def check(arguments: argparse.Namespace) -> None:
+def check_options(arguments: argparse.Namespace) -> None:
     """Import plugins, and raise ConfigError for options that make no sense.
 
     Also for an unknown metric; raises CheckpointError for a model that is not on this machine.

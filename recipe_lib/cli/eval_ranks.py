@@ -18,7 +18,7 @@ import torch
 
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.cli.arguments import check_output_folder
-from recipe_lib.cli.export_trained import CONFIG, find_run
+from recipe_lib.cli.export_trained import CONFIG_FILE, find_run
 from recipe_lib.cli.recipes import load_run_config
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig, load_config
 from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER
@@ -51,14 +51,14 @@ from recipe_lib.generation.sample import (
     compute_metric,
     generate_answers,
 )
-from recipe_lib.generation.source import GenerationSource, choose_dtype, find_source
+from recipe_lib.generation.source import DTYPE_NAMES, GenerationSource, choose_dtype, find_source
 from recipe_lib.logs import get_logger, is_quiet
 from recipe_lib.models.spec import ExternalSpec
-from recipe_lib.parallel import World, make_world, meet_ranks, start_world
+from recipe_lib.parallel import DTYPES, World, make_world, meet_ranks, start_world
 from recipe_lib.report.terminal import Table, format_table_lines, get_terminal_width
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 
-FOLDER = "eval"  # the folder of results in a run's output_dir
+RESULTS_FOLDER = "eval"  # the folder of results in a run's output_dir
 Result = TypeVar("Result")  # the numbers of one model: `ModelResults`, or metrics of the harness
 
 
@@ -78,7 +78,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     if arguments.lm_eval:
         run_harness(arguments, source, run)
         return
-    out = run / FOLDER if run is not None else None
+    out = run / RESULTS_FOLDER if run is not None else None
     if arguments.out:
         out = Path(arguments.out).expanduser()
     if out is not None:
@@ -117,14 +117,13 @@ def evaluate(arguments: argparse.Namespace) -> None:
         names = {TUNED: str(source.adapter or source.folder)}
         if BASE in models:
             names[BASE] = str(evaluated.base)
-        settings = describe_settings(cfg, arguments, world.size)
         evaluation = Evaluation(
             models=models,
             names=names,
             dataset=dataset,
             questions=questions,
             tokenizer=tokenizer,
-            settings=settings,
+            settings=describe_settings(cfg, arguments, world.size),
         )
         _print_results(evaluation, arguments, out)
 
@@ -238,6 +237,7 @@ def _build_questions(dataset: Dataset, tokenizer: Tokenizer) -> dict[int, Questi
 
 @contextmanager
 def _report_out_of_memory(source: GenerationSource, world: World) -> Iterator[None]:
+    """Turn torch's error of a full device into an OutOfMemoryError with what to try."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -328,13 +328,13 @@ def _print_results(evaluation: Evaluation, arguments: argparse.Namespace, out: P
         for which, name in evaluation.names.items():
             print(f"{which}: {name}")
         if out is not None:
-            print(f"each example: {out / 'examples.jsonl'}\npage: {out / 'report.html'}")
+            print(f"each example: {out / EXAMPLES_FILE}\npage: {out / PAGE_FILE}")
 
 
 # The config that a model is evaluated with has a run's samples and settings, or the defaults.
-_BATCH = 8  # sequences in a batch, unless an override says otherwise
+_BATCH_SIZE = 8  # sequences in a batch, unless an override says otherwise
 # Keys of a run's section `data` that do not hold for held-out samples, or that overrides set.
-_NOT_CARRIED = (
+_DATA_KEYS_LEFT_OUT = (
     "source",
     "sources",
     "format",
@@ -345,9 +345,9 @@ _NOT_CARRIED = (
     "shuffle",
 )
 # Keys of a run's config that an evaluation takes over, besides those of model and data.
-_OF_RUNS = ("dtype", "seed", "max_seq_len", "device", "qat", "qat_group_size")
+_RUN_KEYS = ("dtype", "seed", "max_seq_len", "device", "qat", "qat_group_size")
 # torch's name of a dtype -> that of the config key `dtype`; without fp16, which no run trains in.
-_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+_RUN_DTYPES = {name: key for name, key in DTYPE_NAMES.items() if key in DTYPES}
 
 
 def build_eval_config(
@@ -358,7 +358,7 @@ def build_eval_config(
     run: output_dir of the run that trained the model; None: not known. Raises ConfigError if
     nothing names samples, or an override is not valid.
     """
-    run_config = None if run is None else load_run_config(run / CONFIG, arguments.recipe)
+    run_config = None if run is None else load_run_config(run / CONFIG_FILE, arguments.recipe)
     words = [f"tokenizer.path={json.dumps(str(source.tokenizer))}"]
     words += _list_model_overrides(source, run_config)
     words += _list_sample_overrides(arguments, run_config)
@@ -368,15 +368,15 @@ def build_eval_config(
 
 
 def _list_model_overrides(
-    source: GenerationSource, trained: FullFinetuneConfig | None
+    source: GenerationSource, run_config: FullFinetuneConfig | None
 ) -> list[str]:
     """Return overrides for model, dtype and length: the run's, or what the model's files say.
 
-    trained: config of the run; None: not known.
+    run_config: config of the run; None: not known.
     """
-    if trained is not None:
-        words = [f"{name}={json.dumps(getattr(trained, name))}" for name in _OF_RUNS]
-        model = dataclasses.asdict(trained.model)
+    if run_config is not None:
+        words = [f"{name}={json.dumps(getattr(run_config, name))}" for name in _RUN_KEYS]
+        model = dataclasses.asdict(run_config.model)
         return words + [
             f"model.{name}={json.dumps(value)}"
             for name, value in model.items()
@@ -387,28 +387,28 @@ def _list_model_overrides(
         words.append(f"model.implementation={source.spec.implementation}")
     dtype = source.dtype or str(choose_dtype("auto", source.config)).removeprefix("torch.")
     max_seq_len = min(FullFinetuneConfig().max_seq_len, source.spec.max_positions)
-    return [*words, f"dtype={_NAMES.get(dtype, 'fp32')}", f"max_seq_len={max_seq_len}"]
+    return [*words, f"dtype={_RUN_DTYPES.get(dtype, 'fp32')}", f"max_seq_len={max_seq_len}"]
 
 
 def _list_sample_overrides(
-    arguments: argparse.Namespace, trained: FullFinetuneConfig | None
+    arguments: argparse.Namespace, run_config: FullFinetuneConfig | None
 ) -> list[str]:
     """Return overrides that name the samples, and say how they become tokens.
 
-    trained: config of the run; None: not known. Raises ConfigError if nothing names samples.
+    run_config: config of the run; None: not known. Raises ConfigError if nothing names samples.
     """
-    words = [f"validation.batch_size={_BATCH}"]
+    words = [f"validation.batch_size={_BATCH_SIZE}"]
     validation = None
-    if trained is not None:
+    if run_config is not None:
         defaults = DataConfig()
         for field in dataclasses.fields(DataConfig):
-            value = getattr(trained.data, field.name)
+            value = getattr(run_config.data, field.name)
             # The samples have to become tokens as those of training did.
-            if field.name not in _NOT_CARRIED and value != getattr(defaults, field.name):
+            if field.name not in _DATA_KEYS_LEFT_OUT and value != getattr(defaults, field.name):
                 words.append(f"data.{field.name}={json.dumps(value)}")
-        if trained.validation.batch_size is not None:
-            words.append(f"validation.batch_size={trained.validation.batch_size}")
-        validation = resolve_validation_source(trained.data, trained.validation)
+        if run_config.validation.batch_size is not None:
+            words.append(f"validation.batch_size={run_config.validation.batch_size}")
+        validation = resolve_validation_source(run_config.data, run_config.validation)
     sources = [word for word in arguments.overrides if word.startswith("validation.source=")]
     if arguments.data:
         values = {"source": arguments.data, "format": arguments.format or "auto"}
@@ -427,7 +427,7 @@ def _list_sample_overrides(
     else:
         reason = (
             "its config has no validation.source"
-            if trained is not None
+            if run_config is not None
             else "is no run, which would name them"
         )
         raise ConfigError(

@@ -87,9 +87,9 @@ def run(words: list[str]) -> int:
 
         (export_gguf if arguments.gguf else export_quantized)(arguments)
     else:
-        from recipe_lib.cli.export_trained import export_adapted, export_hf, find_export
+        from recipe_lib.cli.export_trained import export_adapted, export_hf, find_export_source
 
-        (export_hf if arguments.hf else export_adapted)(find_export(arguments), arguments)
+        (export_hf if arguments.hf else export_adapted)(find_export_source(arguments), arguments)
     return DONE
 
 

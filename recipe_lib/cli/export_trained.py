@@ -1,6 +1,6 @@
 """Export trained weights for `tune export`: an adapter, an adapter merged into its base, a model.
 
-cli/export.py calls `find_export(arguments)` for what CHECKPOINT names, then `export_hf` (all
+cli/export.py calls `find_export_source(arguments)` for what CHECKPOINT names, then `export_hf` (all
 weights) or `export_adapted`, which load what they wrote and compare its logits with the trained
 model's. A state is a folder to resume from, state/step_N; `arguments` is the parsed command line.
 """
@@ -8,7 +8,7 @@ model's. A state is a folder to resume from, state/step_N; `arguments` is the pa
 import argparse
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,34 +90,35 @@ from recipe_lib.training.export_model import (
 from recipe_lib.training.records import SUMMARY_FILE
 from recipe_lib.units import GIB
 
-CONFIG = "config.yaml"  # the file in a run's output_dir that has its config
+CONFIG_FILE = "config.yaml"  # the file in a run's output_dir that has its config
 
 
 @dataclass(frozen=True)
 class ExportSource:
     """The adapter or the state that CHECKPOINT names; of a run, the one to export."""
 
-    run: Path | None  # output_dir of the run that it is in; None: it is in no run's folder
-    cfg: Any  # config of the run that made it; None: not known
-    records: Path | None  # folder with that config and the run's metrics; None: not known
-    adapter: Path | None  # the adapter's folder; None: it is a state
-    state: Path | None  # the state's folder; None: it is an adapter
+    run: Path | None = None  # output_dir of the run that it is in; None: it is in no run's folder
+    cfg: Any = None  # config of the run that made it; None: not known
+    records: Path | None = None  # folder with that config and the run's metrics; None: not known
+    # One of these two is set, once it is found.
+    adapter: Path | None = None  # the adapter's folder; None: it is a state
+    state: Path | None = None  # the state's folder; None: it is an adapter
 
 
 def find_run(name: str) -> Path | None:
     """Return a run's output_dir, given itself or its model/ or adapter/; None for other folders."""
     folder = Path(name).expanduser()
-    if (folder / CONFIG).is_file():
+    if (folder / CONFIG_FILE).is_file():
         return folder
     if (
         folder.absolute().name in (MODEL_FOLDER, ADAPTER_FOLDER)
-        and (folder.absolute().parent / CONFIG).is_file()
+        and (folder.absolute().parent / CONFIG_FILE).is_file()
     ):
         return folder.absolute().parent
     return None
 
 
-def find_export(arguments: argparse.Namespace) -> ExportSource:
+def find_export_source(arguments: argparse.Namespace) -> ExportSource:
     """Find the adapter or state that CHECKPOINT names; verify the hashes of a state.
 
     Of a run it is the exported adapter, else (and with --hf) the best or newest state. Raises
@@ -133,23 +134,21 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
         )
     if (path / ADAPTER_CONFIG).is_file():
         # The run's records tell of the adapter in its adapter/, not of a copy under another name.
-        run, cfg, records = _load_run_records(
-            path.parent, arguments, adapter=path.name == ADAPTER_FOLDER
-        )
-        return ExportSource(run=run, cfg=cfg, records=records, adapter=path, state=None)
+        source = _open_run(path.parent, arguments, adapter=path.name == ADAPTER_FOLDER)
+        return replace(source, adapter=path)
     if (path / "manifest.json").is_file():  # in each state: its files with their hashes
         # OUTPUT_DIR/state/step_N, or OUTPUT_DIR/state/best/step_N.
         is_best = path.absolute().parent.name == BEST_FOLDER
         folder = path.parent.parent.parent if is_best else path.parent.parent
-        run, cfg, records = _load_run_records(folder, arguments)
-        if cfg is None:
+        source = _open_run(folder, arguments)
+        if source.cfg is None:
             raise CheckpointError(
-                f"{name}: {CONFIG} of its run is missing; expected the state inside its output_dir"
+                f"{name}: {CONFIG_FILE} of its run is missing; expected the state inside its"
+                " output_dir"
             )
-        state = find_state(path.parent, str(path), SingleRank())
-        return ExportSource(run=run, cfg=cfg, records=records, adapter=None, state=state)
-    run, cfg, records = _load_run_records(path, arguments)
-    if run is None:
+        return replace(source, state=find_state(path.parent, str(path), SingleRank()))
+    source = _open_run(path, arguments)
+    if source.run is None:
         is_model = (path / "config.json").is_file()
         reason = "is a model folder already" if is_model else "is no run, state or adapter"
         raise CheckpointError(
@@ -158,7 +157,7 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
     adapter = path / ADAPTER_FOLDER
     has_adapter = (adapter / ADAPTER_CONFIG).is_file()
     if has_adapter and not arguments.hf:
-        run, cfg, records = _load_run_records(path, arguments, adapter=True)
+        source = _open_run(path, arguments, adapter=True)
         states = {  # time of writing -> folder
             file.stat().st_mtime: file.parent
             for file in path.glob(f"{STATE_FOLDER}/step_*/manifest.json")
@@ -169,8 +168,10 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
                 f"note: {states[max(states)]} is newer than {adapter}, which is taken; name the"
                 " state to export it"
             )
-        return ExportSource(run=run, cfg=cfg, records=records, adapter=adapter, state=None)
-    state = _find_state_of_run(path / STATE_FOLDER, cfg) if (path / STATE_FOLDER).is_dir() else None
+        return replace(source, adapter=adapter)
+    state = None
+    if (path / STATE_FOLDER).is_dir():
+        state = _find_state_of_run(path / STATE_FOLDER, source.cfg)
     if state is None:
         reason = (
             "holds neither an adapter nor a state; run it again, with checkpoint.save_every_n_steps"
@@ -184,16 +185,14 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
         elif has_adapter:
             reason = "is a run of adapters; --hf is for runs that trained all weights, use --merge"
         raise CheckpointError(f"{name}: {reason}")
-    return ExportSource(run=run, cfg=cfg, records=records, adapter=None, state=state)
+    return replace(source, state=state)
 
 
-def _load_run_records(
-    folder: Path, arguments: argparse.Namespace, adapter: bool = False
-) -> tuple[Path | None, Any, Path | None]:
-    """Return (output_dir, config, folder with config and metrics) of a run.
+def _open_run(folder: Path, arguments: argparse.Namespace, adapter: bool = False) -> ExportSource:
+    """Return a source with a run's folder, config and records, still without what to export.
 
-    Return (None, None, None) for a folder without a run's config. adapter: return the records of
-    the run that made the folder's adapter, which may be an earlier run in the same folder.
+    It is empty for a folder without a run's config. adapter: return the records of the run that
+    made the folder's adapter, which may be an earlier run in the same folder.
     """
     records = folder
     output_record = read_record(folder) if adapter else None
@@ -205,9 +204,10 @@ def _load_run_records(
             f"note: {folder / ADAPTER_FOLDER} is of the run before the one in {folder}; see"
             f" {records}"
         )
-    if not (records / CONFIG).is_file():
-        return None, None, None
-    return folder, load_run_config(records / CONFIG, arguments.recipe), records
+    if not (records / CONFIG_FILE).is_file():
+        return ExportSource()
+    cfg = load_run_config(records / CONFIG_FILE, arguments.recipe)
+    return ExportSource(run=folder, cfg=cfg, records=records)
 
 
 def _find_state_of_run(root: Path, cfg: Any) -> Path | None:
@@ -449,7 +449,7 @@ def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
     if (
         writes_adapter
         and source.adapter is not None
-        and (parts := check_fits(read_adapter(source.adapter), spec).parts)
+        and (parts := check_fits(read_adapter(source.adapter), spec).parameters)
     ):
         raise CheckpointError(
             f"{source.adapter}: brings {min(parts)} of its base along, which --adapter would not"
@@ -473,11 +473,11 @@ def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
                 out=out,
                 dtype=dtype,
                 device=device,
-                trained=logits,
+                expected=logits,
             )
         else:
             _check_adapter(
-                base=base, spec=spec, adapter=adapter, dtype=dtype, device=device, trained=logits
+                base=base, spec=spec, adapter=adapter, dtype=dtype, device=device, expected=logits
             )
             _print_next_commands(source, arguments, spec=spec, adapter=adapter)
 
@@ -510,7 +510,7 @@ def _write_adapter(
     config: dict[str, Any],
     out: Path,
 ) -> None:
-    # config: config.json of the base.
+    """Write the adapter of a model as the folder `out`. config: config.json of the base."""
     if source.state is not None:
         lora = source.cfg.lora
         base_name = str(source.cfg.model.path)
@@ -539,12 +539,12 @@ def _check_adapter(
     adapter: Path,
     dtype: torch.dtype,
     device: torch.device,
-    trained: tuple[torch.Tensor, torch.Tensor],
+    expected: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """Load an adapter again, by this library and by PEFT, and compare logits with the trained ones.
 
-    adapter: its folder. dtype: of the base in training. trained: logits of the trained model, and
-    those of its base alone. Raises CheckpointError if logits differ by more than rounding.
+    adapter: its folder. dtype: of the base in training. expected: logits of the trained model,
+    and of its base alone. Raises CheckpointError if logits differ by more than rounding.
     """
     model, filled = load_model_with_adapter(
         adapter, spec=spec, base=base, dtype=dtype, device=device
@@ -561,9 +561,11 @@ def _check_adapter(
         )
     logits = compute_prompt_logits(model)
     del model  # before PEFT loads the base again
-    comparison = compare_logits(trained[0], logits, trained[1])
+    comparison = compare_logits(expected[0], logits, expected[1])
     report_comparison(f"adapter: {adapter}", comparison, dtype=dtype, out=adapter)
-    print_wrapped(check_with_peft(adapter, base, spec, dtype=dtype, device=device, trained=trained))
+    print_wrapped(
+        check_with_peft(adapter, base, spec, dtype=dtype, device=device, trained=expected)
+    )
 
 
 def _print_next_commands(
@@ -586,7 +588,7 @@ def _print_next_commands(
     )
     # The first is of `tune generate`, the other of vLLM, which loads only A and B: full weights in
     # the file it would ignore or refuse.
-    print_next_commands(commands[:1] if check_fits(adapter_file, spec).parts else commands)
+    print_next_commands(commands[:1] if check_fits(adapter_file, spec).parameters else commands)
     # For an adapter in a run's folder, --merge writes model/ of the run, which must not exist yet.
     is_of_run = source.run is not None and adapter.parent == source.run
     if not (is_of_run and (adapter.parent / "model").exists()):
@@ -602,7 +604,7 @@ def _merge_and_check(
     out: Path,
     dtype: torch.dtype,
     device: torch.device,
-    trained: tuple[torch.Tensor, torch.Tensor],
+    expected: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """Merge the adapter into its base, load the model again, compare as `_check_adapter` does."""
     num_adapted = len(read_adapter(adapter).tensors)
@@ -613,11 +615,11 @@ def _merge_and_check(
         f"check: {num_adapted} adapted modules are merged, every tensor of the model is there"
     )
     merged = compute_prompt_logits(load_model(spec, folder=out, dtype=out_dtype, device=device))
-    comparison = compare_logits(trained[0], merged, trained[1])
+    comparison = compare_logits(expected[0], merged, expected[1])
     # The tolerance is that of the coarser dtype (fewer bytes) of the two models.
     coarser = min(dtype, out_dtype, key=lambda kind: kind.itemsize)
     report_comparison(f"model: {out}", comparison, dtype=coarser, out=out)
-    print_wrapped(check_with_transformers(out, spec, coarser, device, *trained))
+    print_wrapped(check_with_transformers(out, spec, coarser, device, *expected))
     # `change`: the most by which the adapter changes a logit of the base.
     if comparison.change and comparison.difference > comparison.change / 2:
         print_wrapped(

@@ -18,7 +18,14 @@ from recipe_lib.checkpoint.model_folders import ADAPTER_KINDS, GROUP_SIZE
 from recipe_lib.checkpoint.open_exports import check_quantizable, write_quantized
 from recipe_lib.checkpoint.tensor_matching import log_left_out
 from recipe_lib.cli.arguments import check_output_path
-from recipe_lib.cli.export_trained import CONFIG, find_base, find_export, find_run, write_merged
+from recipe_lib.cli.export_trained import (
+    CONFIG_FILE,
+    find_base,
+    find_export_source,
+    find_run,
+    write_merged,
+)
+from recipe_lib.config.convert_values import is_null
 from recipe_lib.config.local_files import ADAPTER_CONFIG, MODEL_FOLDER, is_hub_snapshot
 from recipe_lib.config.read_yaml import read_file
 from recipe_lib.config.suggest import show
@@ -49,11 +56,12 @@ class ExportedModel:
     folder: Path  # the model's, or the adapter's
     base: Path  # the folder of the adapter's base; of a model its own
     adapter: Path | None  # the adapter's folder; None for a model
-    alone: bool  # CHECKPOINT is the adapter's own folder, not its run's: export it without a base
+    # CHECKPOINT is the adapter's own folder, not its run's: export it without a base.
+    is_adapter_folder: bool
     name: str  # of the model, in the exported file
 
 
-def find_exported(arguments: argparse.Namespace) -> ExportedModel:
+def find_exported_model(arguments: argparse.Namespace) -> ExportedModel:
     """Return the model or adapter that CHECKPOINT is, or the newer of a run's.
 
     Raises CheckpointError if CHECKPOINT is no model, adapter or run, or is damaged.
@@ -77,7 +85,8 @@ def find_exported(arguments: argparse.Namespace) -> ExportedModel:
         folder=folder,
         base=source.folder,
         adapter=source.adapter,
-        alone=source.adapter is not None and (checkpoint_path / ADAPTER_CONFIG).is_file(),
+        is_adapter_folder=source.adapter is not None
+        and (checkpoint_path / ADAPTER_CONFIG).is_file(),
         name=name,
     )
 
@@ -94,7 +103,7 @@ def choose_export_path(exported: ExportedModel, arguments: argparse.Namespace, e
         out = Path(exported.name + ending)
     else:
         # A run of adapters is merged first: what is written is a model.
-        is_merged = exported.adapter and not exported.alone
+        is_merged = exported.adapter and not exported.is_adapter_folder
         stem = MODEL_FOLDER if is_merged else exported.folder.absolute().name
         out = exported.folder.parent / (stem + ending)
     if os.path.lexists(out):
@@ -116,7 +125,7 @@ def provide_merged_folder(
         yield exported.folder
         return
     # The adapter once more, now with the config of its run, which has the dtype of training.
-    source = find_export(arguments)
+    source = find_export_source(arguments)
     if source.adapter is None:
         raise CheckpointError(
             f"{show(arguments.checkpoint)}: has no adapter; write it from its states with --adapter"
@@ -151,10 +160,10 @@ def export_gguf(arguments: argparse.Namespace) -> None:
     """
     # First, as merging may take minutes.
     import_gguf()
-    exported = find_exported(arguments)
+    exported = find_exported_model(arguments)
     kind = arguments.gguf
     out = choose_export_path(exported, arguments, f"-{kind}.gguf")
-    if exported.adapter is not None and exported.alone:
+    if exported.adapter is not None and exported.is_adapter_folder:
         if kind not in ADAPTER_KINDS:
             raise CheckpointError(
                 f"--gguf: found {kind}, expected one of {', '.join(ADAPTER_KINDS)} for an adapter"
@@ -170,13 +179,13 @@ def export_gguf(arguments: argparse.Namespace) -> None:
         with provide_merged_folder(exported, arguments, out) as folder:
             report = write_gguf_model(folder, out, kind, name=exported.name, pre=arguments.pre)
     print_wrapped(
-        f"{'adapter' if exported.alone else 'model'}: {out} ({kind},"
+        f"{'adapter' if exported.is_adapter_folder else 'model'}: {out} ({kind},"
         f" {format_bytes(out.stat().st_size)})"
     )
     for note in report.notes:
         print_wrapped(f"note: {note}")
     print_wrapped(f"check: {report.check}")
-    print_next_commands(list_gguf_commands(out, is_adapter=exported.alone))
+    print_next_commands(list_gguf_commands(out, is_adapter=exported.is_adapter_folder))
 
 
 def export_quantized(arguments: argparse.Namespace) -> None:
@@ -186,16 +195,16 @@ def export_quantized(arguments: argparse.Namespace) -> None:
     torchao cannot quantize, StorageError if the folder cannot be written, and SetupError without
     transformers.
     """
-    exported = find_exported(arguments)
-    if exported.alone:
+    exported = find_exported_model(arguments)
+    if exported.is_adapter_folder:
         raise CheckpointError(
             f"{exported.adapter}: is an adapter; merge it first (tune export {exported.adapter}"
             " --merge), and quantize the merged model"
         )
     kind = arguments.quantize
-    qat = _read_rounding(find_run(arguments.checkpoint))  # (kind, group size), or None
+    qat = _read_qat_settings(find_run(arguments.checkpoint))
     # By default as in quantization-aware training, if there was any.
-    group_size = qat[1] if qat is not None and qat[0] == "int4" else GROUP_SIZE
+    group_size = qat.group_size if qat is not None and qat.kind == "int4" else GROUP_SIZE
     if arguments.group_size is not None:
         group_size = arguments.group_size
     if group_size < 1:
@@ -209,33 +218,39 @@ def export_quantized(arguments: argparse.Namespace) -> None:
     if kind == "int4":
         print_wrapped("note: torchao keeps codes of 4 bits in a byte each where there is no GPU")
     if qat is not None:
-        print_wrapped(_compare_rounding(qat, kind, group_size))
+        print_wrapped(_compare_with_qat(qat, kind, group_size))
     print_wrapped(f"check: {report.check}")
     print_next_commands(list_quantized_commands(out))
 
 
-def _read_rounding(run: Path | None) -> tuple[str, int] | None:
-    """Return `qat` (the kind of quantization-aware training) and `qat_group_size` of a run.
+@dataclass(frozen=True)
+class _QatSettings:
+    """The settings of a run's quantization-aware training."""
 
-    They are read from its config; None without a run or without `qat`.
-    """
+    kind: str  # as the config key `qat`: int4, int8 or fp8
+    group_size: int  # weights that share a scale; counts for int4 alone
+
+
+def _read_qat_settings(run: Path | None) -> _QatSettings | None:
+    """Return `qat` and `qat_group_size` of a run's config; None without a run or without `qat`."""
     # From the file's text: a recipe of the user's own may have other keys, and is not imported.
-    entries = {} if run is None else read_file(run / CONFIG, str(run / CONFIG)).top.entries
-    values = {name: entries[name][1].text for name in ("qat", "qat_group_size") if name in entries}
-    if values.get("qat", "null") == "null":
+    entries = (
+        {} if run is None else read_file(run / CONFIG_FILE, str(run / CONFIG_FILE)).top.entries
+    )
+    nodes = {name: entries[name][1] for name in ("qat", "qat_group_size") if name in entries}
+    if "qat" not in nodes or is_null(nodes["qat"]):
         return None
-    return values["qat"], int(values.get("qat_group_size", GROUP_SIZE))
+    group_size = nodes["qat_group_size"].text if "qat_group_size" in nodes else GROUP_SIZE
+    return _QatSettings(kind=nodes["qat"].text, group_size=int(group_size))
 
 
-def _compare_rounding(trained: tuple[str, int], kind: str, group_size: int) -> str:
+def _compare_with_qat(qat: _QatSettings, kind: str, group_size: int) -> str:
     """Return a line on whether the weights are rounded as they were in training.
 
-    trained: kind and group size of training. kind, group_size: those of the export; a group size
-    counts for int4 alone.
+    kind, group_size: those of the export.
     """
-    trained_kind, trained_size = trained
-    # Only int4 has groups.
-    if trained == (kind, group_size if kind == "int4" else trained_size):
+    is_same_group = qat.kind != "int4" or qat.group_size == group_size
+    if qat.kind == kind and is_same_group:
         return f"rounded as in training (qat={kind})"
-    group = f" qat_group_size={trained_size}" if trained_kind == "int4" else ""
-    return f"note: not rounded as in training, which was with qat={trained_kind}{group}"
+    group = f" qat_group_size={qat.group_size}" if qat.kind == "int4" else ""
+    return f"note: not rounded as in training, which was with qat={qat.kind}{group}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from recipe_lib.cli.arguments import (
     DRAW_OPTIONS,
+    STORAGES,
     SWITCH,
     Parser,
     check_output_path,
@@ -49,10 +50,9 @@ that training uses. --raw takes it as the beginning of the text itself; --raw --
 from nothing."""
 
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")  # of --dtype
-STORAGES = ("auto", "none", "nf4", "int8")  # of --quantize-base
-SUFFIXES = (".txt", ".jsonl")  # of --prompts
+PROMPT_SUFFIXES = (".txt", ".jsonl")  # of --prompts
 # At a terminal, the first line of a conversation.
-HELP = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+CHAT_HELP = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 PARSER = Parser(
     "generate",
     DESCRIPTION,
@@ -100,7 +100,7 @@ PARSER = Parser(
 def run(words: list[str]) -> int:
     """Load the model, and print one answer, those of a file, or those of a conversation."""
     arguments = PARSER.parse(words)
-    check(arguments)
+    check_options(arguments)
     # Before torch is imported, which takes seconds.
     for name in filter(None, (arguments.checkpoint, arguments.base)):
         check_model_present(name)
@@ -113,34 +113,33 @@ def run(words: list[str]) -> int:
     return DONE
 
 
-def check(arguments: argparse.Namespace) -> None:
+def check_options(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for options that make no sense, all of them at once.
 
     Sets `arguments.batch_size` to 8 if it is not given.
     """
-    prompt = arguments.prompt
-    prompts = arguments.prompts
     # Options of --prompts that are given without it.
     lone = [
         name
         for name in ("out", "batch_size")
-        if getattr(arguments, name) is not None and prompts is None
+        if getattr(arguments, name) is not None and arguments.prompts is None
     ]
     faults = choose_lines(
         (
-            prompt == "" and not arguments.raw,
+            arguments.prompt == "" and not arguments.raw,
             "--prompt: is empty; give a text, or begin from nothing with --raw",
         ),
         (
-            prompt is not None and prompts,
+            arguments.prompt is not None and arguments.prompts,
             "--prompt: --prompts has prompts already; leave one of the two out",
         ),
         (
-            prompts is not None and Path(prompts).suffix not in SUFFIXES,
-            f"--prompts: found {show(str(prompts))}, expected a file {' or '.join(SUFFIXES)}",
+            arguments.prompts is not None and Path(arguments.prompts).suffix not in PROMPT_SUFFIXES,
+            f"--prompts: found {show(str(arguments.prompts))}, expected a file"
+            f" {' or '.join(PROMPT_SUFFIXES)}",
         ),
         (
-            arguments.raw and prompt is None and prompts is None,
+            arguments.raw and arguments.prompt is None and arguments.prompts is None,
             "--raw: continues a text, and there is none; give it with --prompt",
         ),
         (
@@ -148,7 +147,7 @@ def check(arguments: argparse.Namespace) -> None:
             "--system: --raw writes no messages; leave one of the two out",
         ),
         (arguments.system == "", "--system: is empty; give a text, or leave it out"),
-        (_is_broken(prompt or ""), "--prompt: is not UTF-8; give it in UTF-8 text"),
+        (_is_broken(arguments.prompt or ""), "--prompt: is not UTF-8; give it in UTF-8 text"),
         (_is_broken(arguments.system or ""), "--system: is not UTF-8; give it in UTF-8 text"),
     )
     # A --batch-size without --prompts is told already.
@@ -175,7 +174,7 @@ def talk(chat: "Chat", name: str) -> None:
     DataError, which ends the conversation.
     """
     if is_interactive():
-        _tell(f"{name}; {HELP}")
+        _tell(f"{name}; {CHAT_HELP}")
     for number, line in enumerate(
         _read_typed_lines() if is_interactive() else _read_piped_lines(), start=1
     ):

@@ -28,7 +28,7 @@ from recipe_lib.errors import (
     FOLDER_VARIABLE,
     OUT_OF_MEMORY,
     PEER_FAILED,
-    SAID_FILE,
+    REPORTED_FILE,
     STOPPED_AND_SAVED,
     STORAGE,
     USER_ERROR,
@@ -41,7 +41,7 @@ from recipe_lib.units import MIB
 
 # torchrun's flags that take a value, spelled with hyphens. Listed here, so that most command lines
 # are parsed without importing torch.
-WITH_VALUE = {
+FLAGS_WITH_VALUE = {
     "--nnodes",
     "--nproc-per-node",
     "--rdzv-backend",
@@ -73,8 +73,8 @@ WITH_VALUE = {
     "-t",
 }
 # Those that take none.
-WITHOUT_VALUE = {"--standalone", "--virtual-local-rank"}
-REFUSED = {"-m", "--module", "--no-python", "--run-path"}  # they change what torchrun runs
+FLAGS_WITHOUT_VALUE = {"--standalone", "--virtual-local-rank"}
+REFUSED_FLAGS = {"-m", "--module", "--no-python", "--run-path"}  # they change what torchrun runs
 # Beginnings of the flags, and of torchrun's environment variables, that say how the nodes meet.
 RENDEZVOUS = ("--nnodes", "--rdzv-", "--node-rank", "--master-", "--standalone")
 RENDEZVOUS_VARIABLES = ("PET_NNODES", "PET_RDZV", "PET_NODE_RANK", "PET_MASTER", "PET_STANDALONE")
@@ -107,19 +107,19 @@ def _measure_flag(words: Sequence[str], values: dict[str, str], verb: str) -> in
     """Return the number of words of the torchrun flag that `words` begin with: 1 or 2; 0: no flag.
 
     values: flag -> value of the flags before; this one is added. verb: of `tune`, for errors.
-    Raises ConfigError for a flag that was given before, lacks its value, or is one of `REFUSED`.
+    Raises ConfigError for a flag that was given before, lacks its value, or is in `REFUSED_FLAGS`.
     """
     word = words[0]
     name, equals, value = word.partition("=")
     # torchrun accepts both --nproc_per_node and --nproc-per-node.
     flag = name.replace("_", "-") if name.startswith("-") else ""
-    if flag in REFUSED:
+    if flag in REFUSED_FLAGS:
         raise ConfigError(
             f"tune {verb}: {name} cannot be used: RECIPE is the name of a recipe or a .py file"
         )
-    if flag in WITHOUT_VALUE or (word[:2] in ("-r", "-t") and len(word) > 2):  # `-t3`
+    if flag in FLAGS_WITHOUT_VALUE or (word[:2] in ("-r", "-t") and len(word) > 2):  # `-t3`
         return 1
-    if flag not in WITH_VALUE:
+    if flag not in FLAGS_WITH_VALUE:
         return 0
     value = value if equals else "".join(words[1:2])
     if flag in values:
@@ -136,7 +136,7 @@ def _measure_flag(words: Sequence[str], values: dict[str, str], verb: str) -> in
 def _refuse_unknown(word: str) -> NoReturn:
     name = word.partition("=")[0]
     flag = name.replace("_", "-")
-    known_flags = sorted(WITH_VALUE | WITHOUT_VALUE)
+    known_flags = sorted(FLAGS_WITH_VALUE | FLAGS_WITHOUT_VALUE)
     # torchrun's argparse accepts abbreviations; here the error names the full flag.
     completions = [full for full in known_flags if len(flag) > 3 and full.startswith(flag)]
     nearest = completions[0] if completions else find_nearest(flag, known_flags, cutoff=0.75)
@@ -211,7 +211,7 @@ def take_flags(words: Sequence[str], verb: str = "plan") -> tuple[list[str], lis
     """Return (torchrun's flags, the other words). The flags may stand anywhere.
 
     verb: of `tune`, for errors. Raises ConfigError for a flag given twice, without its value, or
-    one of `REFUSED`.
+    one of `REFUSED_FLAGS`.
     """
     flags: list[str] = []
     remaining: list[str] = []
@@ -266,7 +266,7 @@ class Rank:
     The launcher finds the rank by a file in the folder that both share.
     """
 
-    stopped_early = 128 + signal.SIGTERM  # exit code of a rank stopped before it saved a state
+    STOPPED_EARLY = 128 + signal.SIGTERM  # exit code of a rank stopped before it saved a state
 
     def __init__(self) -> None:
         self.folder = Path(os.environ[FOLDER_VARIABLE])  # shared with the launcher
@@ -319,8 +319,8 @@ class Launcher:
     """The launcher's side: runs torchrun's agent in a thread and forwards signals to the ranks.
 
     Files in the shared folder: `pids/PROCESS_ID` of each rank; `stop`, for ranks that start after a
-    signal; `saved_LOCAL_RANK` of each rank that has saved; `SAID_FILE`, once a rank has reported
-    why all ranks end.
+    signal; `saved_LOCAL_RANK` of each rank that has saved; `REPORTED_FILE`, once a rank has
+    reported why all ranks end.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ class Launcher:
         finally:
             for number, handler in former_handlers.items():
                 signal.signal(number, handler)
-        return self._exit_code()
+        return self._choose_exit_code()
 
     def _launch(self, parsed: Any) -> None:
         from torch.distributed import run
@@ -386,7 +386,7 @@ class Launcher:
         """Wait until torchrun's agent has finished."""
         reported_at = None
         while not self.finished.wait(0.2):
-            if reported_at is None and (self.folder / SAID_FILE).exists():
+            if reported_at is None and (self.folder / REPORTED_FILE).exists():
                 reported_at = time.monotonic()
             # One rank has reported why the run ends. The agent would give the others, which may
             # hang, 30 seconds.
@@ -409,7 +409,7 @@ class Launcher:
             except ProcessLookupError:  # it was killed before it could remove its file
                 continue
 
-    def _exit_code(self) -> int:
+    def _choose_exit_code(self) -> int:
         from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousError
@@ -419,7 +419,7 @@ class Launcher:
         if isinstance(self.outcome, ChildFailedError):
             codes = {rank: failure.exitcode for rank, failure in self.outcome.failures.items()}
             stopped_by = self.received[0] if self.received else None
-            code, line = choose_exit_code(codes, stopped_by, (self.folder / SAID_FILE).exists())
+            code, line = choose_exit_code(codes, stopped_by, (self.folder / REPORTED_FILE).exists())
             if line:
                 print(line, file=sys.stderr)
             return code
@@ -431,13 +431,13 @@ class Launcher:
 
 
 def choose_exit_code(
-    codes: dict[int, int], stopped_by: int | None, said: bool = False
+    codes: dict[int, int], stopped_by: int | None, has_reported: bool = False
 ) -> tuple[int, str]:
     """Return the exit code of the launch, and a line on the cause, empty if a rank reported it.
 
     codes: rank -> exit code of the ranks of this machine that did not end with 0; negative: killed
-    by that signal. stopped_by: signal that the launcher received; None: none. said: a rank has
-    reported why all ranks end.
+    by that signal. stopped_by: signal that the launcher received; None: none. has_reported: a
+    rank has reported why all ranks end.
     """
     # A rank ends with one of these codes after it has reported the cause, which is that of all; the
     # first in this order counts.
@@ -446,7 +446,7 @@ def choose_exit_code(
             return code, ""
     # The cause is a rank that hangs or is on another machine: the ranks that were killed here were
     # killed by the launcher.
-    if said:
+    if has_reported:
         return PEER_FAILED, ""
     if stopped_by is not None:
         return (
@@ -517,14 +517,13 @@ def launch(flags: Sequence[str], recipe: Path, arguments: Sequence[str]) -> int:
     arguments: the recipe's. Raises SetupError if torchrun refuses its flags, or the nodes do not
     meet.
     """
-    worker = Path(__file__).with_name("worker.py")
     with (
         tempfile.TemporaryDirectory(prefix="tune-run-") as folder,
         set_environment(**{FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getpid())}),
     ):
         return Launcher(
             flags,
-            script=worker,
+            script=Path(__file__).with_name("worker.py"),
             arguments=[str(recipe.absolute()), *arguments],
             folder=Path(folder),
         ).run()
@@ -532,8 +531,8 @@ def launch(flags: Sequence[str], recipe: Path, arguments: Sequence[str]) -> int:
 
 # Variables with settings of torch's CUDA allocator: the new name and the old one.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-TIMEOUT_SECONDS = 10  # for nvidia-smi: a driver that hangs must not hold up the command
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+QUERY_SECONDS = 10  # for nvidia-smi: a driver that hangs must not hold up the command
 # CUDA reports this share or a little more of the memory that nvidia-smi shows: the driver keeps
 # some.
 SHARE_OF_TOTAL = 0.98
@@ -549,7 +548,7 @@ def list_local_gpus() -> list[tuple[str, int]]:
     """
     try:
         output = subprocess.run(
-            QUERY, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True
+            QUERY, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True
         ).stdout
         rows = [  # (index, uuid, name, bytes)
             (row[0], row[1], row[2], int(row[3]) * MIB)
@@ -557,7 +556,7 @@ def list_local_gpus() -> list[tuple[str, int]]:
         ]
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return []
-    visible = os.environ.get(VISIBLE)
+    visible = os.environ.get(VISIBLE_VARIABLE)
     if visible is None:
         return [(name, size) for _, _, name, size in rows]
     gpus = []

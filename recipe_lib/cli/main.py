@@ -39,14 +39,14 @@ VERBS = {
     "completion": "what a shell completes after `tune`",
 }
 # Verbs of earlier versions -> what to do instead.
-REMOVED = {
+REMOVED_VERBS = {
     "teach": "the teacher runs with the model: `tune run distill_distributed` with distill.teacher"
 }
 # Verb -> its module, where the word is Python's own; the other modules are named as the verbs.
 MODULES = {"import": "import_config"}
 # Verb -> what a terminal shows while it works; the other verbs are done in a moment, or show it
 # themselves.
-WAITS = {
+WAITING_TEXTS = {
     "validate": "checking the config",
     "download": "asking the hub",
     "data": "reading the samples",
@@ -123,8 +123,8 @@ def _run_verb(words: list[str]) -> int:
     if verb in ("-V", "--version"):
         print(__version__)
         return DONE
-    if verb in REMOVED:
-        raise ConfigError(f"tune: {verb}: {REMOVED[verb]}")
+    if verb in REMOVED_VERBS:
+        raise ConfigError(f"tune: {verb}: {REMOVED_VERBS[verb]}")
     if verb not in VERBS:
         from recipe_lib.config.suggest import did_you_mean, show
 
@@ -142,12 +142,12 @@ def get_module_name(verb: str) -> str:
 
 
 def _show_progress(verb: str) -> AbstractContextManager[Any]:
-    """Return a context that shows on a terminal what the verb does (`WAITS`), until it ends."""
-    if verb not in WAITS:
+    """Return a context that shows the verb's text of `WAITING_TEXTS` on a terminal."""
+    if verb not in WAITING_TEXTS:
         return nullcontext()
     from recipe_lib.report.phases import phase  # imports rich, which `tune --help` does without
 
-    return phase(WAITS[verb], leaves_line=False)
+    return phase(WAITING_TEXTS[verb], leaves_line=False)
 
 
 def _format_help() -> str:

@@ -175,7 +175,7 @@ def make_compared_plan(recipe: RecipeFile, arguments: argparse.Namespace) -> Pla
     changes = {"config": arguments.diff, "overrides": [], "advice": False, "full": False}
     # No config can name a recipe of the user's own: it plans both.
     diff_recipe = find_config_recipe(arguments.diff) if recipe.shipped else recipe
-    cfg = load_config(arguments.diff, (), diff_recipe.schema())
+    cfg = load_config(arguments.diff, (), diff_recipe.load_schema())
     return make_plan_and_trace(diff_recipe, cfg, argparse.Namespace(**vars(arguments) | changes))[0]
 
 
@@ -265,9 +265,13 @@ def list_receipts(arguments: argparse.Namespace) -> str:
             " away"
         ) from error
     if arguments.json:
-        listed = [asdict(receipt) for receipt in receipts]
         write_json(
-            arguments.json, {"file": str(path), "unreadable": unreadable, "receipts": listed}
+            arguments.json,
+            {
+                "file": str(path),
+                "unreadable": unreadable,
+                "receipts": [asdict(receipt) for receipt in receipts],
+            },
         )
     return "" if arguments.json == "-" else render_receipts(receipts, unreadable, path)
 

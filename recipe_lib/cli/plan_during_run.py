@@ -45,19 +45,18 @@ from recipe_lib.logs import get_logger, wrap_lines
 from recipe_lib.plan.measured import receipts
 from recipe_lib.reading import read_object
 from recipe_lib.report.phases import ERASE
-from recipe_lib.report.planned import FIGURES
+from recipe_lib.report.planned import FIGURES_VARIABLE, MEMORY_KINDS
 from recipe_lib.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.plan_schema import Plan, RankPlan
 
-VARIABLE = "TUNE_PLAN"  # environment variable; `off`: no plan unless --plan asks for one
+PLAN_VARIABLE = "TUNE_PLAN"  # environment variable; `off`: no plan unless --plan asks for one
 CPU_SECONDS = 10  # of the planning process: the ranks need the cores
 COMPILED_CPU_SECONDS = 40  # for a run with compile=true, whose own compiling takes longer
 WAIT_SECONDS = 300  # for the run to have tokenized its data
 STEP_PHASES = ("first step", "step")  # phases that a run measures; the first makes optimizer states
-MEMORY_KINDS = ("active", "allocated", "reserved")  # bytes of torch's allocator that are compared
 # Layers x micro-batches of a step that are simulated. Above it one step is planned in place of two,
 # which would take too much CPU time.
 MAX_LAYERS = 36
@@ -69,7 +68,7 @@ def take_choice(words: Sequence[str]) -> tuple[list[str], bool]:
     The last of them counts; without any, TUNE_PLAN=off means no.
     """
     choices = [word for word in words if word in ("--plan", "--no-plan")]
-    is_off = os.environ.get(VARIABLE, "").lower() in ("off", "0", "no")
+    is_off = os.environ.get(PLAN_VARIABLE, "").lower() in ("off", "0", "no")
     should_plan = choices[-1] == "--plan" if choices else not is_off
     return [word for word in words if word not in choices], should_plan
 
@@ -101,8 +100,8 @@ def plan_beside(
             start_new_session=True,  # Ctrl-C is for the run
         )
         try:
-            # FIGURES names the environment variable by which the run's report finds the file.
-            with set_environment(**{FIGURES: str(figures)}):
+            # By this variable the run's report finds the file.
+            with set_environment(**{FIGURES_VARIABLE: str(figures)}):
                 yield lambda code: _compare(figures, began, code)
         finally:
             process.kill()
@@ -218,14 +217,14 @@ def _find_peaks(rank: "RankPlan") -> dict[str, int]:
     }
 
 
-def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> str:
-    """Return the plan as a line. own: the device is one of this machine's.
+def describe(figures: dict[str, Any], settings: "PlanSettings", is_own_device: bool) -> str:
+    """Return the plan as a line. is_own_device: the device is one of this machine's.
 
     figures: of `collect_figures`; with `is_short` one step was planned in place of two, so that
     reserved memory is less certain.
     """
     memory = settings.hardware.memory
-    reason = "" if own else ", as there is no GPU here"
+    reason = "" if is_own_device else ", as there is no GPU here"
     device = f"{settings.ranks} x {settings.hardware.name}{reason}"
     text = (
         f"plan: {figures['verdict']} ({device}): active {format_bytes(figures['active'])},"
@@ -233,7 +232,7 @@ def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> st
         f" reserved + {format_bytes(memory - figures['usable'])} outside torch, of"
         f" {format_bytes(memory)}; sequences of {settings.sequence.tokens:,} tokens"
     )
-    if figures["seconds"] is not None and own:
+    if figures["seconds"] is not None and is_own_device:
         text += f"; a step {format_seconds(figures['seconds'])} (uncalibrated)"
     text += f"; an estimate: {figures['estimate']}" if figures["estimate"] else ""
     return f"{text}; `tune plan` with the same arguments says more"
@@ -243,8 +242,25 @@ def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> st
 class _TooSlow(BaseException):
     """The CPU time is used up."""
 
-    came = False  # it was raised in this process
-    allowed = 0  # CPU seconds; kept here, as the kernel raises its soft limit with each signal
+
+class _CpuLimit:
+    """The limit of this process's CPU time, at which its main thread raises `_TooSlow`."""
+
+    def __init__(self, seconds: int) -> None:
+        self.is_reached = False  # `_TooSlow` was raised
+        signal.signal(signal.SIGXCPU, self._raise_too_slow)
+        self.set(seconds)
+
+    def set(self, seconds: int) -> None:
+        """Set the CPU seconds after which `_TooSlow` is raised."""
+        self.seconds = seconds  # kept here, as the kernel raises its soft limit with each signal
+        # The hard limit kills the process if the exception does not end it. It is the larger one
+        # from the start, as an ordinary process cannot raise it again.
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, COMPILED_CPU_SECONDS + 2))
+
+    def _raise_too_slow(self, number: int, frame: FrameType | None) -> NoReturn:
+        self.is_reached = True
+        raise _TooSlow
 
 
 def main(argv: list[str]) -> int:
@@ -253,17 +269,13 @@ def main(argv: list[str]) -> int:
     FIGURES: the file to write the figures to. Returns 0 whatever goes wrong, which is a line.
     """
     say = _silence_output()
-    _limit_process()
+    limit = _CpuLimit(CPU_SECONDS)
+    _yield_to_run()
     has_gpus = hide_gpus()
     try:
         arguments = read_arguments(argv[1:])
         arguments.wait = float(WAIT_SECONDS)
-        figures, settings = _plan(arguments)
-        figures |= {
-            "device": settings.hardware.name,
-            "ranks": settings.ranks,
-            "own_device": has_gpus,
-        }
+        figures, settings = _plan(arguments, has_gpus=has_gpus, limit=limit)
         replace_text(Path(argv[0]), json.dumps(figures))
         say(describe(figures, settings, has_gpus))
     except UserError:
@@ -271,9 +283,9 @@ def main(argv: list[str]) -> int:
     except (Exception, _TooSlow) as error:  # noqa: BLE001  (nothing of it is to disturb the run)
         # Not by the type of the error: torch makes it a RuntimeError where it is raised inside of
         # torch's own code.
-        if _TooSlow.came:
+        if limit.is_reached:
             say(
-                f"plan: takes more than {_TooSlow.allowed} s of CPU; `tune plan` with the same"
+                f"plan: takes more than {limit.seconds} s of CPU; `tune plan` with the same"
                 " arguments makes it"
             )
         else:
@@ -283,14 +295,17 @@ def main(argv: list[str]) -> int:
     return DONE
 
 
-def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
+def _plan(
+    arguments: Any, *, has_gpus: bool, limit: _CpuLimit
+) -> tuple[dict[str, Any], "PlanSettings"]:
     """Return (figures, settings of the plan). A model of many layers is planned for one step.
 
-    arguments: of `read_arguments`.
+    arguments: of `read_arguments`. has_gpus: the device is this machine's. limit: raised for a
+    compiled model.
     """
     recipe, cfg = read_config(arguments)
     if cfg.compile:
-        _set_cpu_limit(COMPILED_CPU_SECONDS)
+        limit.set(COMPILED_CPU_SECONDS)
     with explain_errors(recipe, cfg):
         planned, shaped, settings = prepare(recipe, cfg, arguments)
     settings = replace(settings, phases=())
@@ -309,6 +324,9 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
         "is_short": is_short,
         "run": asdict(receipts.describe_run(cfg, shaped, settings)),
         "output_dir": os.path.abspath(cfg.output_dir),
+        "device": settings.hardware.name,
+        "ranks": settings.ranks,
+        "own_device": has_gpus,
     }
     return figures, settings
 
@@ -330,25 +348,10 @@ def _silence_output() -> Callable[[str], None]:
     return say
 
 
-def _limit_process() -> None:
-    """Limit this process's CPU time, give way to other processes, and end with the run."""
-
-    def raise_too_slow(number: int, frame: FrameType | None) -> NoReturn:
-        _TooSlow.came = True
-        raise _TooSlow
-
-    signal.signal(signal.SIGXCPU, raise_too_slow)
-    _set_cpu_limit(CPU_SECONDS)
+def _yield_to_run() -> None:
+    """Give way to other processes, and end with the run."""
     os.nice(10)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
-
-
-def _set_cpu_limit(seconds: int) -> None:
-    """Set the CPU seconds after which `_TooSlow` is raised."""
-    _TooSlow.allowed = seconds
-    # The hard limit kills the process if the exception does not end it. It is the larger one from
-    # the start, as an ordinary process cannot raise it again.
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, COMPILED_CPU_SECONDS + 2))
 
 
 def _end_with_the_run() -> None:

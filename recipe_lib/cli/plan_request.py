@@ -22,7 +22,7 @@ from recipe_lib.cli.arguments import (
     read_numbers,
 )
 from recipe_lib.cli.launch import (
-    VISIBLE,
+    VISIBLE_VARIABLE,
     check_launch,
     count_ranks_and_machines,
     find_local_device,
@@ -61,7 +61,7 @@ correct."""
 
 
 # Device memory that torch's allocator does not see, as the option --NAME-gib names it -> in words.
-OUTSIDE = {"context": "CUDA's context", "nccl": "NCCL's buffers", "reserve": "other programs"}
+OUTSIDE_PARTS = {"context": "CUDA's context", "nccl": "NCCL's buffers", "reserve": "other programs"}
 # torchrun's flags are taken out before; --nproc_per_node and --nnodes stand here for the help.
 PARSER = Parser(
     "plan",
@@ -149,7 +149,7 @@ PARSER = Parser(
                 "metavar": "X",
                 "help": f"device memory for {what}, GiB; default: a table's",
             }
-            for name, what in OUTSIDE.items()
+            for name, what in OUTSIDE_PARTS.items()
         },
     },
 )
@@ -188,7 +188,7 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
             "tune plan: no config; expected: tune plan [RECIPE --config] CONFIG (see `tune ls`)"
         )
     raise_faults(ConfigError, find_low_numbers(arguments, depth=1))
-    for name in OUTSIDE:
+    for name in OUTSIDE_PARTS:
         size = getattr(arguments, f"{name}_gib")
         if size is not None and not 0 <= size < 2**20:
             raise ConfigError(f"--{name}-gib: found {size}, expected a number of GiB >= 0")
@@ -242,10 +242,9 @@ def _check_receipts(arguments: argparse.Namespace) -> None:
     # Options that --receipts has a use for; words are refused by themselves.
     used = ("help", "words", "receipts", "json", "quiet", "verbose")
     unused = [*arguments.words, *arguments.flags]
-    # argparse has no public list of a parser's options.
     unused += [
         action.option_strings[0]
-        for action in PARSER._actions
+        for action in PARSER.list_arguments()
         if action.dest not in used and getattr(arguments, action.dest) != action.default
     ]
     if unused:
@@ -259,7 +258,7 @@ def read_config(arguments: argparse.Namespace) -> tuple[RecipeFile, Any]:
     Sets `arguments.notes`. Raises ConfigError if there is no such file, or it is not valid.
     """
     recipe, loaded = open_config(arguments.config, arguments)
-    arguments.notes = loaded.idle  # lines on keys that another setting makes useless
+    arguments.notes = loaded.describe_idle_keys()
     return recipe, loaded.cfg
 
 
@@ -282,7 +281,7 @@ def hide_gpus() -> bool:
     """Hide GPUs and network from this process; return True if the machine has GPUs."""
     # Before they are hidden. The list is cached: the device of the plan is still found.
     gpus = list_local_gpus()
-    os.environ[VISIBLE] = ""  # CUDA_VISIBLE_DEVICES
+    os.environ[VISIBLE_VARIABLE] = ""  # CUDA_VISIBLE_DEVICES
     os.environ.update(OFFLINE)
     return bool(gpus)
 
@@ -419,7 +418,7 @@ def estimate_outside(
 
     Return None without such an option: the plan then takes it from its tables.
     """
-    sizes = {name: getattr(arguments, f"{name}_gib") for name in OUTSIDE}
+    sizes = {name: getattr(arguments, f"{name}_gib") for name in OUTSIDE_PARTS}
     sizes = {name: int(gib * GIB) for name, gib in sizes.items() if gib is not None}
     if not sizes:
         return None

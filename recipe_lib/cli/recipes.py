@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from recipe_lib.cli.launch import WITH_VALUE, WITHOUT_VALUE
+from recipe_lib.cli.launch import FLAGS_WITH_VALUE, FLAGS_WITHOUT_VALUE
 from recipe_lib.config import load_config, load_plugin, parse_arguments
 from recipe_lib.config.load import LoadedConfig, load_with_origins, refuse_repeated
 from recipe_lib.config.paths import (
@@ -76,8 +76,11 @@ class RecipeFile:
         if name_or_path in _TORCHTUNE_HINTS:
             raise ConfigError(f"{name_or_path}: no such recipe; {_TORCHTUNE_HINTS[name_or_path]}")
         path = find_recipe(name_or_path)
-        shipped = _is_shipped(path) and path.stem in read_recipe_configs()
-        return cls(path.stem, path, shipped)
+        return cls(
+            name=path.stem,
+            path=path,
+            shipped=_is_shipped(path) and path.stem in read_recipe_configs(),
+        )
 
     def has_known_arguments(self) -> bool:
         """Return True if the recipe reads its arguments as the shipped ones do.
@@ -86,7 +89,7 @@ class RecipeFile:
         """
         return self.shipped or _find_parsed_class(self.path) is not None
 
-    def schema(self) -> type:
+    def load_schema(self) -> type:
         """Return the dataclass that a config of this recipe is checked against.
 
         Imports a recipe of the user's own. Raises ConfigError if it has no such class: the one that
@@ -166,7 +169,7 @@ def open_config(
     for plugin in arguments.plugin:
         load_plugin(plugin)
     recipe = find_config_recipe(configs, arguments.recipe)
-    return recipe, load_with_origins(configs, arguments.overrides, recipe.schema())
+    return recipe, load_with_origins(configs, arguments.overrides, recipe.load_schema())
 
 
 def _find_parsed_class(path: Path) -> str | None:
@@ -302,7 +305,7 @@ def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
     """
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
-        if word.startswith("--") and flag in WITH_VALUE | WITHOUT_VALUE:
+        if word.startswith("--") and flag in FLAGS_WITH_VALUE | FLAGS_WITHOUT_VALUE:
             raise ConfigError(f"tune run: {show(word)}: torchrun's flags come before RECIPE")
     refuse_repeated(words)
     if not recipe.has_known_arguments():
@@ -322,9 +325,9 @@ def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
         raise ConfigError(
             f"tune run: no config; expected: tune run {name} --config CONFIG (see `tune ls`)"
         )
-    return parse_arguments(list(words), recipe.schema(), quiet=True)
+    return parse_arguments(list(words), recipe.load_schema(), quiet=True)
 
 
 def load_run_config(path: Path, recipe: str | None) -> Any:
     """Return the config of a run. path: its config.yaml. recipe: None: the one that it names."""
-    return load_config(path, [], find_config_recipe(str(path), recipe).schema())
+    return load_config(path, [], find_config_recipe(str(path), recipe).load_schema())

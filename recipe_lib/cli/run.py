@@ -16,8 +16,8 @@ from typing import Any
 
 from recipe_lib.cli.arguments import SWITCH, Parser
 from recipe_lib.cli.launch import (
-    WITH_VALUE,
-    WITHOUT_VALUE,
+    FLAGS_WITH_VALUE,
+    FLAGS_WITHOUT_VALUE,
     add_rendezvous,
     check_launch,
     count_ranks_and_machines,
@@ -104,8 +104,10 @@ PARSER = Parser(
         **dict.fromkeys(
             ("--plan", "--no-plan"), SWITCH | {"help": "whether to show the plan of the run"}
         ),
-        **dict.fromkeys(sorted(WITH_VALUE - {"-r", "-t"}), {"metavar": "X", "help": "torchrun's"}),
-        **dict.fromkeys(sorted(WITHOUT_VALUE), SWITCH | {"help": "torchrun's"}),
+        **dict.fromkeys(
+            sorted(FLAGS_WITH_VALUE - {"-r", "-t"}), {"metavar": "X", "help": "torchrun's"}
+        ),
+        **dict.fromkeys(sorted(FLAGS_WITHOUT_VALUE), SWITCH | {"help": "torchrun's"}),
         "--nproc_per_node": {"metavar": "N", "help": "processes on each machine"},
     },
 )
@@ -121,48 +123,48 @@ def run(words: list[str]) -> int:
             set_verbosity(VERBOSITY[word])  # for the ranks too
     # Before the flags are split: --plan and --no-plan may stand among torchrun's.
     words, with_plan = take_choice([word for word in words if word not in VERBOSITY])
-    flags, name, rest = split_words(words)
+    flags, name, recipe_words = split_words(words)
     check_launch(flags)
-    recipe, rest = find_recipe_and_words(name, rest)
-    cfg = check_arguments(recipe, rest)
+    recipe, recipe_words = find_recipe_and_words(name, recipe_words)
+    cfg = check_arguments(recipe, recipe_words)
     if cfg is not None:
         check_start(cfg, ranks=count_requested_ranks(flags), starts=True)
         if flags and recipe.shipped:
             check_shape(cfg)  # here once: otherwise every rank would print the same error
-    rest = add_chosen_strategy(flags, recipe=recipe, words=rest, cfg=cfg)
+    recipe_words = add_chosen_strategy(flags, recipe=recipe, words=recipe_words, cfg=cfg)
     if not with_plan or is_quiet():
-        return start(flags, recipe, rest)
-    with plan_beside(flags, recipe, rest) as compare:
-        code = start(flags, recipe, rest)
+        return start(flags, recipe, recipe_words)
+    with plan_beside(flags, recipe, recipe_words) as compare:
+        code = start(flags, recipe, recipe_words)
         compare(code)
     return code
 
 
-def find_recipe_and_words(name: str, rest: list[str]) -> tuple[RecipeFile, list[str]]:
+def find_recipe_and_words(name: str, words: list[str]) -> tuple[RecipeFile, list[str]]:
     """Return the recipe, and its arguments with the config as --config.
 
     name: the first word that is no flag of torchrun's: a recipe or a config; empty: --config came
-    first. rest: the words after it. Raises ConfigError for an unknown name, or without a config.
+    first. words: those after it. Raises ConfigError for an unknown name, or without a config.
     """
-    configs = list_named_configs(rest)
+    configs = list_named_configs(words)
     if name and not is_config(name):
         # Without --config it may be a misspelled config too.
         if not configs:
             check_is_known(name)
-        return RecipeFile.find(name), rest
+        return RecipeFile.find(name), words
     if not name:
         # `--config CONFIG RECIPE`: a recipe that is not the value of an option.
-        values = {index + 1 for index, word in enumerate(rest) if word in ("--config", "--plugin")}
-        for index, word in enumerate(rest):
+        values = {index + 1 for index, word in enumerate(words) if word in ("--config", "--plugin")}
+        for index, word in enumerate(words):
             if index not in values and (word in list_recipes() or word.endswith(".py")):
-                return RecipeFile.find(word), rest[:index] + rest[index + 1 :]
-    rest = ["--config", name, *rest] if name else rest
+                return RecipeFile.find(word), words[:index] + words[index + 1 :]
+    words = ["--config", name, *words] if name else words
     configs = [name, *configs] if name else configs
     if not configs:
         raise ConfigError(
             "tune run: no config; expected: tune run [torchrun flags] CONFIG (see `tune ls`)"
         )
-    return find_config_recipe(configs), rest
+    return find_config_recipe(configs), words
 
 
 def list_named_configs(words: list[str]) -> list[str]:
@@ -172,14 +174,14 @@ def list_named_configs(words: list[str]) -> list[str]:
     ]
 
 
-def start(flags: list[str], recipe: RecipeFile, rest: list[str]) -> int:
+def start(flags: list[str], recipe: RecipeFile, words: list[str]) -> int:
     """Run the recipe in this process, or on the ranks that torchrun's flags ask for.
 
-    rest: the recipe's arguments. Returns the exit code.
+    words: the recipe's arguments. Returns the exit code.
     """
     if not flags:
-        return run_recipe(recipe.path, rest)
-    return launch(add_rendezvous(flags), recipe.path, rest)
+        return run_recipe(recipe.path, words)
+    return launch(add_rendezvous(flags), recipe.path, words)
 
 
 # `parallel.strategy: auto` on the command line: fsdp and ddp are both planned before the ranks
@@ -187,7 +189,7 @@ def start(flags: list[str], recipe: RecipeFile, rest: list[str]) -> int:
 # Of several machines each chooses for itself, from the config and its own device alone, so that
 # machines with equal GPUs agree; name the strategy where they are not equal.
 STRATEGY_KEY = "parallel.strategy"
-TIMEOUT_SECONDS = 180  # for planning fsdp and ddp
+PLANNING_SECONDS = 180  # for planning fsdp and ddp
 
 
 def add_chosen_strategy(
@@ -244,13 +246,13 @@ def _choose_in_subprocess(
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=environment,
-                timeout=TIMEOUT_SECONDS,
+                timeout=PLANNING_SECONDS,
                 check=False,
             )
             choice = read_object(answer)
             return str(choice["strategy"]), str(choice["line"])
         except subprocess.TimeoutExpired:
-            reason = f"planning both took more than {TIMEOUT_SECONDS} s"
+            reason = f"planning both took more than {PLANNING_SECONDS} s"
         except (OSError, ValueError, KeyError):  # the process has failed and left no answer
             reason = "both could not be planned; `tune plan` with the same arguments says why"
     return "fsdp", f"{STRATEGY_KEY}=auto: fsdp; {reason}"

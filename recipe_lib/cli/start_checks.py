@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from recipe_lib.config.key_conditions import is_hub
 from recipe_lib.config.local_files import (
     ADAPTER_FOLDER,
     MODEL_FOLDER,
@@ -29,7 +30,7 @@ from recipe_lib.config.local_files import (
     find_tokenizer,
 )
 from recipe_lib.config.mesh import compute_mesh_shape, count_same_batch_ranks
-from recipe_lib.config.schema_data import is_hub, list_sources_by_section
+from recipe_lib.config.schema_data import list_sources_by_section
 from recipe_lib.errors import CheckpointError, ConfigError, UserError, raise_faults
 
 

@@ -25,7 +25,7 @@ from recipe_lib.logs import silence_torchao
 
 NOT_CERTIFIED = 3  # exit code: a plan could not be proved
 # Entries of config.json that say how weights are stored, not what the model is.
-STORED = (
+STORAGE_ENTRIES = (
     "architectures",
     "auto_map",
     "dtype",
@@ -93,38 +93,25 @@ def run(words: list[str]) -> int:
         from recipe_lib.cli.tp_plan_report import (
             build_json,
             build_plans,
-            certify_plans,
             print_report,
         )
         from recipe_lib.external.inspection import build_transformers_config
 
         # How weights are stored is no part of the model.
-        shape = {key: value for key, value in config_entries.items() if key not in STORED}
+        shape = {key: value for key, value in config_entries.items() if key not in STORAGE_ENTRIES}
         config = build_transformers_config(shape, show(arguments.model))
-        # The plan that cuts every axis, size -> plan, and size -> why it has none.
-        full_plan, plans, illegal = build_plans(config, arguments.tensor)
-        proofs = certify_plans(config, plans) if arguments.certify else []
-        if any(proof["failures"] for proof in proofs) and any(
-            plan.shared_tokens for plan in plans.values()
-        ):
+        planned = build_plans(config, arguments.tensor, certifies=arguments.certify)
+        if planned.has_failures() and any(plan.shared_tokens for plan in planned.plans.values()):
             # As a run does, fall back to a plan that does not share out tokens (without sequence
             # parallel).
-            unshared = build_plans(config, arguments.tensor, tokens=False)
-            unshared_proofs = certify_plans(config, unshared[1])
-            if not any(proof["failures"] for proof in unshared_proofs):
-                full_plan, plans, illegal = unshared
-                proofs = unshared_proofs
-    results: dict[str, Any] = {
-        "full_plan": full_plan,
-        "plans": plans,
-        "illegal": illegal,
-        "proofs": proofs,
-    }
+            unshared = build_plans(config, arguments.tensor, tokens=False, certifies=True)
+            if not unshared.has_failures():
+                planned = unshared
     if arguments.json:
-        write_json(arguments.json, build_json(arguments, **results))
+        write_json(arguments.json, build_json(arguments, planned))
     if arguments.json != "-":
-        print_report(arguments.model, arguments.tokens, **results)
-    return NOT_CERTIFIED if any(proof["failures"] for proof in proofs) else DONE
+        print_report(arguments.model, arguments.tokens, planned)
+    return NOT_CERTIFIED if planned.has_failures() else DONE
 
 
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """Make, prove and print the tensor-parallel plans of `tune tp-plan`.
 
-tp_plan.py calls `build_plans`, `certify_plans` and `print_report`. A plan says for each parameter
+tp_plan.py calls `build_plans`, `build_json` and `print_report`. A plan says for each parameter
 whether ranks share it; `size` is their number. An axis is what is cut through the whole model, such
 as heads; a size is legal if it can share all axes of a plan. A boundary is where ranks exchange.
 """
@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -34,7 +35,6 @@ from recipe_lib.report.view import Table, show_table
 from recipe_lib.units import Bytes, Count, pluralize
 
 _MOST_SIZES = 12  # the legal sizes that a line names
-WIDTH = 160  # columns where there is no terminal to ask
 FORMULA = (
     "an all-reduce of N tokens x w numbers in bf16: each rank sends 2 (t - 1) / t x 2 N w bytes"
     " (ring); an all-gather or a reduce-scatter: half of that; activation checkpointing repeats the"
@@ -42,10 +42,24 @@ FORMULA = (
 )
 
 
+@dataclass(frozen=True)
+class PlannedSizes:
+    """The plans of a model for the sizes that were asked for."""
+
+    full_plan: ShardingPlan  # cuts every axis
+    plans: dict[int, ShardingPlan]  # size -> its plan; not empty
+    illegal: dict[int, str]  # size without a plan -> why
+    proofs: list[dict[str, Any]]  # of `certify_plans`; empty without --certify
+
+    def has_failures(self) -> bool:
+        """Return True if a plan could not be proved."""
+        return any(proof["failures"] for proof in self.proofs)
+
+
 def build_plans(
-    config: Any, sizes: Sequence[int], tokens: bool = True
-) -> tuple[ShardingPlan, dict[int, ShardingPlan], dict[int, str]]:
-    """Return the plan that cuts every axis, size -> plan, and size -> why it has none.
+    config: Any, sizes: Sequence[int], *, tokens: bool = True, certifies: bool = False
+) -> PlannedSizes:
+    """Make the plan of each size, and prove it if `certifies`.
 
     config: a transformers config. tokens: tokens are shared out too (sequence parallel). Raises
     ConfigError if no size has a plan.
@@ -69,7 +83,12 @@ def build_plans(
                 for reason in dict.fromkeys(illegal.values())
             )
         )
-    return full_plan, plans, illegal
+    return PlannedSizes(
+        full_plan=full_plan,
+        plans=plans,
+        illegal=illegal,
+        proofs=certify_plans(config, plans) if certifies else [],
+    )
 
 
 def certify_plans(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str, Any]]:
@@ -115,23 +134,12 @@ def certify_plans(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str,
     return proofs
 
 
-def build_json(
-    arguments: argparse.Namespace,
-    *,
-    full_plan: ShardingPlan,
-    plans: dict[int, ShardingPlan],
-    illegal: dict[int, str],
-    proofs: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """Return what --json writes: figures by size, refusals, plans by hash, and proofs.
-
-    full_plan: the plan that cuts every axis. plans: by size. illegal: size -> why it has no plan.
-    proofs: of `certify_plans`, empty without --certify.
-    """
+def build_json(arguments: argparse.Namespace, planned: PlannedSizes) -> dict[str, Any]:
+    """Return what --json writes: figures by size, refusals, plans by hash, and proofs."""
     return {
         "model": arguments.model,
         "tokens": arguments.tokens,
-        "legal_sizes": list(full_plan.legal_sizes),
+        "legal_sizes": list(planned.full_plan.legal_sizes),
         "sizes": {
             str(size): {
                 "plan": plan.hash(),
@@ -139,34 +147,26 @@ def build_json(
                 "cut_share": compute_cut_share(plan),
                 "sent_bytes": count_step_bytes(plan, size, arguments.tokens),
             }
-            for size, plan in plans.items()
+            for size, plan in planned.plans.items()
         },
-        "not_legal": {str(size): reason for size, reason in illegal.items()},
-        "plans": {plan.hash(): plan.to_dict() for plan in plans.values()},
-        "certificates": proofs,
+        "not_legal": {str(size): reason for size, reason in planned.illegal.items()},
+        "plans": {plan.hash(): plan.to_dict() for plan in planned.plans.values()},
+        "certificates": planned.proofs,
     }
 
 
-def print_report(
-    model: str,
-    tokens: int,
-    *,
-    full_plan: ShardingPlan,
-    plans: dict[int, ShardingPlan],
-    illegal: dict[int, str],
-    proofs: list[dict[str, Any]],
-) -> None:
-    """Print plans, numbers, refusals and proofs. The arguments are those of `build_json`.
+def print_report(model: str, tokens: int, planned: PlannedSizes) -> None:
+    """Print plans, numbers, refusals and proofs.
 
     model: as typed. tokens: of a micro-batch, b x s.
     """
     console = terminal.open_console(
-        terminal.get_terminal_width(WIDTH), terminal.wants_color(sys.stdout)
+        terminal.get_terminal_width(terminal.WIDE_REPORT), terminal.wants_color(sys.stdout)
     )
     # Sizes with the same plan share its tables.
-    distinct_plans = {plan.hash(): plan for plan in plans.values()}
+    distinct_plans = {plan.hash(): plan for plan in planned.plans.values()}
     for name, plan in distinct_plans.items():
-        sizes = [size for size, size_plan in plans.items() if size_plan.hash() == name]
+        sizes = [size for size, size_plan in planned.plans.items() if size_plan.hash() == name]
         sizes_text = (
             ", ".join(map(str, sizes[:-1])) + (" and " if len(sizes) > 1 else "") + str(sizes[-1])
         )
@@ -183,7 +183,7 @@ def print_report(
         # `refused`: sentences on what could be cut and is not; layers differ in numbers only.
         for reason in dict.fromkeys(map(make_pattern, plan.refused)):
             _print_line(console, f"note: {reason}")
-        if set(sizes) <= set(full_plan.legal_sizes):
+        if set(sizes) <= set(planned.full_plan.legal_sizes):
             legal = ", ".join(map(str, plan.legal_sizes[:_MOST_SIZES]))
             _print_line(
                 console,
@@ -192,13 +192,13 @@ def print_report(
         else:  # a plan of its own, around the axes that its ranks cannot share
             _print_line(
                 console,
-                f"replicated for {sizes_text} ranks: {why_not(full_plan, sizes[0])}",
+                f"replicated for {sizes_text} ranks: {why_not(planned.full_plan, sizes[0])}",
                 terminal.WARNING,
             )
             _print_line(console, "")
-    for size, reason in illegal.items():
+    for size, reason in planned.illegal.items():
         _print_line(console, f"not legal: {size}: {reason}", terminal.WARNING)
-    for proof in proofs:
+    for proof in planned.proofs:
         _print_proof(console, proof)
     print(terminal.read_console(console), end="")
 
@@ -208,12 +208,21 @@ def _print_line(console: Console, text: str, style: str = "") -> None:
 
 
 def _build_table(
-    title: str, header: list[str], rows: list[list[Any]], numbers: int = 0, note: str = ""
+    title: str,
+    header: list[str],
+    rows: list[list[Any]],
+    num_numeric: int = 0,
+    note: str = "",
 ) -> Table:
-    """Return a table whose last `numbers` columns hold numbers; long texts are folded."""
-    text_columns = tuple(header[: len(header) - numbers])
+    """Return a table whose last `num_numeric` columns hold numbers; long texts are folded."""
+    text_columns = tuple(header[: len(header) - num_numeric])
     return Table(
-        title, header=header, rows=rows, left=text_columns, notes=(note,) if note else (), fold=True
+        title,
+        header=header,
+        rows=rows,
+        left=text_columns,
+        notes=(note,) if note else (),
+        wraps_cells=True,
     )
 
 
@@ -283,7 +292,7 @@ def _build_collective_table(plan: ShardingPlan, sizes: list[int], tokens: int) -
         f"sent by each rank, {tokens} tokens",
         header=header,
         rows=rows,
-        numbers=len(sizes),
+        num_numeric=len(sizes),
         note=FORMULA,
     )
 
@@ -301,7 +310,7 @@ def _build_size_table(plan: ShardingPlan, sizes: list[int]) -> Table:
     elements = {size: count_held_elements(plan, size) for size in (1, *sizes)}
     rows = [[size, Count(count), Bytes(BYTES * count)] for size, count in elements.items()]
     title = f"parameters of a rank; {compute_cut_share(plan):.2%} of the elements are cut"
-    return _build_table(title, header=["t", "parameters", "bf16"], rows=rows, numbers=3)
+    return _build_table(title, header=["t", "parameters", "bf16"], rows=rows, num_numeric=3)
 
 
 def _print_proof(console: Console, proof: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Upload a trained model or adapter with its model card to the Hugging Face hub: `tune upload`.
 
-main.py calls `run(words)`. Sends the files of `_SENT` alone: never states (folders to resume from),
-metrics or data.
+main.py calls `run(words)`. Sends the files of `_SENT_PATTERNS` alone: never states (folders to
+resume from), metrics or data.
 """
 
 import argparse
@@ -34,7 +34,7 @@ It takes a token that may write: `hf auth login`, or HF_TOKEN."""
 _CARD = "README.md"
 # All that is ever sent. States, optimizer states, metrics, logs and data have other names and other
 # folders.
-_SENT = (
+_SENT_PATTERNS = (
     "config.json",
     "generation_config.json",
     ADAPTER_CONFIG,
@@ -54,7 +54,7 @@ _SENT = (
     _CARD,
 )
 # Files of text, which are searched for secrets before they are sent.
-_READ = (
+_CHECKED_FOR_SECRETS = (
     _CARD,
     "config.json",
     "generation_config.json",
@@ -141,10 +141,12 @@ def choose_files(folder: Path) -> list[str]:
     Raises ConfigError for a text that holds a secret, and CheckpointError if one cannot be read.
     """
     files = [path for path in folder.iterdir() if path.is_file()]
-    names = sorted(path.name for path in files if any(path.match(pattern) for pattern in _SENT))
+    names = sorted(
+        path.name for path in files if any(path.match(pattern) for pattern in _SENT_PATTERNS)
+    )
     for name in names:
         path = folder / name
-        if name in _READ:
+        if name in _CHECKED_FOR_SECRETS:
             text = _read(read_bytes, path).decode(errors="replace")
             # `redact` replaces what looks like a secret, as in logs.
             if redact(text) != text:
@@ -195,30 +197,28 @@ def upload_files(folder: Path, names: list[str], arguments: argparse.Namespace) 
     """
     from huggingface_hub import HfApi, get_token
 
-    repo = arguments.repo
-    revision = arguments.revision
     # Before anything is asked of the hub, whose answer would be a 401.
     if get_token() is None:
         raise SetupError(
-            f"{repo}: there is no token to write with; `hf auth login`, or set HF_TOKEN"
+            f"{arguments.repo}: there is no token to write with; `hf auth login`, or set HF_TOKEN"
         )
     api: Any = HfApi()
-    with convert_hub_errors(repo, uploads=True):
-        api.create_repo(repo, private=arguments.private, exist_ok=True)
+    with convert_hub_errors(arguments.repo, uploads=True):
+        api.create_repo(arguments.repo, private=arguments.private, exist_ok=True)
         # `private` makes a new repository so; one that is there stays as it is.
-        if arguments.private and not api.model_info(repo).private:
+        if arguments.private and not api.model_info(arguments.repo).private:
             raise ConfigError(
-                f"{repo}: is there already and is public; make it private on its page, or choose"
-                " another"
+                f"{arguments.repo}: is there already and is public; make it private on its page, or"
+                " choose another"
             )
-        if revision:
-            api.create_branch(repo, branch=revision, exist_ok=True)
+        if arguments.revision:
+            api.create_branch(arguments.repo, branch=arguments.revision, exist_ok=True)
         commit = api.upload_folder(
-            repo_id=repo,
+            repo_id=arguments.repo,
             folder_path=folder,
             # A name with [ or * in it must match itself alone.
             allow_patterns=[glob.escape(name) for name in names],
-            revision=revision,
+            revision=arguments.revision,
             commit_message=(
                 f"{'Adapter' if ADAPTER_CONFIG in names else 'Model'} trained with tune-recipes"
             ),

@@ -42,6 +42,6 @@ def run(words: list[str]) -> int:
     check_shape(loaded.cfg)
     print_wrapped(f"{', '.join(configs)}: a valid config of {recipe.name}")
     # Keys without effect; optimizer states that lose their updates to rounding; missing files.
-    for note in (*loaded.idle, *describe_stalled_means(loaded.cfg), *notes):
+    for note in (*loaded.describe_idle_keys(), *describe_stalled_means(loaded.cfg), *notes):
         print_wrapped(f"note: {note}")
     return DONE

@@ -32,11 +32,11 @@ def main(recipe: str, argv: list[str]) -> int:
     with Rank() as rank:
         # A signal that came before this rank had left its process id was not forwarded to it.
         if rank.stop_requested():
-            return rank.stopped_early
+            return rank.STOPPED_EARLY
         try:
             return rank.leave_together(run_recipe(Path(recipe), argv))
         except KeyboardInterrupt:
-            return rank.stopped_early
+            return rank.STOPPED_EARLY
 
 
 if __name__ == "__main__":

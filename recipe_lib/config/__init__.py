@@ -5,6 +5,7 @@
 the name of a dataset on the hub, `resolve_sources` returns a config's training data.
 """
 
+from recipe_lib.config.key_conditions import HUB, is_hub
 from recipe_lib.config.load import LoadedConfig, load_config, parse_arguments
 from recipe_lib.config.registry import get_registered, list_loaded_plugins, load_plugin, register
 from recipe_lib.config.schema import (
@@ -17,7 +18,7 @@ from recipe_lib.config.schema import (
     ParallelConfig,
     SourceConfig,
 )
-from recipe_lib.config.schema_data import HUB, is_hub, resolve_sources
+from recipe_lib.config.schema_data import resolve_sources
 
 __all__ = [
     "DataConfig",

@@ -13,20 +13,22 @@ from typing import Any
 
 from recipe_lib.config.aliases import GENERIC, NOTHING_LIKE_IT
 from recipe_lib.config.convert_values import (
-    IN_A_CIRCLE,
-    InterpolationError,
     MismatchError,
-    NamedValues,
-    are_related,
     convert,
     describe_expected,
     describe_node,
-    list_names,
-    order_keys,
 )
 from recipe_lib.config.flat_schema import Key, Schema, build_item_schema, read_schema
 from recipe_lib.config.paths import read_aliases, read_recipe_configs
 from recipe_lib.config.read_yaml import YamlNode
+from recipe_lib.config.references import (
+    CIRCLE_REMEDY,
+    BadReferenceError,
+    ReferencedValues,
+    are_related,
+    list_references,
+    order_keys,
+)
 from recipe_lib.config.suggest import find_nearest, format_word, quote, show
 
 # Enough to correct a file at once; a file that is no config at all does not give a thousand lines.
@@ -128,7 +130,6 @@ class CollectedSettings:
         )
 
     def list_faults(self) -> list[str]:
-        """Return the lines of the error."""
         ending = [f"the first {MAX_FAULTS} faults are shown; there are more"] if self.full else []
         return [*self.faults, *ending]
 
@@ -157,7 +158,6 @@ class CollectedSettings:
         return ", ".join(places) or default
 
     def store(self, name: str, value: Any, where: str) -> None:
-        """Store the value of a key, in place of an earlier one."""
         self.pending.pop(name, None)
         self.settings[name] = Setting(value, where)
 
@@ -216,7 +216,7 @@ def check_value(
     typed: the value is an override's, whose text in an error names the key. written: text of the
     value before its references were filled in, empty for a list or mapping; None: it had none.
     """
-    if written is None and value.is_interpolated:
+    if written is None and value.has_reference:
         checked.pending[key.name] = Pending(value, source=source, line=line, typed=typed)
         return
     if key.section_class is not None and value.kind == "list":
@@ -247,24 +247,24 @@ def fill_pending(checked: CollectedSettings) -> None:
     schema = checked.schema
     pending = dict(checked.pending)
     # Key -> the full names that its value refers to.
-    named_keys = {
-        key: list_names(value.node.collect_texts(), key) for key, value in pending.items()
+    referenced_keys = {
+        key: list_references(value.node.collect_texts(), key) for key, value in pending.items()
     }
-    order = _order_pending(checked, pending, named_keys)
+    order = _order_pending(checked, pending, referenced_keys)
     # A reference to a key that is not set is to its default.
     values = {name: key.default for name, key in schema.keys.items() if name not in pending}
     values |= {name: setting.value for name, setting in checked.settings.items() if name in values}
-    named_values = NamedValues(
+    referenced_values = ReferencedValues(
         values, lambda name: f": there is no key {show(name)}{find_hint(name, schema)[0]}"
     )
     for key in order:
         value = checked.pending.pop(key)
-        if _names_doubtful_key(checked, named_keys[key]):
+        if _refers_to_doubtful_key(checked, referenced_keys[key]):
             checked.mark_doubtful(key)  # the other key has the fault
             continue
         try:
-            node = _fill_node(value.node, key, named_values)
-        except InterpolationError as fault:
+            node = _fill_node(value.node, key, referenced_values)
+        except BadReferenceError as fault:
             _refuse_pending(checked, key=key, value=value, fault=str(fault), line=fault.line)
             continue
         check_value(
@@ -277,42 +277,42 @@ def fill_pending(checked: CollectedSettings) -> None:
             written=value.node.text,
         )
         if key in checked.settings:
-            named_values.put(key, checked.settings[key].value)
+            referenced_values.put(key, checked.settings[key].value)
 
 
 def _order_pending(
-    checked: CollectedSettings, pending: dict[str, Pending], named_keys: dict[str, list[str]]
+    checked: CollectedSettings, pending: dict[str, Pending], referenced_keys: dict[str, list[str]]
 ) -> list[str]:
     """Return the pending keys, each after those that it refers to.
 
     Keys that refer to each other in a circle are refused, and removed from `checked.pending` and
-    `named_keys`.
+    `referenced_keys`.
     """
     while True:
         try:
-            return order_keys(named_keys)
+            return order_keys(referenced_keys)
         except CycleError as error:
             circle = set(error.args[1])
             # One line for the circle, at the key that was set last.
-            last = [key for key in named_keys if key in circle][-1]
+            last = [key for key in referenced_keys if key in circle][-1]
             node = pending[last].node
             text = next(text for text in node.collect_texts() if "${" in text)
             _refuse_pending(
                 checked,
                 key=last,
                 value=pending[last],
-                fault=f"found {quote(text)}{IN_A_CIRCLE}",
+                fault=f"found {quote(text)}{CIRCLE_REMEDY}",
                 line=node.line,
             )
             # Removed, so that the faults of all other keys are found as well.
             for key in circle:
                 checked.mark_doubtful(key)
                 checked.pending.pop(key)
-                named_keys.pop(key)
+                referenced_keys.pop(key)
 
 
-def _names_doubtful_key(checked: CollectedSettings, names: list[str]) -> bool:
-    # A name may be a section that holds a doubtful key, or a part of its value.
+def _refers_to_doubtful_key(checked: CollectedSettings, names: list[str]) -> bool:
+    # A reference may be to a section that holds a doubtful key, or a part of its value.
     return any(any(are_related(name, doubtful) for doubtful in checked.doubtful) for name in names)
 
 
@@ -323,21 +323,21 @@ def _refuse_pending(
     checked.mark_doubtful(key)
 
 
-def _fill_node(node: YamlNode, key: str, named: NamedValues) -> YamlNode:
+def _fill_node(node: YamlNode, key: str, values: ReferencedValues) -> YamlNode:
     """Return a value with its references filled in, as if their values had been written there."""
     if node.kind == "list":
-        return replace(node, items=[_fill_node(item, key, named) for item in node.items])
+        return replace(node, items=[_fill_node(item, key, values) for item in node.items])
     if node.kind == "mapping":
         entries = {
-            word: (line, _fill_node(inner, key, named))
+            word: (line, _fill_node(inner, key, values))
             for word, (line, inner) in node.entries.items()
         }
         return replace(node, entries=entries)
-    if not node.is_interpolated:
+    if not node.has_reference:
         return node
     try:
-        return _write_node(named.fill(node.text, key), node.line)
-    except InterpolationError as fault:
+        return _write_node(values.fill(node.text, key), node.line)
+    except BadReferenceError as fault:
         fault.line = node.line
         raise
 

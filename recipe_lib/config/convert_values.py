@@ -1,9 +1,8 @@
 """Convert the text of a config value to the type of its key, or report what was expected.
 
 `check_settings.py` calls `convert(node, key)` for each value of a YAML file or command line. A node
-is a value as written (`YamlNode`), a key declares its types and limits (`flat_schema.key`). A value
-may refer to other keys, `${section.key}`: once all files and overrides are read, `NamedValues`
-fills these references in, in the order of `order_keys`.
+is a value as written (`YamlNode`), a key declares its types and limits (`flat_schema.key`). A
+reference to another key (`${section.key}`) has been filled in before, see `references.py`.
 """
 
 import dataclasses
@@ -11,7 +10,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -20,7 +18,7 @@ from recipe_lib.config.aliases import CHOICE_ALIASES
 from recipe_lib.config.flat_schema import Key
 from recipe_lib.config.paths import find_example_file
 from recipe_lib.config.read_yaml import YamlNode
-from recipe_lib.config.suggest import did_you_mean, format_word, quote, show
+from recipe_lib.config.suggest import did_you_mean, quote, show
 
 LARGEST_INTEGER = 2**63 - 1  # of int64
 # Bytes of a file's name and of a path. Linux allows paths of 4,096 bytes; the rest is for files
@@ -60,7 +58,7 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
     typed: the value is from a command line, where text that looks like a number needs no quotes.
     None is returned for null, if the key may be null.
     """
-    _refuse_interpolation(node)
+    _refuse_references_in_names(node)
     # `key:` in a file is null, as in YAML; `key=` on a command line is an empty text.
     if is_null(node) and not (typed and node.is_empty):
         if key.optional:
@@ -355,7 +353,6 @@ def describe_expected(key: Key) -> str:
 
 
 def _describe_kind(kind: Any, key: Key) -> str:
-    """Return the part of `describe_expected` that is about one of the key's types."""
     origin = get_origin(kind)
     if origin is list:
         return _describe_list(get_args(kind)[0], key, only=len(key.kinds) == 1)
@@ -439,16 +436,16 @@ def is_null(node: YamlNode) -> bool:
     return node.kind == "scalar" and not node.quoted and (not node.text or node.text in _NULL)
 
 
-def _refuse_interpolation(node: YamlNode) -> None:
+def _refuse_references_in_names(node: YamlNode) -> None:
     """Raise MismatchError for `${...}` in a name of a mapping: only values may have references."""
     for item in node.items:
-        _refuse_interpolation(item)
+        _refuse_references_in_names(item)
     for name, (_, value) in node.entries.items():
         if "${" in name:
             raise MismatchError(
                 f"found {quote(name)}; interpolation is refused, write the name itself"
             )
-        _refuse_interpolation(value)
+        _refuse_references_in_names(value)
 
 
 def _sort_by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
@@ -463,155 +460,3 @@ def _sort_by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
         lambda kind: kind is not str and kind is not Path,
     ]
     return sorted(kinds, key=lambda kind: [not test(kind) for test in tests])
-
-
-# References: `${section.key}` in a value stands for the value of another key, `${.key}` for one of
-# the same section. OmegaConf's resolvers, such as environment variables, are refused: a config must
-# mean the same everywhere.
-
-# A reference; group 1 is its name, with the dots of a relative one.
-_NAME = re.compile(r"\$\{\s*(\.*[\w-]+(?:\.[\w-]+|\[[\w-]+\])*)\s*\}")
-_RESOLVER = re.compile(r"\$\{\s*[^${}]*:")
-
-# The most characters that the references of a config may be filled in with: texts that refer to
-# texts with references grow exponentially.
-MOST_CHARACTERS = 2**18
-# Characters that each reference counts for, even if its value is shorter: each takes time.
-_LEAST_CHARACTERS = 256
-# Follows the quoted text in an error.
-IN_A_CIRCLE = ": the keys name each other in a circle; write one value itself"
-
-
-class InterpolationError(Exception):
-    """A reference cannot be filled in. The text is `found ...; remedy`."""
-
-    line = 0  # of the value in its file, counted from 1; set by who catches it, 0 before
-
-
-class NamedValues:
-    """The values of a config, by which references in texts (`${section.key}`) are filled in."""
-
-    def __init__(self, values: Mapping[str, Any], explain: Callable[[str], str]) -> None:
-        """Hold values by dotted key.
-
-        explain: called with a name that is no key; returns the rest of the error, which follows the
-        quoted text and so begins with `, expected ...` or `: ...`.
-        """
-        # Imported here: it takes 0.1 s, and few configs have references.
-        import omegaconf
-
-        self.omegaconf = omegaconf
-        # OmegaConf finds a part of a value too, such as `data.sources[0].weight`.
-        self.tree = omegaconf.OmegaConf.create()
-        self.explain = explain
-        self.characters_left = MOST_CHARACTERS  # for all references of the config together
-        for key, value in values.items():
-            self.put(key, value)
-
-    def put(self, key: str, value: Any) -> None:
-        """Set the value of a key; one with references only after they are filled in."""
-        self.omegaconf.OmegaConf.update(
-            self.tree, key, _to_plain(value), merge=False, force_add=True
-        )
-
-    def fill(self, text: str, key: str) -> Any:
-        """Return a text of the key `key` with its references filled in.
-
-        A text that is nothing but one reference becomes the value itself, in its type. Raises
-        InterpolationError for a reference that names no key, a resolver, or too much text.
-        """
-        _check_form(text)
-        try:
-            if name_alone := _NAME.fullmatch(text.strip()):
-                return self._find(_complete_name(name_alone[1], key))
-            return _NAME.sub(
-                lambda name: format_word(self._find(_complete_name(name[1], key))), text
-            )
-        except LookupError as error:
-            raise InterpolationError(f"found {quote(text)}{error.args[0]}") from error
-
-    def _find(self, name: str) -> Any:
-        """Return the value that a full name stands for.
-
-        Raises LookupError with the rest of the error, see `explain`, if there is none or if too
-        much has been filled in.
-        """
-        config_tools = self.omegaconf.OmegaConf  # the class with its static functions
-        try:
-            # default=self stands for "no value", since None is a value.
-            value = config_tools.select(self.tree, name, default=self)
-        except self.omegaconf.errors.ConfigTypeError:  # a word where a list needs an index
-            value = self
-        if value is self:
-            raise LookupError(self.explain(name))
-        self.characters_left -= max(_LEAST_CHARACTERS, len(str(value)))
-        if self.characters_left < 0:
-            raise LookupError(
-                f": the names of the config grow beyond {MOST_CHARACTERS} characters; write it out"
-            )
-        return config_tools.to_container(value) if config_tools.is_config(value) else value
-
-
-def list_names(texts: Iterable[str], key: str) -> list[str]:
-    """Return the full names that texts of the key `key` refer to, with repetitions."""
-    names = []
-    for text in texts:
-        names += [_complete_name(name, key) for name in _NAME.findall(text)]
-    # One more than can be filled in is enough to raise the error, and bounds the time of ordering.
-    return names[: MOST_CHARACTERS // _LEAST_CHARACTERS + 1]
-
-
-def order_keys(names: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the keys, each after those that its value refers to.
-
-    names: key -> full names in its value. Raises graphlib.CycleError, whose second argument is the
-    list of keys, if values refer to each other in a circle.
-    """
-    graph: dict[str, list[str]] = {}
-    for key, names_in_value in names.items():
-        distinct = set(names_in_value)
-        graph[key] = [
-            other_key
-            for other_key in names
-            if any(are_related(name, other_key) for name in distinct)
-        ]
-    return list(TopologicalSorter(graph).static_order())
-
-
-def are_related(name: str, key: str) -> bool:
-    """Return True if a name is a key's, a section's that holds it, or of a part of its value."""
-    return name == key or key.startswith(f"{name}.") or name.startswith((f"{key}.", f"{key}["))
-
-
-def _complete_name(name: str, key: str) -> str:
-    """Return the full name of a relative one: `.lr` in `optimizer.eps` is `optimizer.lr`.
-
-    Each dot at the beginning leaves one more level of `key`; a name without one is full already.
-    """
-    num_dots = len(name) - len(name.lstrip("."))
-    sections = key.split(".")[:-num_dots] if num_dots else []
-    return ".".join([*sections, name.lstrip(".")])
-
-
-def _check_form(text: str) -> None:
-    """Raise InterpolationError for a text with a `${...}` that does not name a key."""
-    if _RESOLVER.search(text):
-        raise InterpolationError(
-            f"found {quote(text)}, expected ${{section.key}} of this config; environment variables"
-            " and resolvers are refused, write the value itself"
-        )
-    if "\\${" in text:
-        raise InterpolationError(f"found {quote(text)}, expected no ${{ that is meant as text")
-    if "${" in _NAME.sub("", text):
-        raise InterpolationError(f"found {quote(text)}, expected ${{section.key}}")
-
-
-def _to_plain(value: Any) -> Any:
-    """Return a value in the types that OmegaConf can hold."""
-    if isinstance(value, list):
-        return [_to_plain(item) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
-    if isinstance(value, dict):
-        return {name: _to_plain(item) for name, item in value.items()}
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

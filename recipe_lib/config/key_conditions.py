@@ -18,6 +18,8 @@ from recipe_lib.config.suggest import format_word
 # Values of `validation.metrics` that are computed from token probabilities. Any other is a metric
 # of generated answers, which a plugin (a user's file) registers.
 SCORED_METRICS = ("exact_match", "token_accuracy")
+# Begins a source that is a dataset on the hub (huggingface.co): `hub:OWNER/NAME`.
+HUB = "hub:"
 
 
 @dataclass(frozen=True)
@@ -31,26 +33,26 @@ class Condition:
     why_not: Callable[[Any], str | None]
 
 
-def reset_idle_keys(cfg: Any, keys: Iterable[Any], judged_keys: Iterable[str]) -> list[str]:
+def reset_idle_keys(cfg: Any, keys: Iterable[Any], judged_keys: Iterable[str]) -> dict[str, str]:
     """Put the keys that have no effect back to their defaults, in place.
 
     keys: `flat_schema.Key`s in the schema's order, in which a key stands after those that it needs.
-    judged_keys: names of keys without a fault; others are left alone. Returns a line for each key
-    that had another value.
+    judged_keys: names of keys without a fault; others are left alone. Returns key -> why it has no
+    effect, of those that had another value.
     """
-    lines = []
+    reasons = {}
     judged_keys = set(judged_keys)
     for key in keys:
         if "needs" not in key.limits or key.name not in judged_keys:
             continue
         reason = explain_idle_key(cfg, key)
         if reason is not None and _get_value(cfg, key.name) != key.default:
-            lines.append(f"{key.name} has no effect: {reason}")
+            reasons[key.name] = reason
             section, _, word = key.name.rpartition(".")
             owner = _get_value(cfg, section) if section else cfg
             # A copy: a list or mapping of the schema must not be shared by configs.
             setattr(owner, word, copy.deepcopy(key.default))
-    return lines
+    return reasons
 
 
 def explain_idle_key(cfg: Any, key: Any) -> str | None:
@@ -124,6 +126,11 @@ def list_formats(cfg: Any) -> set[str]:
     return formats
 
 
+def is_hub(source: str | None) -> bool:
+    """Return True if a source is a hub dataset; False for a file, a folder and None."""
+    return source is not None and source.startswith(HUB)
+
+
 def list_generated_metrics(cfg: Any) -> list[str]:
     """Return the names in `validation.metrics` that are measured of generated answers."""
     return [name for name in cfg.validation.metrics if name not in SCORED_METRICS]
@@ -190,12 +197,12 @@ PARSES_UNLIKE_FORMAT = Condition("another value than the format's own", _why_par
 def _why_not_hub(cfg: Any) -> str | None:
     sources = [source.source for source in cfg.data.sources]
     sources += [cfg.data.source, cfg.validation.source]
-    reads_hub = any(str(source).startswith("hub:") for source in sources)
+    reads_hub = any(is_hub(source) for source in sources)
     return None if reads_hub else "no source is a dataset of the hub"
 
 
 def _why_no_validation_on_hub(cfg: Any) -> str | None:
-    reads_hub = str(cfg.validation.source).startswith("hub:")
+    reads_hub = is_hub(cfg.validation.source)
     return None if reads_hub else "validation.source is no dataset of the hub"
 
 

@@ -59,8 +59,12 @@ class LoadedConfig:
     # has its default. Where: `configs/demo/full.yaml:7`, `command line` or `default`; of an idle
     # key also why.
     rows: list[tuple[str, Any, str]]
-    # A line for each idle key that was set: `KEY has no effect: WHY`.
-    idle: list[str]
+    # Idle key that was set -> why it has no effect.
+    idle: dict[str, str]
+
+    def describe_idle_keys(self) -> list[str]:
+        """Return a line for each idle key that was set: `KEY has no effect: WHY`."""
+        return [f"{name} has no effect: {why}" for name, why in self.idle.items()]
 
 
 def load_config(
@@ -101,7 +105,7 @@ def parse_arguments(
         load_plugin(plugin)
     loaded = load_with_origins(arguments.config, arguments.overrides, schema)
     if not quiet:
-        for line in loaded.idle:
+        for line in loaded.describe_idle_keys():
             get_logger().info(line)
     return loaded.cfg
 
@@ -134,10 +138,10 @@ class _Parser(argparse.ArgumentParser):
     """An argparse parser that raises ConfigError with one line, instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
-        # Called by argparse, and by StoreOnce, whose line has a remedy of its own.
+        # Called by argparse, and by StoreOnce, whose line ends with a remedy of its own.
         missing = "the following arguments are required: --config"
         fault = message.replace(missing, "--config is missing")
-        if "twice" not in fault:
+        if not fault.endswith(_REPEATED_REMEDY):
             fault += "; expected --config NAME_OR_PATH [--plugin FILE] [key=value ...]"
         raise ConfigError(f"command line: {fault}")
 
@@ -165,9 +169,9 @@ def _finish(checked: CollectedSettings, files: list[str]) -> LoadedConfig:
     replaced = _drop_replaced(checked, [*files, COMMAND_LINE])
     check_required(checked, last_file)
     cfg = _build_config(checked, last_file)
-    idle = [f"{name} has no effect: {why}" for name, (_, why) in replaced.items()]
+    idle = {name: why for name, (_, why) in replaced.items()}
     # Before the rules are checked: a key without effect must not break one.
-    idle += reset_idle_keys(cfg, checked.schema.keys.values(), checked.list_judged_keys())
+    idle |= reset_idle_keys(cfg, checked.schema.keys.values(), checked.list_judged_keys())
     for rule in find_broken_rules(cfg, checked.list_judged_keys()):
         checked.add_fault(
             checked.format_last_places(rule.keys, last_file), "", rule.format_line(cfg), doubt=False
@@ -231,16 +235,14 @@ def _drop_replaced(checked: CollectedSettings, layers: list[str]) -> dict[str, t
     return replaced
 
 
-def _list_rows(checked: CollectedSettings, idle: list[str]) -> list[tuple[str, Any, str]]:
-    """Return the `rows` of a LoadedConfig, made with its lines `idle`."""
-    reasons = dict(line.split(" has no effect: ", 1) for line in idle)
+def _list_rows(checked: CollectedSettings, idle: dict[str, str]) -> list[tuple[str, Any, str]]:
     rows = []
     for name, key in checked.schema.keys.items():
         setting = checked.settings.get(name)
         if setting is None:
             rows.append((name, key.default, "default"))
-        elif name in reasons:
-            rows.append((name, key.default, f"{setting.where}; no effect: {reasons[name]}"))
+        elif name in idle:
+            rows.append((name, key.default, f"{setting.where}; no effect: {idle[name]}"))
         else:
             rows.append((name, setting.value, setting.where))
     return rows
@@ -335,11 +337,13 @@ def refuse_repeated(words: Iterable[str]) -> None:
         name = word.removeprefix("~").partition("=")[0]
         if name in first_words:
             both = f"{show(first_words[name])} and {show(word)}"
-            faults.append(
-                f"command line: {show(name)}: given twice, as {both}; remove one of the two"
-            )
+            faults.append(f"command line: {show(name)}: given twice, as {both}{_REPEATED_REMEDY}")
         first_words.setdefault(name, word)
     raise_faults(ConfigError, faults)
+
+
+# Ends the error of an option that is given twice.
+_REPEATED_REMEDY = "; remove one of the two"
 
 
 class StoreOnce(argparse.Action):
@@ -355,14 +359,13 @@ class StoreOnce(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        """Store the value; a second one of an option ends the parser with an error."""
         # Earlier values are kept in the namespace: an action object is used for several parses.
         earlier_values = namespace.__dict__.setdefault("_given", {})
         # Positional arguments come without an option string, and are counted by argparse.
         if option_string is not None and self.dest in earlier_values:
             parser.error(
                 f"{option_string} is given twice, as {show(str(earlier_values[self.dest]))} and"
-                f" {show(str(values))}; remove one of the two"
+                f" {show(str(values))}{_REPEATED_REMEDY}"
             )
         earlier_values[self.dest] = values
         setattr(namespace, self.dest, values)
@@ -385,7 +388,6 @@ def check_no_secrets(cfg: Any) -> None:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    """Return True if a value, or anything in it, looks like a secret."""
     # Judged with the key's name: a bare hash is a secret if the key is `api_key`.
     return any(has_secret(f"{inner}={text}") for inner, text in _list_texts(name, value))
 
@@ -449,7 +451,7 @@ def _set_key(checked: CollectedSettings, name: str, text: str, *, source: Source
         return
     outer = schema.find_outer_mapping(name)  # `data.columns` of `data.columns.instruction`
     # References are filled in after all overrides, when the parts have been put together.
-    if value.is_interpolated and (outer or _ITEM.fullmatch(name)):
+    if value.has_reference and (outer or _ITEM.fullmatch(name)):
         checked.add_fault(
             fault_place,
             "",

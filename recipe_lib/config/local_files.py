@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.schema_data import HUB, is_hub
+from recipe_lib.config.key_conditions import HUB, is_hub
 from recipe_lib.errors import CheckpointError, ConfigError, DataError, SetupError
 from recipe_lib.reading import check_regular, read_text
 
@@ -76,6 +76,9 @@ def format_install_line(extra: str) -> str:
 STATE_FOLDER = "state"
 # In STATE_FOLDER: the weights of the step that validates best (`checkpoint.keep_best`), as step_N.
 BEST_FOLDER = "best"
+# Lists every file of a state with size and SHA-256. Written last, so a folder without one was never
+# finished.
+STATE_MANIFEST = "manifest.json"
 # The trained model, and the trained adapter, in the Hugging Face layout.
 MODEL_FOLDER = "model"
 ADAPTER_FOLDER = "adapter"
@@ -471,7 +474,6 @@ def check_tracker(name: str) -> None:
 
 
 def _can_log_to_wandb() -> bool:
-    """Return True if wandb has an API key, or is offline or disabled and needs none."""
     # Found where wandb looks, its variables, settings files and netrc, without importing it.
     get = os.environ.get
     has_key = get("WANDB_API_KEY") or get("WANDB_IDENTITY_TOKEN_FILE")

@@ -103,7 +103,6 @@ def compute_padded_multiple(cfg: Any) -> int:
 
 
 def _list_dividing_keys(parallel: ParallelConfig) -> list[str]:
-    """Return the keys of MODEL_DIMS with a value above 1, for errors."""
     return [f"parallel.{name}" for name in MODEL_DIMS if getattr(parallel, name) > 1]
 
 

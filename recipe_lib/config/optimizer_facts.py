@@ -51,7 +51,6 @@ class OptimizerFacts:
         return resolve_state_bits(cfg) if "state_bits" in self.keys else None
 
     def has_master_weights(self, cfg: Any) -> bool:
-        """Return True if the weights are also kept in fp32."""
         return "master_weights" in self.keys and bool(cfg.master_weights)
 
 

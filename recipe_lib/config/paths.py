@@ -123,7 +123,6 @@ def expand_home(path: str | Path) -> Path:
 
 
 def _list_config_files() -> dict[str, Path]:
-    """Return name -> file of each shipped config."""
     folder = get_configs_folder()
     return {_get_name(folder, path): path for path in folder.rglob("*.yaml")}
 
@@ -196,7 +195,6 @@ def read_recipe_configs() -> dict[str, type]:
 
 
 def _find_config_class(module: ModuleType) -> type[FullFinetuneConfig]:
-    """Return the config class of a method's recipe. module: the method's `config`."""
     for value in vars(module).values():
         is_config = isinstance(value, type) and issubclass(value, FullFinetuneConfig)
         # A base of several recipes' classes has no `recipe` of its own.

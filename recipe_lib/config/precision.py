@@ -98,7 +98,6 @@ class CapabilityRequirement:
     remedy: str
 
     def is_needed(self, cfg: Any) -> bool:
-        """Return True if a config has this setting."""
         return bool(getattr(cfg, self.key, None) == self.value)
 
 

@@ -69,20 +69,17 @@ class YamlNode:
 
     @property
     def is_empty(self) -> bool:
-        """Return True if nothing was written."""
         return self.kind == "scalar" and not self.text and not self.quoted
 
     @property
-    def is_interpolated(self) -> bool:
+    def has_reference(self) -> bool:
         """Return True if it, or a part of it, refers to another key: `${section.key}`."""
         return any("${" in text for text in self.collect_texts())
 
     def list_inner(self) -> list["YamlNode"]:
-        """Return the nodes directly in it, of a list or a mapping."""
         return [*self.items, *(value for _, value in self.entries.values())]
 
     def collect_texts(self) -> Iterator[str]:
-        """Yield its text, and those of all that it holds, at any depth."""
         yield self.text
         for node in self.list_inner():
             yield from node.collect_texts()

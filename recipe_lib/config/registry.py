@@ -180,7 +180,6 @@ def list_loaded_plugins() -> list[Path]:
 
 
 def _find_line(error: BaseException, file: Path) -> int:
-    """Return the line of the file at which its import failed."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return error.lineno or 1
     # The innermost frame of the traceback that is in the file; line 1 if none is.

@@ -179,8 +179,8 @@ class CheckpointConfig:
     )
     greater_is_better: bool | None = key(
         None,
-        "Whether a higher best_metric is better; null: unless its name ends in loss, perplexity or"
-        " error.",
+        "Whether a higher best_metric is better; null: unless its name ends in loss, perplexity,"
+        " error, divergence, cross_entropy, _kl or _rejected.",
         needs="checkpoint.keep_best or validation.patience",
         known_as="HF greater_is_better",
     )

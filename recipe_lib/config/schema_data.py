@@ -333,10 +333,6 @@ class ValidationConfig:
     )
 
 
-# Begins a source that is a dataset on the hub (huggingface.co): `hub:OWNER/NAME`.
-HUB = "hub:"
-
-
 def resolve_sources(cfg: DataConfig) -> list[SourceConfig]:
     """Return every source of training data; null fields are filled in from the section `data`.
 
@@ -386,8 +382,3 @@ def resolve_validation_source(
         # Not data.max_samples, which is about the training data alone.
         max_samples=validation.max_samples,
     )
-
-
-def is_hub(source: str | None) -> bool:
-    """Return True if a source is a hub dataset; False for a file, a folder and None."""
-    return source is not None and source.startswith(HUB)

@@ -115,7 +115,7 @@ def make_step(
 ) -> StepBatches:
     """Return this rank's part of a step, given the slots of all ranks.
 
-    slots: those of the step, in order, from `DataPlan.slots`. Micro-batch m of rank r takes
+    slots: those of the step, in order, from `DataPlan.list_slots`. Micro-batch m of rank r takes
     `batch_size` slots from (m * data_ranks + r) * batch_size on, so that the items of a step do not
     depend on how they are divided. Ranks do not communicate.
 
@@ -382,7 +382,9 @@ def make_training_steps(
         mismatched=mismatched,
     )
     # (slots, pack_length) of each step, from the DataLoader's sampler, so that workers need no plan
-    planned = ((plan.slots(step), plan.pack_length(step)) for step in range(first_step, last_step))
+    planned = (
+        (plan.list_slots(step), plan.get_pack_length(step)) for step in range(first_step, last_step)
+    )
     step_maker = _StepMaker(make)
     steps: Iterable[StepBatches] = map(step_maker.__getitem__, planned)
     if workers:

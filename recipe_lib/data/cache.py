@@ -94,7 +94,7 @@ class ArrayWriter:
         """Return the SHA-256 of each array's bytes, in hex."""
         return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def get_arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays that were written, by the names of ARRAYS."""
         if self.folder is not None:
             return map_arrays(self.folder)
@@ -165,7 +165,7 @@ def load_or_make(root: Path, key: str | None, make: MakeArrays) -> Stored:
         )
     with closing(ArrayWriter(None)) as writer:
         report = make(writer)
-        return Stored(writer.arrays(), writer.checksums, report)
+        return Stored(writer.get_arrays(), writer.checksums, report)
 
 
 def _make_under_lock(root: Path, key: str, make: MakeArrays) -> Stored:

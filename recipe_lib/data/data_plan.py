@@ -1,9 +1,9 @@
 """Choose the items that each step of a run trains on, and pack items into sequences.
 
-A run builds a `DataPlan`, and `make_training_steps` (batches.py) asks its `slots` for the items of
-a step. An item is a sequence, or a pair of two; a slot is an item, or a pack of items that share a
-row. The order depends on (seed, epoch) alone and not on the number of ranks, so a run can be
-resumed at any step and on other ranks. `pack` assigns items to packs by their lengths alone.
+A run builds a `DataPlan`, and `make_training_steps` (batches.py) asks its `list_slots` for the
+items of a step. An item is a sequence, or a pair of two; a slot is an item, or a pack of items that
+share a row. The order depends on (seed, epoch) alone and not on the number of ranks, so a run can
+be resumed at any step and on other ranks. `pack` assigns items to packs by their lengths alone.
 """
 
 import math
@@ -166,24 +166,26 @@ class DataPlan:
         # With whole weights every epoch takes the same items, and has the same number of steps.
         self._has_equal_epochs = all(weight == int(weight) for weight in self._weights)
         # (slots, tokens of the fullest pack) of an epoch, kept for the last two that were asked for
-        self._epoch = lru_cache(maxsize=2)(self._draw)
-        self._count_steps = cache(lambda epoch: len(self._epoch(epoch)[0]) // slots_per_step)
+        self._draw_epoch = lru_cache(maxsize=2)(self._draw)
+        self._count_full_steps = cache(
+            lambda epoch: len(self._draw_epoch(epoch)[0]) // slots_per_step
+        )
         self._check_first_step()
 
-    def steps(self, epoch: int) -> int:
+    def count_steps(self, epoch: int) -> int:
         """Return the number of optimizer steps of an epoch (from 0).
 
         Epochs may differ in it if a source's weight is no whole number.
         """
-        return self._count_steps(0 if self._has_equal_epochs else epoch)
+        return self._count_full_steps(0 if self._has_equal_epochs else epoch)
 
-    def total_steps(self, epochs: int, max_steps: int | None = None) -> int:
+    def count_total_steps(self, epochs: int, max_steps: int | None = None) -> int:
         """Return the steps of a run of so many epochs, at most `max_steps`; None: all."""
         steps = 0
         for epoch in range(epochs):
             if max_steps is not None and steps >= max_steps:
                 return max_steps
-            steps += self.steps(epoch)
+            steps += self.count_steps(epoch)
         return steps if max_steps is None else min(steps, max_steps)
 
     def locate(self, step: int) -> tuple[int, int]:
@@ -194,34 +196,34 @@ class DataPlan:
         if step < 0:
             raise ValueError(f"found step {step}, expected 0 or more")
         if self._has_equal_epochs:
-            return divmod(step, self.steps(0))
+            return divmod(step, self.count_steps(0))
         epoch = 0
-        while step >= self.steps(epoch):
-            step -= self.steps(epoch)
+        while step >= self.count_steps(epoch):
+            step -= self.count_steps(epoch)
             epoch += 1
         return epoch, step
 
-    def slots(self, step: int) -> list[np.ndarray]:
+    def list_slots(self, step: int) -> list[np.ndarray]:
         """Return the items of each slot of a step (from 0): `slots_per_step` int64 arrays."""
         epoch, step = self.locate(step)
-        slots, _ = self._epoch(epoch)
+        slots, _ = self._draw_epoch(epoch)
         start = step * self.slots_per_step
         return [slots[number] for number in range(start, start + self.slots_per_step)]
 
-    def pack_length(self, step: int) -> int | None:
+    def get_pack_length(self, step: int) -> int | None:
         """Return the tokens of the fullest pack in the step's epoch; None without packing."""
-        return self._epoch(self.locate(step)[0])[1] if self._capacity else None
+        return self._draw_epoch(self.locate(step)[0])[1] if self._capacity else None
 
-    def packs(self) -> int:
+    def count_slots(self) -> int:
         """Return the number of slots of the first epoch."""
-        return len(self._epoch(0)[0])
+        return len(self._draw_epoch(0)[0])
 
     def compute_packed_share(self) -> float | None:
         """Return the share of tokens in the first epoch's packs; None without packing.
 
         The rest is padding: all packs are padded to the fullest.
         """
-        packs, pack_length = self._epoch(0)
+        packs, pack_length = self._draw_epoch(0)
         room = len(packs) * (pack_length or 0)
         return float(self._lengths[packs.items].sum()) / room if room else None
 
@@ -271,7 +273,7 @@ class DataPlan:
 
     def _check_first_step(self) -> None:
         """Raise DataError if the first epoch has not one full step."""
-        slots = self.packs()
+        slots = self.count_slots()
         if slots >= self.slots_per_step:
             return
         if self._capacity:

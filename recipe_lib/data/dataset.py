@@ -53,7 +53,7 @@ class Origin:
     sample_of: np.ndarray  # int64 `[items]`, index of the item's sample in that file
     digests: np.ndarray  # uint64 `[items]`, equal for items with the same tokens and labels
 
-    def place(self, item: int) -> str:
+    def locate_item(self, item: int) -> str:
         """Return file and line of an item, as text for an error line."""
         return self.files[int(self.file_of[item])].locate_sample(int(self.sample_of[item]))
 
@@ -216,7 +216,7 @@ class Dataset:
         """Return the ids that sequences end with, those that are only targets included."""
         return set(np.unique(self.ids[self._offsets[1:] - 1]).tolist())
 
-    def place(self, item: int) -> str:
+    def locate_item(self, item: int) -> str:
         """Return file and line that an item came from, as text.
 
         For a text that was cut into sequences it is the place of the text. Raises IndexError for an
@@ -225,7 +225,9 @@ class Dataset:
         if not 0 <= item < self.items:
             raise IndexError(f"item {item} of {self.items}")
         return (
-            self._origin.place(item) if self._origin else f"{self.report.source} (item {item + 1})"
+            self._origin.locate_item(item)
+            if self._origin
+            else f"{self.report.source} (item {item + 1})"
         )
 
     @cached_property
@@ -350,5 +352,5 @@ def warn_of_overlap(training: Dataset, validation: Dataset | None) -> None:
             report.item_noun,
             report.source,
             report.item_noun,
-            validation.place(int(shared[0])),
+            validation.locate_item(int(shared[0])),
         )

@@ -76,11 +76,11 @@ class Chunk:
     fault: UserError | None = None
 
     def append(
-        self, sample: int, *encoded: tuple[Sequence[int], Sequence[bool]], value: float = 0.0
+        self, sample_index: int, *encoded: tuple[Sequence[int], Sequence[bool]], value: float = 0.0
     ) -> None:
         """Add an item of one sequence, or of two that stay together.
 
-        sample: its index in the file. encoded: (ids, trained flags) of each sequence. value: its
+        sample_index: in the file. encoded: (ids, trained flags) of each sequence. value: its
         entry in `values`.
         """
         ids = array("i")
@@ -91,7 +91,7 @@ class Chunk:
             self.lengths.append(len(sequence_ids))
         self.ids.extend(ids)
         self.trained.extend(trained)
-        self.sample_of.append(sample)
+        self.sample_of.append(sample_index)
         self.values.append(value)
         self.digests.append(compute_digest(ids.tobytes(), bytes(trained)))
 
@@ -132,7 +132,7 @@ class SourceEncoder:
                     f"{did_you_mean(name, known)}"
                 )
 
-    def report(self) -> DataReport:
+    def build_report(self) -> DataReport:
         """Return an empty report of this source."""
         cfg = self.cfg
         encoder = self.encoder
@@ -154,16 +154,16 @@ class SourceEncoder:
         stop: None reads to the end. No UserError is raised: the one that ends the reading is the
         chunk's `fault`, so that the samples before it are still reported.
         """
-        chunk = Chunk(self.report())
+        chunk = Chunk(self.build_report())
         try:
             if start == 0:
                 chunk.report.add_idle(self.unread.find_beside(file.keys_beside, file.place), "")
-            for number, (place, sample) in enumerate(file.read(start, stop), start):
+            for sample_index, (place, sample) in enumerate(file.read(start, stop), start):
                 chunk.report.samples_read += 1
                 try:
                     if isinstance(sample, SampleFault):
                         raise sample
-                    self._read(chunk, number, place=place, row=sample)
+                    self._read(chunk, sample_index, place=place, row=sample)
                 except SampleFault as fault:
                     # Drop the counts of special tokens, as the sample is left out.
                     self.encoder.special.take()
@@ -175,10 +175,10 @@ class SourceEncoder:
         chunk.report.trained_tokens = chunk.trained.count(1)
         return chunk
 
-    def _read(self, chunk: Chunk, number: int, place: str, row: Mapping[str, Any]) -> None:
+    def _read(self, chunk: Chunk, sample_index: int, place: str, row: Mapping[str, Any]) -> None:
         """Add the items of a row to the chunk, and count its columns and keys that are not read.
 
-        number: index of the row in the file. place: its file and line. Raises SampleFault for a row
+        sample_index: of the row in the file. place: its file and line. Raises SampleFault for a row
         that cannot be used.
         """
         row, left_out = self.unread.leave_out(row)
@@ -187,7 +187,7 @@ class SourceEncoder:
         sample = self.read(renamed)
         texts = collect_texts(sample)
         idle_names = self.unread.find(renamed, sample, texts)
-        self._add(chunk, number, place=place, sample=sample)
+        self._add(chunk, sample_index, place=place, sample=sample)
         chunk.report.add_idle(
             (*left_out, *idle_names), place if any(map(_CONTROL.search, texts)) else ""
         )
@@ -228,11 +228,11 @@ class SourceEncoder:
             required=self.names.required,
         )
 
-    def _add(self, chunk: Chunk, number: int, place: str, sample: Sample) -> None:
+    def _add(self, chunk: Chunk, sample_index: int, place: str, sample: Sample) -> None:
         """Add the items of a sample to the chunk, and count them in its report."""
         report = chunk.report
         if isinstance(sample, Document):
-            self._add_document(chunk, number, sample.text)
+            self._add_document(chunk, sample_index, sample.text)
             report.special.note(place, self.encoder.special.take())
             return
         items = self._encode_items(report, place, sample)
@@ -256,7 +256,7 @@ class SourceEncoder:
                 report.untrained_ends += sum(encoded.untrained_ends for encoded in item)
                 report.prompt_tokens += sum(map(self._count_prompt_tokens, item))
                 sequences = ((encoded.ids, encoded.trained) for encoded in item)
-                chunk.append(number, *sequences, value=_get_item_value(sample, chunk.classes))
+                chunk.append(sample_index, *sequences, value=_get_item_value(sample, chunk.classes))
 
     def _encode_items(
         self,
@@ -332,7 +332,7 @@ class SourceEncoder:
         )
         return kept_sequences
 
-    def _add_document(self, chunk: Chunk, number: int, text: str) -> None:
+    def _add_document(self, chunk: Chunk, sample_index: int, text: str) -> None:
         """Add a text, cut into sequences of max_seq_len tokens; the last one may be shorter.
 
         Each begins with the last target of the one before, so that every id but the first is a
@@ -348,7 +348,7 @@ class SourceEncoder:
         for start in range(0, len(ids) - 1, self.max_seq_len):
             piece = ids[start : start + self.max_seq_len + 1]
             report.text_tokens += len(piece) - 1
-            chunk.append(number, (piece, [False] + [True] * (len(piece) - 1)))
+            chunk.append(sample_index, (piece, [False] + [True] * (len(piece) - 1)))
 
 
 def _get_item_value(sample: Sample, classes: list[str]) -> float:

@@ -25,7 +25,6 @@ from recipe_lib.data.messages import (
     read_tools,
     read_turns,
 )
-from recipe_lib.data.messages import build_conversation as conversation
 from recipe_lib.data.read_columns import (
     CHAT_COLUMNS,
     open_request,
@@ -57,9 +56,10 @@ from recipe_lib.data.samples import (
     get_path,
     read_text_field,
 )
-from recipe_lib.data.samples import read_text_field as text_of
 
-# Plugins import these from here (docs/your_recipe.md).
+# Plugins import these from here (docs/your_recipe.md), two of them under shorter names.
+conversation = build_conversation
+text_of = read_text_field
 __all__ = ["Reader", "RawSample", "columns", "conversation", "text_of"]
 
 Reader = Callable[[RawSample], Sample]  # a format

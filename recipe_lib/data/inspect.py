@@ -91,7 +91,7 @@ def inspect(
                 "overlap",
                 f"{subject} in the training data as well",
                 count=len(overlap),
-                places=[validation.place(item) for item in overlap[:MAX_PLACES].tolist()],
+                places=[validation.locate_item(item) for item in overlap[:MAX_PLACES].tolist()],
             )
             findings.append(replace(finding, dataset="validation"))
     if untrained_tokens is not None:
@@ -279,7 +279,7 @@ def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[ShownSe
     return [
         ShownSequence(
             number=sequence,
-            place=dataset.place(item),
+            place=dataset.locate_item(item),
             answer=_show_label(dataset, item, sequence),
             tokens=int(dataset.lengths[sequence]),
             trained=int(dataset.trained_counts[sequence]),

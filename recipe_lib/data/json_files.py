@@ -44,8 +44,8 @@ class JsonFile(IndexedFile):
             self._beside = scanner.beside
             yield from scanner.scan_items()
 
-    def locate(self, number: int, line: int) -> str:
-        return f"{self.place}:{line}: {self._list_path}[{number}]" if line else self.place
+    def locate(self, sample_index: int, line: int) -> str:
+        return f"{self.place}:{line}: {self._list_path}[{sample_index}]" if line else self.place
 
     @property
     def keys_beside(self) -> dict[str, str]:

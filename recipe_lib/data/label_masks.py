@@ -267,7 +267,9 @@ class Encoder:
             raise sample.no_prompt
         else:
             parses_special = self._parses_special_in_messages or row is not None
-            encoded = [self._encode_answer(chat, parses_special) for chat in sample.conversations()]
+            encoded = [
+                self._encode_answer(chat, parses_special) for chat in sample.build_conversations()
+            ]
             for _ in encoded[1:]:  # special tokens of a pair's prompt were counted with each answer
                 prompt = Conversation(sample.prompt, sample.tools, variables=sample.variables)
                 self.special.note_once(self._prepare_content(prompt), parses_special)
@@ -388,11 +390,7 @@ class Encoder:
         Raises SampleFault for what the template leaves out or writes in another way.
         """
         messages = chat.messages
-        answers = [
-            message_index
-            for message_index in message_indices
-            if messages[message_index]["role"] == "assistant"
-        ]
+        answers = [index for index in message_indices if messages[index]["role"] == "assistant"]
         # In one call, since a tokenizer's template renders in another process
         chat.cache_renderings([RenderRequest(len(messages)), *list_requests(answers)])
         whole = chat.whole
@@ -401,9 +399,7 @@ class Encoder:
             if self._template.features.marks:
                 marked = find_marked_answers(chat, answers)
             trained_answers = (
-                marked.answers
-                if marked
-                else [find_answer(chat, message_index) for message_index in answers]
+                marked.answers if marked else [find_answer(chat, index) for index in answers]
             )
             sequences = split_sequences(chat, trained_answers, self.history)
             has_all = len(answers) == sum(message["role"] == "assistant" for message in messages)
@@ -443,9 +439,7 @@ class Encoder:
         Raises SampleFault where the template writes an answer differently once messages follow it.
         """
         other_indices = [
-            message_index
-            for message_index in message_indices
-            if chat.messages[message_index]["role"] != "assistant"
+            index for index in message_indices if chat.messages[index]["role"] != "assistant"
         ]
         span_by_index = dict(zip(other_indices, find_other_spans(chat, other_indices), strict=True))
         for message_index in sorted(set(message_indices) - set(other_indices)):  # the answers

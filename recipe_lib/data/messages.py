@@ -316,8 +316,8 @@ def build_conversation(
     """
     places = places or SamplePlaces()
     check_order(messages, places)
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if not any(number >= asked for number in answers):
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not any(index >= asked for index in answers):
         raise SampleFault(
             "no answer",
             f"found no answer among the messages ({len(messages)}), expected one of the assistant",
@@ -335,23 +335,23 @@ def check_order(messages: Sequence[Message], places: SamplePlaces) -> None:
     write.
     """
     previous_role = "the start"  # for the error line
-    for number, message in enumerate(messages):
+    for message_index, message in enumerate(messages):
         if message["role"] == "tool" and previous_role not in ("assistant", "tool"):
             raise SampleFault(
                 "wrong role order",
-                f"{places.locate_message(number)}: found tool after {previous_role}, expected"
-                " it after assistant or tool",
+                f"{places.locate_message(message_index)}: found tool after {previous_role},"
+                " expected it after assistant or tool",
             )
         previous_role = message["role"]
 
 
 def check_answers(messages: Sequence[Message], first: int, places: SamplePlaces) -> None:
     """Raise SampleFault for an answer, from index `first` on, that has nothing to train on."""
-    for number in range(first, len(messages)):
-        message = messages[number]
+    for message_index in range(first, len(messages)):
+        message = messages[message_index]
         has_content = message["content"].strip() or message.get("tool_calls")
         if message["role"] == "assistant" and not has_content:
-            where = places.locate_content(number)
+            where = places.locate_content(message_index)
             raise SampleFault(
                 "empty answer", f"{where}: found an empty answer, expected text to train on"
             )
@@ -520,9 +520,9 @@ def name_calls(messages: Sequence[Message]) -> list[Message]:
     """
     named_messages = list[Message]()
     open_calls = list[str]()  # ids of calls of which no result has come yet
-    for number, message in enumerate(messages):
+    for message_index, message in enumerate(messages):
         calls = [
-            call if "id" in call else {"id": _make_call_id(number, position, call), **call}
+            call if "id" in call else {"id": _make_call_id(message_index, position, call), **call}
             for position, call in enumerate(message.get("tool_calls") or ())
         ]
         if calls:
@@ -534,9 +534,9 @@ def name_calls(messages: Sequence[Message]) -> list[Message]:
     return named_messages
 
 
-def _make_call_id(number: int, position: int, call: RawSample) -> str:
-    """Return an id for a call. number: index of its message. position: index in the message."""
-    content = json.dumps([number, position, call], sort_keys=True)
+def _make_call_id(message_index: int, position: int, call: RawSample) -> str:
+    """Return an id for a call. position: index in the message."""
+    content = json.dumps([message_index, position, call], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[
         :9
     ]  # as many as Mistral's templates ask for

@@ -73,13 +73,13 @@ class SampleFile(ABC):
         """Yield the same as `read(0, count)`, where possible without a pass over the whole file."""
         return self.read(0, count)
 
-    def locate_sample(self, sample: int) -> str:
+    def locate_sample(self, sample_index: int) -> str:
         """Return the place of a sample, the same as `read` yields, without reading it.
 
         It is the file with the sample's line (from 1), or its index (from 0) as a jq path, or both:
         `rows.jsonl:7`, `rows.parquet: .[6]`, `rows.json:9: .[6]`.
         """
-        return f"{self.place}: .[{sample}]"
+        return f"{self.place}: .[{sample_index}]"
 
     @property
     def keys_beside(self) -> dict[str, str]:
@@ -133,11 +133,11 @@ class IndexedFile(LocalFile):
         file: just opened. Raises DataError for an error of the file, after the samples before it.
         """
 
-    def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
-        """Return the sample of these bytes. number: its index in the file."""
+    def decode(self, content: bytes, sample_index: int) -> dict[str, Any] | SampleFault:
+        """Return the sample of these bytes. sample_index: its index in the file."""
         return parse_sample(content)
 
-    def locate(self, number: int, line: int) -> str:
+    def locate(self, sample_index: int, line: int) -> str:
         """Return the place of a sample by its index and line."""
         return f"{self.place}:{line}" if line else self.place
 
@@ -153,8 +153,8 @@ class IndexedFile(LocalFile):
         with open_checked(self.path) as scanned, open_checked(self.path) as file:
             yield from self._read_rows(file, islice(self.scan(scanned), count), 0)
 
-    def locate_sample(self, sample: int) -> str:
-        return self.locate(sample, int(self._index[sample, 2]))
+    def locate_sample(self, sample_index: int) -> str:
+        return self.locate(sample_index, int(self._index[sample_index, 2]))
 
     def _read_rows(
         self, file: BinaryIO, rows: Iterable[Sequence[int]], first: int
@@ -162,15 +162,15 @@ class IndexedFile(LocalFile):
         """Yield the samples at rows of the index. first: index of the first sample."""
         # Adjacent samples are read without seeking, which would drop the file's buffer.
         position = -1  # of the file; -1: not known
-        for number, (start, end, line) in enumerate(rows, first):
+        for sample_index, (start, end, line) in enumerate(rows, first):
             size = end - start
             if size > self.sample_limit + self.line_end:
-                yield self.locate(number, line), self.build_size_fault(size)
+                yield self.locate(sample_index, line), self.build_size_fault(size)
                 continue
             if position != start:
                 file.seek(start)
             position = end
-            yield self.locate(number, line), self.decode(file.read(size), number)
+            yield self.locate(sample_index, line), self.decode(file.read(size), sample_index)
 
     @cached_property
     def _index(self) -> np.ndarray:
@@ -185,7 +185,7 @@ class TextFile(IndexedFile):
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
         yield 0, os.fstat(file.fileno()).st_size, 0
 
-    def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
+    def decode(self, content: bytes, sample_index: int) -> dict[str, Any] | SampleFault:
         """Return {"text": the content}. Raises DataError if that is empty or no UTF-8."""
         content = content.removeprefix(codecs.BOM_UTF8)
         if not content.strip():
@@ -223,12 +223,12 @@ class JsonLinesFile(IndexedFile):
         elif is_empty:
             raise DataError(f"{self.place}: the file is empty, expected samples")
 
-    def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
+    def decode(self, content: bytes, sample_index: int) -> dict[str, Any] | SampleFault:
         content = content.rstrip(b"\r\n")
         if len(content) > self.sample_limit:
             return self.build_size_fault(len(content))
         sample = parse_sample(content)
-        is_list = number == 0 and content.lstrip().startswith(b"[")
+        is_list = sample_index == 0 and content.lstrip().startswith(b"[")
         if is_list and isinstance(sample, SampleFault):  # the whole file may be one list
             return SampleFault(
                 sample.cause, f"{sample}; if the file is one list of objects, name it .json"
@@ -342,7 +342,7 @@ class CsvFile(IndexedFile):
                 f"{self.place}: found a header ({names}) and no rows, expected samples below it"
             )
 
-    def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
+    def decode(self, content: bytes, sample_index: int) -> dict[str, Any] | SampleFault:
         header, delimiter = self._header
         lines = io.StringIO(content.decode("utf-8", errors="replace"), newline="\n")
         cells = next(csv.reader(lines, delimiter=delimiter), [])

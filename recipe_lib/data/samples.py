@@ -73,7 +73,7 @@ class Conversation:
     # message's own key `train` trains these
     asked: int = 0
 
-    def conversations(self) -> "list[Conversation]":
+    def build_conversations(self) -> "list[Conversation]":
         """Return a list of the conversation alone: other samples have several."""
         return [self]
 
@@ -111,7 +111,7 @@ class Preference:
     no_prompt: "SampleFault | None" = field(default=None, compare=False)
     variables: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
 
-    def conversations(self) -> list[Conversation]:
+    def build_conversations(self) -> list[Conversation]:
         """Return the prompt with the chosen answer, and with the rejected one."""
         return [
             Conversation(
@@ -136,7 +136,7 @@ class LabeledAnswer:
     places: SamplePlaces = field(default=SamplePlaces(), compare=False)  # for error lines
     variables: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
 
-    def conversations(self) -> list[Conversation]:
+    def build_conversations(self) -> list[Conversation]:
         """Return the prompt with the answer."""
         return [
             Conversation(
@@ -160,7 +160,7 @@ class Classified:
 def list_conversations(sample: "Sample") -> list[Conversation]:
     """Return a sample's conversations: of a pair the prompt with each answer, of texts none."""
     content = sample.content if isinstance(sample, Classified) else sample
-    return [] if isinstance(content, (Document, Completion)) else content.conversations()
+    return [] if isinstance(content, (Document, Completion)) else content.build_conversations()
 
 
 Sample = Conversation | Completion | Document | Preference | LabeledAnswer | Classified
@@ -188,7 +188,7 @@ def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow 
 
     A Conversation counts as a prompt without answers: it is read as a whole, for classification.
     """
-    chats = sample.conversations()
+    chats = sample.build_conversations()
     first = chats[0]  # of a pair, the one with the chosen answer
     asked = len(first.messages) if isinstance(sample, Conversation) else first.asked
     prompt = first.messages[:asked]

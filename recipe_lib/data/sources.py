@@ -89,17 +89,17 @@ class ParquetFile(LocalFile):
         # Indices of the row groups with the first and the last sample
         first = int(np.searchsorted(self._ends, start, side="right"))
         last = int(np.searchsorted(self._ends, stop, side="left"))
-        number = int(self._ends[first - 1]) if first else 0  # index of the next sample
+        sample_index = int(self._ends[first - 1]) if first else 0  # index of the next sample
         with _open_parquet(self.path) as file:
             for group in range(first, last + 1):
                 rows_at_once = self._count_rows_at_once(file.metadata.row_group(group))
                 for batch in file.iter_batches(rows_at_once, row_groups=[group], use_threads=False):
-                    skipped = min(max(start - number, 0), len(batch))
-                    number += skipped
-                    for sample in _read_batch(self, batch.slice(skipped, stop - number)):
-                        yield self.locate_sample(number), sample
-                        number += 1
-                    if number >= stop:
+                    skipped = min(max(start - sample_index, 0), len(batch))
+                    sample_index += skipped
+                    for sample in _read_batch(self, batch.slice(skipped, stop - sample_index)):
+                        yield self.locate_sample(sample_index), sample
+                        sample_index += 1
+                    if sample_index >= stop:
                         return
 
     def _count_rows_at_once(self, group: Any) -> int:
@@ -254,8 +254,8 @@ class HubSamples(SampleFile):
         stop = len(samples) if stop is None else min(stop, len(samples))
         for first in range(start, stop, ROWS_AT_ONCE):
             table = samples[first : min(first + ROWS_AT_ONCE, stop)]
-            for number, sample in enumerate(_read_batch(self, table), start=first):
-                yield self.locate_sample(number), sample
+            for sample_index, sample in enumerate(_read_batch(self, table), start=first):
+                yield self.locate_sample(sample_index), sample
 
     @cached_property
     def identity(self) -> dict[str, Any]:

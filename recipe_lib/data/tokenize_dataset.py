@@ -251,7 +251,7 @@ class DatasetBuilder:
         Raises DataError with the bad samples of all sources, if `data.on_invalid` is `error`. A
         fault of a whole file ends the reading, and is the last of them.
         """
-        reports = [encoder.report() for encoder in self.encoders]
+        reports = [encoder.build_report() for encoder in self.encoders]
         tasks = self._split_tasks()
         num_samples = sum((task.stop or 0) - task.start for task in tasks)
         # Without a folder in the cache each rank of this machine tokenizes for itself, in memory,
@@ -335,7 +335,7 @@ class DatasetBuilder:
     def _sum_reports(self, reports: Sequence[DataReport]) -> DataReport:
         if len(reports) == 1:
             return reports[0]
-        total = self.encoders[0].report()
+        total = self.encoders[0].build_report()
         total.source = ", ".join(report.source for report in reports)
         total.format = ", ".join(dict.fromkeys(report.format for report in reports))
         total.parts = list(reports)
@@ -354,12 +354,12 @@ class DatasetBuilder:
     def _count_copies(self, report: DataReport, writer: ArrayWriter) -> None:
         """Count items that are the same as an earlier one, and name the first of them."""
         writer.sync()
-        arrays = writer.arrays()
+        arrays = writer.get_arrays()
         copies, originals = find_copies(arrays["digests"])
         report.duplicate_sequences = len(copies)
         origin = self._make_origin(arrays)
         pairs = zip(copies[:PLACES].tolist(), originals[:PLACES].tolist(), strict=True)
-        report.duplicates += [[origin.place(item) for item in pair] for pair in pairs]
+        report.duplicates += [[origin.locate_item(item) for item in pair] for pair in pairs]
 
 
 def _estimate_bytes(file: SampleFile) -> int:

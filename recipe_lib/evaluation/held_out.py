@@ -32,7 +32,7 @@ from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
 from recipe_lib.models import Decoder, build_meta, init_weights
 from recipe_lib.parallel import DTYPES, Parallel, World, derive_seed, materialize, parallelize
 from recipe_lib.redaction import redact
-from recipe_lib.report.chart import render_page
+from recipe_lib.report.page import render_page
 from recipe_lib.report.view import Section, Table
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.training import evaluate_micro_batches
@@ -47,7 +47,7 @@ class EvaluatedModel:
     parallel: Parallel  # how it is divided among ranks
     source: GenerationSource  # its folder and spec, and its adapter's
     base: str | None  # folder or preset that it was trained from; None: not known
-    rounding: FakeQuantization | None  # of quantization-aware training (`qat`); None: without
+    fake_quantization: FakeQuantization | None  # of training with `qat`; None: without
     # Overwrites the weights with the base's; None with adapters, or if the base is not known.
     _load_base: Callable[[], None] | None = None
 
@@ -58,8 +58,8 @@ class EvaluatedModel:
         Without adapters they replace the trained ones, for good: measure the trained model first.
         """
         # The base was trained without quantization.
-        if self.rounding is not None:
-            self.rounding.is_on = False
+        if self.fake_quantization is not None:
+            self.fake_quantization.is_on = False
         if self._load_base is not None:
             self._load_base()
         with disable_adapters(self.model) if self.source.adapter is not None else nullcontext():
@@ -91,22 +91,22 @@ def load_evaluated_model(
         add_adapters(model, lora, dtype)
     model.requires_grad_(False)
     # start=0: round from the first forward on, as the export will round the weights.
-    rounding = fake_quantize_linears(model, cfg.qat, cfg.qat_group_size, start=0)
-    if rounding is not None:
-        get_logger().info("%s", rounding.describe())
+    fake_quantization = fake_quantize_linears(model, cfg.qat, cfg.qat_group_size, start=0)
+    if fake_quantization is not None:
+        get_logger().info("%s", fake_quantization.describe())
     parallel = parallelize(model, cfg, world, for_training=False)
     materialize(model, cfg.memory, world.device)
     load_weights(model, spec, source.folder)
     if source.adapter is not None:
         # An adapter may be of some layers only: the others keep B = 0, which changes nothing.
         init_adapters(model, 0)
-        load_adapter(model, spec, source.adapter, some=True)
+        load_adapter(model, spec, source.adapter, allow_missing=True)
         return EvaluatedModel(
             model=model.eval(),
             parallel=parallel,
             source=source,
             base=str(source.folder),
-            rounding=rounding,
+            fake_quantization=fake_quantization,
         )
     # Read when it is asked for, as it takes the memory of the trained weights.
     load_base: Callable[[], None] | None = None
@@ -119,7 +119,7 @@ def load_evaluated_model(
         parallel=parallel,
         source=source,
         base=str(base) if base is not None else cfg.model.preset,
-        rounding=rounding,
+        fake_quantization=fake_quantization,
         _load_base=load_base,
     )
 
@@ -139,7 +139,7 @@ class SequenceScore:
 
     log_likelihood: float  # in nats
     tokens: int  # label tokens
-    right: int  # label tokens that are the likeliest after those before
+    num_correct: int  # label tokens that are the likeliest after those before
 
 
 @dataclass
@@ -161,7 +161,7 @@ class ModelResults:
         means = {
             "loss": loss,
             "perplexity": math.exp(loss) if loss < 700 else math.inf,  # exp(710) overflows
-            "token_accuracy": sum(score.right for score in scores) / tokens,
+            "token_accuracy": sum(score.num_correct for score in scores) / tokens,
         }
         return means | {
             name: math.fsum(values.values()) / len(values)
@@ -199,11 +199,13 @@ def score_sequences(
         if scores is None:  # another stage of the pipeline has them
             continue
         sums = sum_over_sequences(scores, micro_batch).tolist()
-        for row_numbers, (likelihood, tokens, right) in zip(
+        for row_numbers, (likelihood, tokens, num_correct) in zip(
             micro_batch.sequences, sums, strict=True
         ):
             # Without packing a row is one sequence, and one that only fills up a batch has none.
-            own_scores += [(number, likelihood, int(tokens), int(right)) for number in row_numbers]
+            own_scores += [
+                (number, likelihood, int(tokens), int(num_correct)) for number in row_numbers
+            ]
     gathered = sorted(row for rows in world.gather_json(own_scores) for row in rows)
     return {number: SequenceScore(*values) for number, *values in gathered}
 
@@ -247,7 +249,7 @@ class Evaluation:
     def build_example(self, number: int) -> dict[str, Any]:
         """Return a sequence's line of examples.jsonl: place, question, each model's results."""
         question = self.questions.get(number)
-        example: dict[str, Any] = {"sequence": number, "place": self.dataset.place(number)}
+        example: dict[str, Any] = {"sequence": number, "place": self.dataset.locate_item(number)}
         if question is not None:
             example["prompt"] = self.tokenizer.decode(question.prompt)
             example["reference"] = self.tokenizer.decode(question.reference, skip_special=True)
@@ -256,7 +258,7 @@ class Evaluation:
             entry: dict[str, Any] = {
                 "log_likelihood": score.log_likelihood,
                 "label_tokens": score.tokens,
-                "likeliest_tokens": score.right,
+                "likeliest_tokens": score.num_correct,
             }
             if number in results.answers:
                 answer = results.answers[number]
@@ -303,8 +305,7 @@ class Evaluation:
             Section(f"Answers (the first {_EXAMPLES_ON_PAGE} sequences)", table=answers),
             Section("Settings", facts=[*self.names.items(), *self.settings.items()]),
         ]
-        # The last model's numbers: before them stand the counts, behind them the settings.
-        means = list(summary.values())[-2]
+        means = summary[list(self.models)[-1]]  # the tuned model's, if it was measured
         headline = ", ".join(f"{key} {_format_number(value)}" for key, value in means.items())
         return render_page(
             "evaluation",

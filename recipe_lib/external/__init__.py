@@ -5,7 +5,8 @@ tensors, adapters and pipeline stages), a model on meta with the class' own forw
 parallelism, a plan: inferred from one forward, proven on a small model, then run.
 
 Read in this order:
-1. module_spec.py: the spec that recipes build a model by, and all that it delegates to.
+1. module_spec.py: the spec that recipes build a model by, and all that it delegates to;
+   checkpoint_layout.py: which tensors of files its parameters are made of.
 2. build.py: how an object of the class becomes a model with our call signature.
 3. tensor_plan/infer.py: from a traced forward (forward_trace.py) to a plan (sharding_plan.py).
 4. proven_plan.py: the plan of a model, and the proof that ranks run it right.

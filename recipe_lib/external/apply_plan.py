@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.inspection import find_embedding_and_head
-from recipe_lib.external.plan_executor import build_ranks, frame_forward
+from recipe_lib.external.plan_executor import build_rank_forward, build_ranks
 from recipe_lib.external.proven_plan import certify, find_plan_difference
 from recipe_lib.external.tensor_parallel import (
     exclude_head_exchanges,
@@ -157,7 +157,7 @@ class TensorPlan:
             )
         place_parameters(model, plan, mesh)
         head.forward = partial(project, head, group, columns)
-        rank_forward = frame_forward(model, plan=plan, ranks=build_ranks(group), head=head)
+        rank_forward = build_rank_forward(model, plan=plan, ranks=build_ranks(group), head=head)
         partial_names = [
             parameter.name for parameter in plan.parameters if parameter.gradient == "partial"
         ]

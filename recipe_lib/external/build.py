@@ -69,7 +69,10 @@ class _Division:
 
 
 class ExternalModel(LanguageModel):
-    """A mixin that gives a model of another library the signature of our own `Decoder`."""
+    """A mixin that gives a model of another library the signature of our own `Decoder`.
+
+    `LanguageModel` documents the methods without a docstring.
+    """
 
     # The forward of its own class, or the one that `run_class_forward_by` has put in its place.
     class_forward: Callable[..., Any]
@@ -121,17 +124,9 @@ class ExternalModel(LanguageModel):
         return cast(ExternalModel, model)
 
     def find_stage_parts(self) -> StageParts:
-        """Return the names of the parts that pipeline stages are made of.
-
-        Raises ConfigError for a model that cannot be cut into stages.
-        """
         return cast(StageParts, self.spec.find_stage_parts())
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        """Remove the modules that only other pipeline ranks need, in place.
-
-        layers: indices of those that stay. first, last: this rank has the first or the last stage.
-        """
         self._division.dtype = _get_dtype(self)  # before the first parameter may be left out
         self.elsewhere, self.modules_elsewhere = keep_parts(
             self, self.find_stage_parts(), layers, first=first, last=last
@@ -145,12 +140,6 @@ class ExternalModel(LanguageModel):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
-        """Run layers by their indices; return the hidden states `[b, s, d]` after the last.
-
-        hidden: the hidden states before the first layer; None: it is layer 0, and tokens are
-        embedded. tokens, positions, attention: as in `build_inputs`. Raises ConfigError for hidden
-        states of another type than the weights: the next stage expects that of the weights.
-        """
         run = partial(
             run_alone,
             self,
@@ -163,7 +152,7 @@ class ExternalModel(LanguageModel):
         # have another shape without gradients, and the next stage would receive that.
         output = self._run_packed(attention, run)
         dtype = _get_dtype(self)
-        if output.dtype != dtype:
+        if output.dtype != dtype:  # the next stage expects hidden states of the weights' type
             raise ConfigError(
                 f"parallel.pipeline: layers of {self.spec.family} exchange hidden states of"
                 f" {output.dtype} where its weights are of {dtype}, expected one type; set"
@@ -179,16 +168,12 @@ class ExternalModel(LanguageModel):
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
     ) -> Tensor:
-        """Run what follows the layers; return logits, or the loss, as `forward` does.
-
-        hidden: the hidden states after the last layer, `[b, s, d]`. tokens: `[b, s]`.
-        """
         with run_only(
             self, parts=self.find_stage_parts(), hidden=hidden, tokens=tokens, layers=None
         ):
             return ExternalModel.forward(self, tokens, labels=labels, head_loss=head_loss)
 
-    def output_head(self) -> nn.Module | None:
+    def get_output_head(self) -> nn.Module | None:
         """Return the output projection; None where another rank of a pipeline has it."""
         division = self._division
         return (
@@ -196,10 +181,7 @@ class ExternalModel(LanguageModel):
         )
 
     def compute_hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
-        """Return the shape of this rank's hidden states between stages. tokens: the shape `[b, s]`.
-
-        ranks is not read: `run_class_forward_by` has set the number of tensor-parallel ranks.
-        """
+        # `ranks` is not read: `run_class_forward_by` has set the number of tensor-parallel ranks.
         parts = self.find_stage_parts()
         return self.compute_output_shape(parts.layers[0], tokens, parts.width)
 
@@ -285,7 +267,7 @@ class ExternalModel(LanguageModel):
         """
         return "attention_mask" in self._division.accepted
 
-    def token_reader(self, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    def build_token_reader(self, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         """Return a function for generation: next tokens `[b, s]` -> the logits `[b, v]` after them.
 
         It keeps the class' cache of keys and values between calls; a class without a cache reads
@@ -415,26 +397,25 @@ def run_trunk(
 
 
 class _StandIn(nn.Module):
-    """Stands for the output projection: keeps the hidden states, and returns one column of zeros.
+    """Stands for the output projection: keeps the hidden states `[..., d]` that it gets.
 
-    From its first call on, `steps` records what is done to that column.
+    It returns one column of zeros, `[..., 1]`. From its first call on, `steps` records what is done
+    to that column.
     """
 
     def __init__(self, head: Any, steps: "_Steps", stack: ExitStack) -> None:
-        """Stand for `head`. stack: closed after the forward; `steps` is entered on it."""
         super().__init__()
         self.held = [head]  # in a list, so that it is no child of this module
         self.steps = steps
-        self.stack = stack
+        self.stack = stack  # closed after the forward; `steps` is entered on it
         self.calls = 0  # more than one: the forward cannot be divided
 
+    # Some forwards read the type of the projection's weight.
     @property
     def weight(self) -> Tensor:
-        """Return the weight of the projection: some forwards read its type."""
         return self.held[0].weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map hidden `[..., d]` to a column `[..., 1]`."""
         self.calls += 1
         self.hidden = hidden
         column = hidden.detach().new_zeros(*hidden.shape[:-1], 1)

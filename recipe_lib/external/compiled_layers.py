@@ -26,7 +26,7 @@ from recipe_lib.models.language_model import Entry, replace_entries
 from recipe_lib.ops.dtensor_shards import get_local
 
 # (the rank's index, a tensor `[]`; tokens in a row) -> a context for the forward of one layer.
-_RunAlone = Callable[[Tensor, Any], AbstractContextManager[None]]
+_IsolateLayer = Callable[[Tensor, Any], AbstractContextManager[None]]
 # A module's dict of parameters or buffers, and a name in it.
 _TensorPlace = tuple[dict[str, Any], str]
 _TENSOR = object()  # stands for a tensor among the arguments or outputs of a call
@@ -72,8 +72,8 @@ class CompiledLayers:
         rank: int,
         *,
         length: Callable[[], int],
-        alone: _RunAlone,
-        outside: Callable[[], AbstractContextManager[None]],
+        isolate_layer: _IsolateLayer,
+        pause_counting: Callable[[], AbstractContextManager[None]],
         gathers_again: bool,
     ) -> None:
         self.model = model
@@ -81,13 +81,14 @@ class CompiledLayers:
         self.rank = rank  # index in the tensor-parallel group
         self.gathers_again = gathers_again  # gathered tokens are not kept for backward
         self.length = length  # returns the tokens in a row of the forward that runs
-        self.alone = alone  # a context in which the plan runs while a layer is traced
-        self.outside = outside  # a context for a compiled layer, in which no calls are counted
+        self.isolate_layer = isolate_layer  # a context in which a layer is traced by the plan
+        # A context in which a compiled layer is called, and no calls are counted.
+        self.pause_counting = pause_counting
         # Path of a layer -> its forward as the plan runs it.
         self.planned_forwards: dict[str, Callable[..., Any]] = {}
         # Path of any module -> its forward before the plan ran it. The plan's executor fills it in
         # before the first forward.
-        self.originals: dict[str, Callable[..., Any]] = {}
+        self.original_forwards: dict[str, Callable[..., Any]] = {}
         # Path -> layer, of those that are compiled. Kept, because the stages of a pipeline swap
         # modules, and the model may have another one at that path later.
         self.layers: dict[str, nn.Module] = {}
@@ -150,7 +151,7 @@ class CompiledLayers:
         ]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self.outside():
+            with self.pause_counting():
                 return self._call(path, layer=layer, args=args, kwargs=kwargs)
 
         layer.forward = run
@@ -158,7 +159,7 @@ class CompiledLayers:
     def _call(self, path: str, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a compiled layer as its forward is called, by the graph of the first one alike."""
         if not self.first_alike:  # only now are all layers compiled that will be
-            self.first_alike = find_alike_layers(self.layers, self.plan, self.originals)
+            self.first_alike = find_alike_layers(self.layers, self.plan, self.original_forwards)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         # FSDP exchanges the entries of these dicts, so they are looked up at every call.
@@ -266,7 +267,7 @@ class CompiledLayers:
                 for name in LAYER_NUMBERS
                 if name in attributes
             ]
-        with replace_entries(entries), self.alone(rank, length):
+        with replace_entries(entries), self.isolate_layer(rank, length):
             outputs, call.outputs_spec = pytree.tree_flatten(
                 self.planned_forwards[call.path](*args, **kwargs)
             )
@@ -284,8 +285,8 @@ class _UnreadableNumber:
     A forward that computes with its number would do something else in another layer.
     """
 
+    # Every operator of the class is this method.
     def _read(self, *asked: Any) -> Any:
-        """Raise _LayerNumberIsReadError; every operator of the class is this method."""
         raise _LayerNumberIsReadError("a layer's number is read")
 
 
@@ -473,10 +474,10 @@ class RegatheringPartitioner(CustomPartitionerFn):
     could keep its own.
     """
 
+    # (the joint graph of a layer, ...) -> (graph of forward, graph of backward)
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Split a layer's joint graph; return (graph of forward, graph of backward)."""
         # Imported here, as it imports 366 modules in 0.2 s, and few runs compile.
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -490,6 +491,6 @@ class RegatheringPartitioner(CustomPartitionerFn):
         with functorch_config.patch(ban_recompute_materialized_backward=not gathered_nodes):
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
+    # The key of this partitioner in inductor's cache of graphs.
     def uuid(self) -> Any:
-        """Return the key of this partitioner in inductor's cache of graphs: a hash of this file."""
         return get_hash_for_files((__file__,))

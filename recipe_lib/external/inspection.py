@@ -345,34 +345,34 @@ class AdaptedExternal(AdaptedMatrix):
         self.transposed = is_transposed(base)  # its weight is [in, out]
 
     def get_frozen_rows(self, start: int, stop: int) -> Tensor:
-        """Return the rows of the frozen weight from `start` to `stop` (exclusive), `[rows, in]`."""
         weight: Any = self.weight
         return weight[:, start:stop].t() if self.transposed else weight[start:stop]
 
     def frozen_forward(self, hidden: Tensor) -> Tensor:
-        """Map hidden `[..., in]` to `[..., out]` by the frozen part alone."""
         return self.kind.forward(self, hidden)
 
 
 def select_adapter_targets(
-    linears: Collection[str], targets: Collection[str], left: Mapping[str, str]
+    linears: Collection[str], targets: Collection[str], refused_reasons: Mapping[str, str]
 ) -> list[str]:
     """Select the names of the linears that get an adapter.
 
-    targets: `lora.target_modules`: ends of names, PEFT's short names, or "all-linear". left: name
-    -> reason, of the linears that cannot have an adapter. Raises ConfigError for an end that no
-    linear's name has, or that a name in `left` has.
+    targets: `lora.target_modules`: ends of names, PEFT's short names, or "all-linear".
+    refused_reasons: name -> reason, of the linears that cannot have an adapter. Raises ConfigError
+    for an end that no linear's name has, or that a name in `refused_reasons` has.
     """
     ends = [] if "all-linear" in targets else [PEFT_NAMES.get(name, name) for name in targets]
     for end in ends:
-        refused = next((name for name in left if has_end(name, end)), None)
+        refused = next((name for name in refused_reasons if has_end(name, end)), None)
         if refused is not None:
             raise ConfigError(
-                f"lora.target_modules: {end!r}: {refused} cannot have an adapter: {left[refused]};"
-                " remove it"
+                f"lora.target_modules: {end!r}: {refused} cannot have an adapter:"
+                f" {refused_reasons[refused]}; remove it"
             )
         if not any(has_end(name, end) for name in linears):
-            leaves = sorted({get_leaf_name(name) for name in linears if name not in left})
+            leaves = sorted(
+                {get_leaf_name(name) for name in linears if name not in refused_reasons}
+            )
             raise ConfigError(
                 f"lora.target_modules: {end!r} is the end of no linear of this model; its linears"
                 f" end in {', '.join(leaves)}"
@@ -380,7 +380,7 @@ def select_adapter_targets(
     return [
         name
         for name in linears
-        if name not in left and (not ends or any(has_end(name, end) for end in ends))
+        if name not in refused_reasons and (not ends or any(has_end(name, end) for end in ends))
     ]
 
 

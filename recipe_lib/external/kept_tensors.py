@@ -33,18 +33,22 @@ class _Node:
     """One storage that a layer's calls read or make, as a node of the graph of these calls."""
 
     def __init__(
-        self, held: Tensor, made_by: tuple[Function, Any, Any, int] | None, parents: list["_Node"]
+        self,
+        tensor: Tensor,
+        producer: tuple[Function, Any, Any, int] | None,
+        parents: list["_Node"],
     ) -> None:
-        self.held: Tensor | None = held  # a tensor that covers the storage; None: it was freed
+        self.tensor: Tensor | None = tensor  # a tensor that covers the storage; None: it was freed
         # (function, args, kwargs, index of this tensor in the result), with a `_View` in place of
         # each tensor among the arguments. None: it cannot be recomputed.
-        self.made_by = made_by
+        self.producer = producer
         self.parents = parents  # the nodes among these arguments
         # torch counts writes into a tensor: with a later version it has other values.
-        self.version = held._version
-        self.dtype = held.dtype
-        self.bytes = held.untyped_storage().nbytes()
-        self.waiting = 0  # saved tensors that backward has still to recompute through this node
+        self.version = tensor._version
+        self.dtype = tensor.dtype
+        self.bytes = tensor.untyped_storage().nbytes()
+        # Saved tensors that backward has still to recompute through this node.
+        self.num_pending = 0
 
 
 class _View:
@@ -65,7 +69,8 @@ class _SavedTensor:
 
     tensor: Tensor | None  # None: it was freed
     view: _View | None = None  # of a freed tensor: a view of a node that can be recomputed
-    cone: list[_Node] = field(default_factory=list)  # the nodes that are recomputed for that
+    # The nodes that are recomputed for that.
+    recomputed_nodes: list[_Node] = field(default_factory=list)
 
 
 class KeptTensors:
@@ -80,12 +85,14 @@ class KeptTensors:
     def __init__(self) -> None:
         # The graph of the layer that runs: id of a storage (torch's `_cdata`) -> its node.
         self._nodes: dict[int, _Node] = {}
-        self._kept: list[_SavedTensor] = []  # what autograd has saved in the layer that runs
+        self._saved_tensors: list[
+            _SavedTensor
+        ] = []  # what autograd has saved in the layer that runs
         self._recording = False  # a layer runs
         # Arguments of `minimum_cut` -> its result: most layers are alike.
         self._chosen: dict[Any, frozenset[int]] = {}
         # Ids of storages of parameters, which are there anyway: saving them costs nothing.
-        self._free: set[int] = set()
+        self._parameter_storages: set[int] = set()
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context for a model's forward: hooks on the tensors that autograd saves."""
@@ -107,12 +114,14 @@ class KeptTensors:
         finally:
             self._recording = False
             self._nodes.clear()
-            self._kept.clear()
-            self._free.clear()
+            self._saved_tensors.clear()
+            self._parameter_storages.clear()
 
     def note_parameters(self, parameters: Any) -> None:
         """Note parameters that the layer uses, as this rank's parts: they are never freed here."""
-        self._free.update(tensor.untyped_storage()._cdata for tensor in list_tensors(parameters))
+        self._parameter_storages.update(
+            tensor.untyped_storage()._cdata for tensor in list_tensors(parameters)
+        )
 
     def note(
         self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool | None = None
@@ -143,14 +152,14 @@ class KeptTensors:
             self._nodes[storage] = _Node(tensor.detach(), (function, args, kwargs, index), parents)
 
     def _link_node(self, value: Any, parents: list[_Node]) -> Any:
-        """Return an argument for `made_by`: a tensor as a view of its node, which joins `parents`.
+        """Return an argument for `producer`: a tensor as a view of its node, which joins `parents`.
 
         Parameters stay as they are; values that are no tensors, too.
         """
         if not isinstance(value, Tensor):
             return value
         storage = value.untyped_storage()._cdata
-        if storage in self._free:
+        if storage in self._parameter_storages:
             return value.detach()
         if storage not in self._nodes:
             self._nodes[storage] = _Node(value.detach(), None, [])
@@ -159,10 +168,10 @@ class KeptTensors:
 
     def _pack(self, tensor: Tensor) -> Any:
         """Return what autograd saves in place of a tensor; `_unpack` gets it in backward."""
-        if not self._recording or tensor.untyped_storage()._cdata in self._free:
+        if not self._recording or tensor.untyped_storage()._cdata in self._parameter_storages:
             return tensor
         kept = _SavedTensor(tensor.detach())
-        self._kept.append(kept)
+        self._saved_tensors.append(kept)
         return kept
 
     def _choose(self) -> None:
@@ -171,18 +180,18 @@ class KeptTensors:
         indices = {node: index for index, node in enumerate(nodes)}
         saved = [
             (kept, self._nodes[_get_storage_address(kept)])
-            for kept in self._kept
+            for kept in self._saved_tensors
             if _get_storage_address(kept) in self._nodes
         ]
         # In both cases the layer leaves all that autograd has saved as it is.
-        if any(node.held is not None and node.held._version != node.version for node in nodes):
+        if any(node.tensor is not None and node.tensor._version != node.version for node in nodes):
             return  # a tensor was written into since: recomputing would give other values
         if any(kept.tensor is not None and kept.tensor.dtype != node.dtype for kept, node in saved):
             return  # a view of another type, which `as_strided` cannot make
         # The first three arguments of `minimum_cut`.
         settings = (
             tuple(node.bytes for node in nodes),
-            tuple(node.made_by is None for node in nodes),
+            tuple(node.producer is None for node in nodes),
             tuple(tuple(indices[parent] for parent in node.parents) for node in nodes),
         )
         targets = frozenset(indices[node] for _, node in saved)
@@ -194,12 +203,12 @@ class KeptTensors:
             if node not in stays and kept.tensor is not None:
                 kept.view = _View(node, kept.tensor)
                 kept.tensor = None
-                kept.cone = _list_recomputed_nodes(node, stays)
-                for recomputed in kept.cone:
-                    recomputed.waiting += 1
+                kept.recomputed_nodes = _list_recomputed_nodes(node, stays)
+                for recomputed in kept.recomputed_nodes:
+                    recomputed.num_pending += 1
         for node in nodes:
             if node not in stays:
-                node.held = None
+                node.tensor = None
 
 
 def _get_storage_address(kept: _SavedTensor) -> int:
@@ -228,23 +237,23 @@ def _unpack(kept: Any) -> Tensor:
         return kept.tensor
     with torch.no_grad():
         tensor = kept.view.make_view(_recompute(kept.view.node))
-    for node in kept.cone:
-        node.waiting -= 1
-        if node.waiting <= 0:
-            node.held = None
+    for node in kept.recomputed_nodes:
+        node.num_pending -= 1
+        if node.num_pending <= 0:
+            node.tensor = None
     return tensor
 
 
 def _recompute(node: _Node) -> Tensor:
     """Return a node's tensor, recomputed if it was freed, and keep it until `_unpack` frees it."""
-    if node.held is None:
-        assert node.made_by is not None
-        function, args, kwargs, index = node.made_by
+    if node.tensor is None:
+        assert node.producer is not None
+        function, args, kwargs, index = node.producer
         args, kwargs = pytree.tree_map_only(
             _View, lambda view: view.make_view(_recompute(view.node)), (args, kwargs)
         )
-        node.held = list(list_tensors(function(*args, **kwargs)))[index]
-    return node.held
+        node.tensor = list(list_tensors(function(*args, **kwargs)))[index]
+    return node.tensor
 
 
 def minimum_cut(

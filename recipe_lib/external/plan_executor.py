@@ -1,10 +1,10 @@
 """Run a model's own forward as one tensor-parallel rank, with the exchanges of an inferred plan.
 
 `tensor_parallel.shard_module` calls `run_by_plan` for an external model that is trained,
-`apply_plan` and `proven_plan` call `frame_forward` for any module. A plan names an exchange (a
-boundary) by a module's path and the index of a torch function call in that module's forward. So a
-torch function mode counts calls, as the inference did. A compiled layer runs here once, when it is
-traced (`compiled_layers`). In a pipeline the modules of other ranks are left out.
+`apply_plan` and `proven_plan` call `build_rank_forward` for any module. A plan names an exchange
+(a boundary) by a module's path and the index of a torch function call in that module's forward. So
+a torch function mode counts calls, as the inference did. A compiled layer runs here once, when it
+is traced (`compiled_layers`). In a pipeline the modules of other ranks are left out.
 """
 
 import threading
@@ -24,17 +24,19 @@ from recipe_lib.errors import SetupError
 from recipe_lib.external.compiled_layers import CompiledLayers
 from recipe_lib.external.kept_tensors import KeptTensors
 from recipe_lib.external.tensor_plan.exchanges import (
-    Change,
     Entered,
     Exchanges,
     Rank,
     Ranks,
+    TensorFunction,
     divide_attributes,
     get_trained_length,
 )
 from recipe_lib.external.tensor_plan.sharding_plan import (
+    READS,
     Boundary,
     ParameterPlan,
+    RunningForward,
     ShardingPlan,
     list_tensors,
     make_pattern,
@@ -48,15 +50,6 @@ from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatt
 _SAME_CALL = {"grouped_mm_fallback": "_grouped_mm"}
 
 
-class _RunningForward:
-    """One module's forward that is running, with the count of its calls."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path  # of the module; empty for the model itself
-        self.calls = 0  # torch function calls so far that returned a tensor
-        self.reached = 0  # calls so far at which the plan has an exchange
-
-
 class _Running(threading.local):
     """The state of the forwards that run in one thread.
 
@@ -66,11 +59,11 @@ class _Running(threading.local):
     def __init__(self) -> None:
         # The running forwards, the outermost first. None on top: a module's hooks run, whose calls
         # are not counted.
-        self.frames: list[_RunningForward | None] = []
+        self.frames: list[RunningForward | None] = []
         # Results of exchanges, such as gathered tokens, that later calls of the layer share.
         self.entered: Entered = {}
         # While one layer is traced for the compiler: (rank, tokens in a row). Else None.
-        self.alone: tuple[Rank, int] | None = None
+        self.isolated_layer: tuple[Rank, int] | None = None
         # Paths, with `*` for numbers, of the modules that have run in the layer that runs.
         self.ran: set[str] = set()
         # A module of the layer that runs has its adapter switched off, and makes fewer calls.
@@ -91,12 +84,14 @@ def run_by_plan(
     """
     execution = _Execution(model, plan=plan, ranks=ranks, gathers_again=gathers_again)
     model.run_class_forward_by(
-        execution.frame_all(model.class_forward, head), ranks.size, frozenset(plan.local_outputs)
+        execution.replace_forwards(model.class_forward, head),
+        ranks.size,
+        frozenset(plan.local_outputs),
     )
     model.compile_layer = execution.compiled.compile
 
 
-def frame_forward(
+def build_rank_forward(
     model: nn.Module,
     plan: ShardingPlan,
     ranks: Ranks,
@@ -107,7 +102,7 @@ def frame_forward(
 
     The arguments are those of `run_by_plan`.
     """
-    return _Execution(model, plan=plan, ranks=ranks, gathers_again=gathers_again).frame_all(
+    return _Execution(model, plan=plan, ranks=ranks, gathers_again=gathers_again).replace_forwards(
         model.forward, head
     )
 
@@ -134,9 +129,13 @@ class _Execution(TorchFunctionMode):
         self.exchanges = Exchanges(
             plan,
             ranks,
-            rank=lambda: (self.running.alone or (ranks.rank,))[0],
+            rank=lambda: (self.running.isolated_layer or (ranks.rank,))[0],
             entered=lambda: self.running.entered,
-            length=lambda: self.length if self.running.alone is None else self.running.alone[1],
+            length=lambda: (
+                self.length
+                if self.running.isolated_layer is None
+                else self.running.isolated_layer[1]
+            ),
             note=self.kept.note,
         )
         self.compiled = CompiledLayers(
@@ -144,8 +143,8 @@ class _Execution(TorchFunctionMode):
             plan,
             ranks.rank,
             length=lambda: self.length,
-            alone=self.alone,
-            outside=self.outside,
+            isolate_layer=self.isolate_layer,
+            pause_counting=self.pause_counting,
             gathers_again=gathers_again,
         )
         # (path of a module, index of a call in its forward) -> the exchanges there.
@@ -168,26 +167,30 @@ class _Execution(TorchFunctionMode):
         # parameter, name there, plan). Filled as forwards run.
         self.assembled_within: dict[str, list[tuple[nn.Module, str, ParameterPlan]]] = {}
 
-    def frame_all(self, forward: Callable[..., Any], head: nn.Module | None) -> Callable[..., Any]:
+    def replace_forwards(
+        self, forward: Callable[..., Any], head: nn.Module | None
+    ) -> Callable[..., Any]:
         """Return the model's forward as that of one rank, and replace those of its modules.
 
         head: a module whose forward stays as it is.
         """
         layers = set(list_layer_names(self.model))
         for path, module in self.model.named_modules():
-            self.compiled.originals[path] = module.forward
+            self.compiled.original_forwards[path] = module.forward
             if path and module is not head:
-                framed = self.frame(
+                counting_forward = self.make_counting_forward(
                     module.forward, path, ends_sharing=path in layers, module=module
                 )
                 module.forward = (
-                    self.compiled.make_traceable(framed, path) if path in layers else framed
+                    self.compiled.make_traceable(counting_forward, path)
+                    if path in layers
+                    else counting_forward
                 )
         # The other hooks are registered at the first forward, so that they go around FSDP's.
         self.model.register_forward_pre_hook(self.add_hooks, prepend=True)
-        return self.frame(forward, "", ends_sharing=False)
+        return self.make_counting_forward(forward, "", ends_sharing=False)
 
-    def frame(
+    def make_counting_forward(
         self,
         forward: Callable[..., Any],
         path: str,
@@ -204,7 +207,7 @@ class _Execution(TorchFunctionMode):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             running = self.running
-            frame = _RunningForward(path)
+            frame = RunningForward(path)
             outermost = not running.frames
             self._note_length(
                 path,
@@ -226,7 +229,7 @@ class _Execution(TorchFunctionMode):
                         stack.enter_context(self)
                     if not path and self.gathers_again:
                         stack.enter_context(self.kept.around())
-                    if ends_sharing and running.alone is None:
+                    if ends_sharing and running.isolated_layer is None:
                         stack.enter_context(self.kept.layer())
                     result = forward(*args, **kwargs)
                 self._check(frame, getattr(module, "is_off", False))
@@ -243,7 +246,7 @@ class _Execution(TorchFunctionMode):
 
         first: the first tensor of its arguments; in the model's forward, the token ids.
         """
-        if self.running.alone is not None:
+        if self.running.isolated_layer is not None:
             return
         if not path:
             self.length = get_trained_length(first, self.plan, self.ranks.size)
@@ -254,7 +257,7 @@ class _Execution(TorchFunctionMode):
             else:
                 self.lengths[key] = self.length
 
-    def _check(self, frame: _RunningForward, is_off: bool) -> None:
+    def _check(self, frame: RunningForward, is_off: bool) -> None:
         """Raise SetupError, at the end of a forward, if it has not come to all exchanges."""
         running = self.running
         path = frame.path
@@ -270,21 +273,21 @@ class _Execution(TorchFunctionMode):
             raise self._make_other_calls_error(min(missing), f"it was not run within {path}")
 
     @contextmanager
-    def alone(self, rank: Tensor, length: int) -> Iterator[None]:
+    def isolate_layer(self, rank: Tensor, length: int) -> Iterator[None]:
         """Return a context in which one layer is traced, apart from the forward that runs.
 
         rank: a tensor `[]`, so that all ranks trace the same graph. length: tokens in a row.
         """
         running = self.running
         outer_state = vars(running).copy()
-        vars(running).update(frames=[], entered={}, ran=set(), alone=(rank, length))
+        vars(running).update(frames=[], entered={}, ran=set(), isolated_layer=(rank, length))
         try:
             yield
         finally:
             vars(running).update(outer_state)
 
     @contextmanager
-    def outside(self) -> Iterator[None]:
+    def pause_counting(self) -> Iterator[None]:
         """Return a context in which a compiled layer is called, and no call is counted.
 
         The exchanges are in its graph.
@@ -333,17 +336,16 @@ class _Execution(TorchFunctionMode):
             return function(*args, **kwargs)
         name = getattr(function, "__name__", str(function))
         name = _SAME_CALL.get(name, name)
-        # A read of an attribute or a shape, which is not counted; the inference does not, either.
-        reads = name in ("__get__", "size")
+        reads = name in READS
         # In a layer that is traced, parameters are plain tensors: any may have to be assembled.
-        compiled = self.running.alone is not None and bool(self.assembled)
+        compiled = self.running.isolated_layer is not None and bool(self.assembled)
         parameters = [
             value
             for value in list_tensors((args, kwargs))
             if compiled or isinstance(value, (DTensor, nn.Parameter))
         ]
         if parameters:
-            if self.running.alone is None:
+            if self.running.isolated_layer is None:
                 self.kept.note_parameters([get_local(value) for value in parameters])
             plans = {
                 id(value): self._find_assembled_plan(value, frame.path) for value in parameters
@@ -374,7 +376,7 @@ class _Execution(TorchFunctionMode):
 
     def _make_other_calls_error(self, path: str, reason: str) -> SetupError:
         """Make the error for a forward whose calls are not those of the traced one."""
-        compiled = "compile=false or " if self.running.alone is not None else ""
+        compiled = "compile=false or " if self.running.isolated_layer is not None else ""
         return SetupError(
             f"{path or 'the model'}: its forward went another way than the one that its"
             f" tensor-parallel plan was made of ({reason}); set {compiled}parallel.tensor=1"
@@ -419,12 +421,12 @@ def build_ranks(group: Group) -> Ranks:
     return Ranks(
         group.rank,
         group.size,
-        total=make_total(group),
-        gather=lambda tensor: wait(start_gather(tensor, group)),
-        scatter=lambda tensor: wait(start_scatter(tensor, group)),
+        all_reduce=make_all_reduce(group),
+        all_gather=lambda tensor: wait(start_gather(tensor, group)),
+        reduce_scatter=lambda tensor: wait(start_scatter(tensor, group)),
     )
 
 
-def make_total(group: Group) -> Change:
+def make_all_reduce(group: Group) -> TensorFunction:
     """Return the function that sums a tensor over a group's ranks."""
     return partial(all_reduce, operation="sum", group=group)

@@ -23,7 +23,7 @@ from recipe_lib.adapters.layers import AdaptedModule, AdapterSettings
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.inspection import TRANSFORMERS, add_adapters
-from recipe_lib.external.plan_executor import frame_forward
+from recipe_lib.external.plan_executor import build_rank_forward
 from recipe_lib.external.tensor_plan.exchanges import Ranks, exchange, take_parameter_part
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import (
@@ -92,7 +92,7 @@ def _describe_treatments(plan: ShardingPlan) -> dict[str, set[str]]:
 
 # Relative error above which a result is wrong. Rounding to float32 stays below it: some forwards
 # compute in float32 even with float64 weights.
-WRONG = 1e-3
+MAX_RELATIVE_ERROR = 1e-3
 _PATIENCE = 60.0  # seconds that a rank waits for the others before it counts one as failed
 _OUTPUT = "output "  # prefix of an output's name in results; no parameter's name has a space
 
@@ -132,7 +132,7 @@ def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, A
             return Certificate(0, (f"{size} ranks: forward and backward fail: {line}",))
     failures = []
     for name, relative in errors.items():
-        if not relative <= WRONG:  # in this form nan is wrong, too
+        if not relative <= MAX_RELATIVE_ERROR:  # in this form nan is wrong, too
             subject = (
                 "what the model gives" if name.startswith(_OUTPUT) else f"the gradient of {name}"
             )
@@ -180,11 +180,13 @@ def measure_rank_errors(
     # Some gradients are 0 but for rounding, such as that of a bias of keys: errors of gradients are
     # relative to at least this norm.
     precision = max(torch.finfo(result.dtype).eps for result in expected.values())
-    least = precision**0.5 * max(
+    smallest_norm = precision**0.5 * max(
         float(result.norm()) for name, result in expected.items() if not name.startswith(_OUTPUT)
     )
     return {
-        name: _measure_error(plan, name, expected=expected[name], by_rank=by_rank, least=least)
+        name: _measure_error(
+            plan, name, expected=expected[name], by_rank=by_rank, smallest_norm=smallest_norm
+        )
         for name in expected
     }
 
@@ -205,19 +207,25 @@ class _RankGroup:
         self.barrier.wait()  # no rank writes its next tensor before all have read these
         return tensors
 
-    def ranks(self, rank: int) -> Ranks:
-        """Return the collectives of one rank: sum, gather and reduce-scatter along dimension 0."""
+    def build_ranks(self, rank: int) -> Ranks:
+        """Build the collectives of one rank: sum, gather and reduce-scatter along dimension 0."""
 
-        def total(tensor: Tensor) -> Tensor:
+        def all_reduce(tensor: Tensor) -> Tensor:
             return torch.stack(self.all_gather(rank, tensor)).sum(0)
 
-        def gather(tensor: Tensor) -> Tensor:
+        def all_gather(tensor: Tensor) -> Tensor:
             return torch.cat(self.all_gather(rank, tensor))
 
-        def scatter(tensor: Tensor) -> Tensor:
-            return total(tensor).chunk(self.size)[rank].clone()
+        def reduce_scatter(tensor: Tensor) -> Tensor:
+            return all_reduce(tensor).chunk(self.size)[rank].clone()
 
-        return Ranks(rank, self.size, total=total, gather=gather, scatter=scatter)
+        return Ranks(
+            rank,
+            self.size,
+            all_reduce=all_reduce,
+            all_gather=all_gather,
+            reduce_scatter=reduce_scatter,
+        )
 
 
 def _compute_rank_results(
@@ -248,7 +256,7 @@ def _compute_rank_results(
 
     return _compute_results(
         model,
-        frame_forward(model, plan, group.ranks(rank), head=None, gathers_again=False),
+        build_rank_forward(model, plan, group.build_ranks(rank), head=None, gathers_again=False),
         inputs=inputs,
         gather=gather_logits,
     )
@@ -296,17 +304,21 @@ def _compute_results(
 
 
 def _measure_error(
-    plan: ShardingPlan, name: str, expected: Tensor, by_rank: list[dict[str, Tensor]], least: float
+    plan: ShardingPlan,
+    name: str,
+    expected: Tensor,
+    by_rank: list[dict[str, Tensor]],
+    smallest_norm: float,
 ) -> float:
     """Return the largest relative error of the ranks' results of one name.
 
     Partial gradients are summed over ranks first; a cut one is compared with its part of
-    `expected`. least: the error of a gradient is relative to at least this norm.
+    `expected`. smallest_norm: the error of a gradient is relative to at least this norm.
     """
     rank_results = [results[name] for results in by_rank]
     if name.startswith(_OUTPUT):
         pairs = [(output, expected) for output in rank_results]
-        least = 0.0
+        smallest_norm = 0.0
     elif (treatment := plan.parameter(name)).gradient == "partial":
         pairs = [(torch.stack(rank_results).sum(0), expected)]
     else:
@@ -321,7 +333,7 @@ def _measure_error(
         return float("inf")
     worst = max(float((result - target).norm()) for result, target in pairs)
     # Not 0, which an output of zeros has.
-    return worst / max(float(expected.norm()), least, 1e-30)
+    return worst / max(float(expected.norm()), smallest_norm, 1e-30)
 
 
 # Infer and prove the plan of a model that is to be trained.
@@ -401,10 +413,14 @@ def infer_model_plan(model: Any, size: int, tokens: bool = True) -> ShardingPlan
     # The planner simulates a run under its own dispatch modes, which must not count the trace.
     with _disable_current_modes():
         traced = _rebuild_on_meta(model)
-        for inputs in build_example_inputs(model, "meta"):
+        for inputs in iterate_example_inputs(model, "meta"):
             try:
                 return infer_plan(
-                    traced, inputs, size, tokens=tokens, others=_build_other_inputs(model, inputs)
+                    traced,
+                    inputs,
+                    size,
+                    tokens=tokens,
+                    other_inputs=_build_other_inputs(model, inputs),
                 )
             except SetupError as error:
                 errors.append(error)
@@ -428,7 +444,7 @@ def _build_other_inputs(model: Any, inputs: dict[str, Any]) -> list[dict[str, An
     Modules whose calls differ for these share no tokens (`infer_plan`).
     """
     accepted = inspect.signature(model.class_forward).parameters
-    *_, masked = build_example_inputs(model, "meta")
+    *_, masked = iterate_example_inputs(model, "meta")
     rows = inputs["input_ids"]
     positions = torch.arange(LENGTH, device=rows.device).expand(rows.shape)
     packed = {
@@ -442,7 +458,7 @@ def _build_other_inputs(model: Any, inputs: dict[str, Any]) -> list[dict[str, An
     ]
 
 
-def build_example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
+def iterate_example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
     """Yield keyword arguments of a forward: tokens `[2, LENGTH]`, then the same with a causal mask.
 
     The mask is `[b, 1, s, s]`, added to scores. Some classes cannot be traced without one.
@@ -515,7 +531,7 @@ def prove_on_small_model(model: Any, plan: ShardingPlan, size: int) -> str:
     randomize(small)
     small.forward = small.class_forward
     certificate = certify(
-        small, plan=small_plan, size=num_ranks, inputs=next(build_example_inputs(small, "cpu"))
+        small, plan=small_plan, size=num_ranks, inputs=next(iterate_example_inputs(small, "cpu"))
     )
     if certificate.failures:
         raise SetupError(
@@ -526,11 +542,11 @@ def prove_on_small_model(model: Any, plan: ShardingPlan, size: int) -> str:
     return f"proven on a model of {num_elements:,} parameters: {certificate.checked} comparisons"
 
 
-def _build_small_model(model: Any, keys: int) -> Any:
+def _build_small_model(model: Any, num_key_heads: int) -> Any:
     """Build a small model of the same class on meta; one that is small already is built as it is.
 
-    A plugin's model, too: only configs of transformers can be shrunk. keys: the most heads of keys
-    and values.
+    A plugin's model, too: only configs of transformers can be shrunk. num_key_heads: the most heads
+    of keys and values.
     """
     of_transformers = model.spec.source.implementation == TRANSFORMERS
     # By id, since modules may share parameters.
@@ -541,7 +557,10 @@ def _build_small_model(model: Any, keys: int) -> Any:
     }
     is_large = sum(sizes.values()) > SMALL_MODEL
     return _rebuild(
-        model, model.spec.build_shrunk(keys=keys) if of_transformers and is_large else model.spec
+        model,
+        model.spec.build_shrunk(num_key_heads=num_key_heads)
+        if of_transformers and is_large
+        else model.spec,
     )
 
 

@@ -50,7 +50,7 @@ class _EndOfStage(Exception):  # noqa: N818  (no error)
 
 
 class _SkippedModule(nn.Module):
-    """Stands for a module of another stage: returns `output`, and has the module's attributes.
+    """Stands for a module of another stage: always returns `output`, and has its attributes.
 
     A forward may read them, such as the type of a weight. Tensors among them are on meta, without
     values.
@@ -73,15 +73,13 @@ class _SkippedModule(nn.Module):
                 return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return `output`, whatever the arguments."""
         return self.output
 
 
 class _LastLayer(_SkippedModule):
-    """Stands for a stage's last layer: runs it, and ends the forward."""
+    """Stands for a stage's last layer: runs it, and ends the forward by `_EndOfStage`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer, and raise `_EndOfStage` with its hidden states."""
         raise _EndOfStage(_get_hidden_states(self.held[0](*args, **kwargs)))
 
 
@@ -210,7 +208,7 @@ def find_parts(spec: "ModuleSpec") -> StageParts:
     with _disable_current_modes(), torch.random.fork_rng(devices=[]):
         try:
             if num_elements > SMALL_MODEL and spec.source.implementation == TRANSFORMERS:
-                small = spec.build_shrunk(layers=spec.num_layers)
+                small = spec.build_shrunk(min_layers=spec.num_layers)
             model: Any = build_meta(small, torch.float32)
             allocate(model, torch.device("cpu"))
             randomize(model)
@@ -350,7 +348,6 @@ def _list_owners(model: Any, layers: list[str], not_text_parts: tuple[str, ...])
 
 
 def _make_random_tokens(model: Any, seed: int) -> Tensor:
-    """Make random token ids of `_TOKENS_SHAPE`."""
     vocab_size = model.spec.vocab_size
     # Not the first three ids: one may be padding, of which classes warn.
     return torch.randint(

@@ -23,7 +23,7 @@ from recipe_lib.adapters.layers import AdaptedMatrix
 from recipe_lib.adapters.quantized import QuantizedLinear, can_cut
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.external.plan_executor import build_ranks, make_total, run_by_plan
+from recipe_lib.external.plan_executor import build_ranks, make_all_reduce, run_by_plan
 from recipe_lib.external.tensor_plan.exchanges import enter, exchange, take_parameter_part
 from recipe_lib.external.tensor_plan.sharding_plan import (
     ParameterPlan,
@@ -66,7 +66,7 @@ def shard_module(
         ),
         rewrites=tuple(rewrite for rewrite in plan.rewrites if rewrite.module not in elsewhere),
     )
-    head = model.output_head()
+    head = model.get_output_head()
     vocabulary = 0  # rows of the whole projection, if ranks share them
     if head is not None:
         plan, vocabulary = exclude_head_exchanges(plan, model, head)
@@ -185,7 +185,6 @@ def place_parameters(
 
     mesh: of one dimension. stored: name -> placement, of parameters that the plan does not have.
     """
-    plans = {parameter_plan.name: parameter_plan for parameter_plan in plan.parameters}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     placed: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -195,7 +194,7 @@ def place_parameters(
                 placed[id(parameter)] = (
                     place_parameter(parameter, stored[path], mesh)
                     if stored and path in stored
-                    else _shard_parameter(parameter, plans[path], mesh)
+                    else _shard_parameter(parameter, plan.parameter(path), mesh)
                 )
             setattr(module, name, placed[id(parameter)])
 
@@ -251,7 +250,7 @@ def project(
     after = after or LogitTransform()
     if labels is None and vocabulary:
         return _gather_columns(
-            F.linear(enter(hidden, make_total(group)), weight, bias), vocabulary, group
+            F.linear(enter(hidden, make_all_reduce(group)), weight, bias), vocabulary, group
         )
     if labels is None:
         return F.linear(hidden, weight, bias)

@@ -136,7 +136,7 @@ def make_prompt_reader(
     padding = torch.tensor([longest - length for length in lengths], device=device)
     has_padding = min(lengths) < longest
     if not isinstance(spec, DecoderSpec):  # a model of another library has a cache of its own
-        return cast(Any, model).token_reader(padding if has_padding else None)
+        return cast(Any, model).build_token_reader(padding if has_padding else None)
     cache = KVCache(spec, batch=len(lengths), max_len=room, dtype=weight.dtype, device=device)
     # The padding is a document of its own, as in a packed row: no token of the prompt sees it.
     documents = [[longest - length, length] if length < longest else [length] for length in lengths]
@@ -156,17 +156,17 @@ def make_prompt_reader(
     return read
 
 
-def _extend_documents(info: AttentionInfo, length: int) -> AttentionInfo:
+def _extend_documents(attention_info: AttentionInfo, length: int) -> AttentionInfo:
     """Return the info of the rows after their last document has grown.
 
-    length: tokens of a row, at least as many as in `info`.
+    length: tokens of a row, at least as many as in `attention_info`.
     """
-    assert info.documents is not None
-    rows, known_length = info.documents.shape
-    added = info.documents[:, -1:].expand(rows, length - known_length)
-    documents = torch.cat([info.documents, added], dim=1)
+    assert attention_info.documents is not None
+    rows, known_length = attention_info.documents.shape
+    added = attention_info.documents[:, -1:].expand(rows, length - known_length)
+    documents = torch.cat([attention_info.documents, added], dim=1)
     # These two describe the shorter rows.
-    return replace(info, documents=documents, boundaries=None, real=None)
+    return replace(attention_info, documents=documents, boundaries=None, real=None)
 
 
 @dataclass

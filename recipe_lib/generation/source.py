@@ -22,10 +22,9 @@ from recipe_lib.checkpoint.huggingface import (
     check_weights,
     find_adapter_base,
     find_checkpoint,
-    load_weights,
 )
 from recipe_lib.checkpoint.model_folders import find_exported_folder
-from recipe_lib.checkpoint.open_exports import load_model_with_adapter
+from recipe_lib.checkpoint.open_exports import load_model, load_model_with_adapter
 from recipe_lib.checkpoint.side_files import TOKENIZER_FILES
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
@@ -33,8 +32,6 @@ from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.models import (
     Decoder,
     ModelSpec,
-    allocate,
-    build_meta,
     read_config,
     read_trained_spec,
 )
@@ -136,10 +133,7 @@ def load_source(
             storage=storage,
         )
         return model
-    model = build_meta(source.spec, dtype)
-    allocate(model, device)
-    load_weights(model, source.spec, source.folder)
-    return model.eval()
+    return load_model(source.spec, folder=source.folder, dtype=dtype, device=device)
 
 
 def choose_device(name: str) -> torch.device:

@@ -129,7 +129,6 @@ class SavedStorage:
             self.on_device = None
 
     def wait_for_copy(self) -> None:
-        """Let the computing stream wait for the copy back to the device, if there is one."""
         if self.on_host is None and self.copy is not None:
             self.copy.wait(self.stream)
             self.copy = None
@@ -333,7 +332,6 @@ class OffloadedActivations:
             saved.copy = copy
 
     def _free_device_memory(self, call: LayerCall) -> None:
-        """Free what a call saved on the device, as far as it is on the host or on its way."""
         for saved in call.list_alive():
             saved.free_device_memory()
 

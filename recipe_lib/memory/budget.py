@@ -53,7 +53,6 @@ class Operator:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Return its entry in a set of KeptOperators."""
         return self.kind, self.number
 
 

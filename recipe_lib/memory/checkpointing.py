@@ -144,7 +144,6 @@ def _wrap_in_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) ->
 def _choose_within_budget(
     model: nn.Module, cfg: FullFinetuneConfig, device: torch.device, pipeline: PipelineStages | None
 ) -> BudgetChoice:
-    """Choose what each layer of this rank keeps under the config's budget."""
     assert cfg.memory.activation_budget_gib is not None
     batch_size, num_micro_batches = compute_micro_batches(cfg)
     multiple = compute_padded_multiple(cfg)  # sequences are padded to a multiple of so many tokens
@@ -164,7 +163,6 @@ def _choose_within_budget(
 
 
 def _is_kept(kept: KeptOperators, kind: str, index: int) -> bool:
-    """Return True for an operator that a budget lets a layer keep."""
     return (kind, index) in kept
 
 

@@ -67,7 +67,6 @@ class StreamedUnit:
         self._on_device: list[nn.Parameter | None] = [None] * len(entries)
 
     def list_host_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters in host memory."""
         if self.in_use:
             return self._hosts
         return [parameters[name] for parameters, name in self._entries]
@@ -105,7 +104,6 @@ class StreamedUnit:
                 parameters[name] = parameter
 
     def end_use(self) -> None:
-        """Make the parameters in host memory the module's parameters again."""
         if self.in_use:
             for (parameters, name), host in zip(self._entries, self._hosts, strict=True):
                 parameters[name] = host
@@ -152,14 +150,12 @@ class LayerStream:
         return sum(get_detached_local(parameter).nbytes for parameter in self.parameters())
 
     def get_device_parameters(self) -> dict[str, nn.Parameter]:
-        """Return name -> stand-in, of those of all units that were made so far."""
         stand_ins: dict[str, nn.Parameter] = {}
         for unit in self.units:
             stand_ins |= unit.get_device_parameters()
         return stand_ins
 
     def trains(self) -> bool:
-        """Return True if a streamed parameter is trained."""
         return any(unit.trains() for unit in self.units)
 
     def describe(self) -> str:
@@ -276,7 +272,6 @@ class LayerStream:
         return pairs
 
     def _free(self, index: int) -> None:
-        """Free a unit's memory on the device, and give its module the host parameters again."""
         unit = self.units[index]
         unit.end_use()
         for parameter in unit.get_device_parameters().values():
@@ -387,7 +382,6 @@ def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit
 
 
 def _is_expert(module: nn.Module) -> bool:
-    """Return True for a module that has the matrices of all experts of a layer."""
     return isinstance(module, (ExpertLinear, QuantizedExperts))
 
 

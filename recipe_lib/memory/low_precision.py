@@ -89,8 +89,6 @@ def use_low_precision(
 
 @cache  # one function for all linears: torch.compile then compiles layers that are alike once
 def _make_scaled_forward(kind: str) -> Callable[[Any, Tensor], Tensor]:
-    """Return the forward of all linears of a kind."""
-
     def forward(module: Any, hidden: Tensor) -> Tensor:
         return scaled_linear(hidden, weight=module.weight, bias=module.bias, kind=kind)
 
@@ -200,7 +198,6 @@ def _compute_code_shape(matrix: Tensor) -> tuple[int, int]:
 
 
 def _quantize(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of a matrix's rows, see `quantize_rows`."""
     if can_compile(matrix):
         return call_compiled(_quantize_unchunked, matrix, kind, counted)
     scales = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
@@ -223,7 +220,6 @@ def _scale_unchunked(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dty
 
 
 def _scale(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return sums of products of codes, multiplied by the scales, see `_scale_unchunked`."""
     if can_compile(sums):
         return call_compiled(_scale_unchunked, sums, left, right, dtype)
     out = torch.empty(len(left), len(right), dtype=dtype, device=sums.device)

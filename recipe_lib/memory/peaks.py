@@ -110,6 +110,8 @@ def list_levers(cfg: FullFinetuneConfig) -> list[str]:
     parallel = cfg.parallel
     rows, num_micro_batches = compute_micro_batches(cfg)  # rows: sequences of a micro-batch
     splits_batch = parallel.pipeline_microbatches is not None
+    # The least factor by which batch_size can be divided: the global batch stays as it is.
+    factor = next((n for n in range(2, cfg.batch_size) if cfg.batch_size % n == 0), cfg.batch_size)
     # Key and value -> True if this config can still use it.
     helps = {
         # For a pipeline: smaller micro-batches, a schedule that keeps fewer of them, layers divided
@@ -125,7 +127,7 @@ def list_levers(cfg: FullFinetuneConfig) -> list[str]:
             and parallel.pipeline_balance == "compute"
             and parallel.pipeline_layers_per_stage is None
         ),
-        f"batch_size={cfg.batch_size // 2} with gradient_accumulation_steps x 2": (
+        f"batch_size={cfg.batch_size // factor} with gradient_accumulation_steps x {factor}": (
             cfg.batch_size > 1 and not splits_batch
         ),
         "memory.activation_checkpointing=full": memory.activation_checkpointing != "full",
@@ -137,7 +139,7 @@ def list_levers(cfg: FullFinetuneConfig) -> list[str]:
         ),
         "memory.optimizer_offload=true": not memory.cpu_offload and not memory.optimizer_offload,
         "memory.cpu_offload=true": not memory.cpu_offload,
-        f"max_seq_len={cfg.max_seq_len // 2}": True,
+        f"max_seq_len={cfg.max_seq_len // 2}": cfg.max_seq_len > 1,
     }
     return [lever for lever, is_left in helps.items() if is_left]
 

@@ -307,19 +307,16 @@ def _merge_weight(scaling: float, weight: Tensor, *adapter: Tensor) -> Tensor:
 
 
 def _round_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
-    """Return the merged and rounded weight, see `round_weight`."""
     return _fake_quantize(
         _merge_weight(scaling, *parts), _get_quantizer_configs(kind, group_size)[0]
     )
 
 
 def _round_inputs(hidden: Tensor, kind: str) -> Tensor:
-    """Return hidden states with each row rounded, see `round_inputs`."""
     return _fake_quantize(hidden.contiguous(), _get_quantizer_configs(kind, 1)[1])
 
 
 def _fake_quantize(tensor: Tensor, config: Any) -> Tensor:
-    """Return a tensor rounded by torchao's fake quantizer of a config."""
     from torchao.quantization.qat import FakeQuantizerBase
 
     # A new quantizer each time: one that lives on would hold its scales.
@@ -330,7 +327,6 @@ def _fake_quantize(tensor: Tensor, config: Any) -> Tensor:
 def _round_weight_with_mask(
     parts: Sequence[Tensor], scaling: float, kind: str, group_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the rounded weight and the mask, see `round_weight_with_mask`."""
     from torchao.quantization.qat import FakeQuantizerBase
     from torchao.quantization.quant_primitives import _DTYPE_TO_QVALUE_BOUNDS as BOUNDS
     from torchao.quantization.quant_primitives import _fake_quantize_affine

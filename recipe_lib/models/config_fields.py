@@ -48,7 +48,6 @@ class Fields:
     bounds: tuple[float, float] = (1e-30, 1e30)
 
     def make_fault(self, key: str, expected: str) -> CheckpointError:
-        """Return the error for a key that is missing or not what it should be."""
         found = repr(self.config[key])[:80] if key in self.config else "no such key"
         return CheckpointError(
             f"{self.where}: config.json: {self.inside}{key}: found {found}, expected {expected}"
@@ -80,7 +79,6 @@ class Fields:
         return tuple(map(float, values))
 
     def read_flag(self, key: str) -> bool:
-        """Return true or false."""
         value = self.config.get(key)
         if not isinstance(value, bool):
             raise self.make_fault(key, "true or false")
@@ -263,6 +261,10 @@ def _find_ropes(fields: Fields, family: str, key: str) -> dict[str, Mapping[str,
     if given.keys().isdisjoint(LAYER_KINDS):
         return {"rope_theta": given, "rope_local_base_freq": {}}
     full, sliding = (given.get(kind) or {} for kind in LAYER_KINDS)
+    for kind, rope in zip(LAYER_KINDS, (full, sliding), strict=True):
+        if not isinstance(rope, Mapping):
+            inner = Fields(given, where=fields.where, inside=f"{key}.")
+            raise inner.make_fault(kind, "an object, or null")
     return {"rope_theta": full, "rope_local_base_freq": sliding}
 
 
@@ -521,7 +523,6 @@ def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
 
 
 def _make_refusal(key: str, section: Any, where: str, expected: str) -> CheckpointError:
-    """Return the error for quantized weights, which `section` under `key` describes."""
     method = section.get("quant_method") if isinstance(section, Mapping) else None
     if method is None:
         method = "MLX" if key == "quantization" else "unknown method"

@@ -41,7 +41,6 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """Allocate the cache of `batch` rows of at most `max_len` tokens each."""
         shape = (2, batch, spec.num_kv_heads, max_len, spec.head_width)
         # For each layer keys and values, [2, batch, k, max_len, e].
         self.layers = [
@@ -244,7 +243,6 @@ class DecoderLayer(nn.Module):
         return hidden + self.run_mlp(self.post_attention_layernorm(hidden), info)
 
     def run_mlp(self, hidden: Tensor, info: AttentionInfo) -> Tensor:
-        """Return the MLP of `[b, s, d]`."""
         # A mixture counts the tokens of each expert, and is told which are padding.
         return self.mlp(hidden, info.real) if isinstance(self.mlp, Mixture) else self.mlp(hidden)
 
@@ -260,7 +258,6 @@ class SandwichLayer(DecoderLayer):
     def forward(
         self, hidden: Tensor, rotation: Rotation, info: AttentionInfo, cache: KVCache | None = None
     ) -> Tensor:
-        """Return the hidden states `[b, s, d]` after this layer; arguments: see `Attention`."""
         attended = self.self_attn(self.input_layernorm(hidden), rotation, info, cache)
         hidden = hidden + self.post_attention_layernorm(attended)
         return hidden + self.post_feedforward_layernorm(
@@ -413,12 +410,10 @@ class Decoder(LanguageModel):
         self._tie()
 
     def _tie(self) -> None:
-        """Make the output projection's weight the embedding's, if the spec ties them."""
         if self.spec.tied and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def find_stage_parts(self) -> StageParts:
-        """Return the names of embedding, layers, final norm and head."""
         embedding = "model.embed_tokens"
         return StageParts(
             first=(embedding,),
@@ -468,7 +463,6 @@ class Decoder(LanguageModel):
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
     ) -> Tensor:
-        """Run the final norm and the head, see `LanguageModel.run_head`; tokens are not read."""
         return self.head(self.model.norm(hidden), labels=labels, head_loss=head_loss)
 
     def hidden_states(

@@ -206,7 +206,6 @@ def _evaluate_shape(
 
 
 def _make_flag_reader(key: str) -> Read:
-    """Return a reader of true or false under a key."""
     return lambda fields, common: fields.read_flag(key)
 
 
@@ -227,7 +226,6 @@ def _make_window_reader(slides: Callable[[Fields, int], bool]) -> Read:
 
 
 def _read_same_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
-    """Return `sliding_window` for every layer."""
     return (fields.read_optional_integer("sliding_window"),) * common["num_layers"]
 
 

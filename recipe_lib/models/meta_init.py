@@ -137,7 +137,7 @@ def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
             continue
         for local, offset in list_local_parts(model, name, parameter):
             if name in vectors:
-                local.copy_(vectors[name][_get_slices(offset, local.shape)])
+                local.copy_(vectors[name][get_slices(offset, local.shape)])
             elif isinstance(spec, DecoderSpec) and name.endswith("norm.weight"):
                 local.fill_(0.0 if spec.norm_offset else 1.0)
             elif name.endswith(".bias"):
@@ -184,7 +184,7 @@ def _fill_normal(
     )
 
 
-def _get_slices(offset: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+def get_slices(offset: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     """Return the index of a part, given where it begins and its size in each dimension."""
     return tuple(slice(start, start + size) for start, size in zip(offset, sizes, strict=True))
 
@@ -207,7 +207,7 @@ def fill_random(
     # shard overlaps, and holds one at a time.
     block_rows = max(1, _BLOCK_ELEMENTS // math.prod(shape[1:]))
     first, last = offset[0], offset[0] + local.shape[0]
-    columns = _get_slices(offset[1:], local.shape[1:])
+    columns = get_slices(offset[1:], local.shape[1:])
     for block in range(first // block_rows, -(-last // block_rows)):
         top = block * block_rows
         bottom = min(top + block_rows, shape[0])
@@ -466,7 +466,7 @@ def _keep_part(model: nn.Module, name: str, tensor: Tensor, value: Tensor | None
             f" module leaves {fault} in it; give it every number there"
         )
     for local, offset in list_local_parts(model, name, tensor):
-        local.copy_(value[_get_slices(offset, local.shape)])
+        local.copy_(value[get_slices(offset, local.shape)])
 
 
 @contextmanager

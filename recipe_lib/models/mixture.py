@@ -199,7 +199,6 @@ class ExpertLoad:
         self.calls += 1
 
     def clear(self) -> None:
-        """Set all counts to 0, when a step is recorded."""
         self.rows.zero_()
         self.loss.zero_()
         self.expected = self.calls = 0

@@ -105,7 +105,6 @@ class OpenView:
 
 
 def _slices(bounds: Bounds) -> tuple[slice, ...]:
-    """Return bounds as the index of a tensor."""
     return tuple(slice(first, last) for first, last in bounds)
 
 

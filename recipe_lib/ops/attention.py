@@ -63,7 +63,6 @@ class RealTokens:
 
     @property
     def total(self) -> int:
-        """Return the number of real tokens."""
         return sum(last - first for first, last in self.spans)
 
     def take(self, part: slice, every: int) -> "RealTokens":

@@ -155,7 +155,6 @@ class ChunkedAdaptedHead:
         return cast(torch.dtype, self._last_chunk[1].dtype)
 
     def compute_logits(self, part: slice) -> Tensor:
-        """Return the logits `[m, v]` of a chunk, which a loss may overwrite."""
         tokens = self.hidden[part].detach().requires_grad_(self._trains_hidden)
         with torch.set_grad_enabled(self.trains):
             logits = self.project(tokens, *self._leaves)
@@ -163,7 +162,6 @@ class ChunkedAdaptedHead:
         return logits.detach()
 
     def accumulate(self, part: slice, logits_grad: Tensor) -> None:
-        """Add the last chunk's part to `gradients`, as `ChunkedHead.accumulate` does."""
         tokens, logits = self._last_chunk
         self._last_chunk = None
         totals = [(index, total) for index, total in enumerate(self.gradients) if total is not None]
@@ -292,14 +290,18 @@ def find_label_columns(
 
     labels: int64 `[m]`. ignored: bool `[m]`, True where a label is -100. The column of a label that
     is ignored, or in another rank's part of the vocabulary, is 0. The second tensor, bool `[m]`, is
-    True where a label is in another rank's part, or ignored; None without a group.
+    True where a label is in another rank's part, or ignored; None without a group. A label that is
+    in no part gets a column that no logits have, on one rank of a group, so that `gather` raises.
     """
     if group is None:
         return labels.masked_fill(ignored, 0).unsqueeze(1), None
     # `columns`: the entries of the vocabulary of each rank but the last ones; 0: all have `width`.
     # Ignored labels are negative, so that they count as another rank's on all ranks.
-    columns = labels - group.rank * (group.columns or width)
-    elsewhere = (columns < 0) | (columns >= width)
+    part = group.columns or width
+    columns = labels - group.rank * part
+    # The last rank's part has no end, as a label behind it would be another rank's on all ranks.
+    end = _NO_END if group.rank == group.size - 1 else part
+    elsewhere = (columns < 0) | (columns >= end)
     return columns.masked_fill_(elsewhere, 0).unsqueeze(1), elsewhere
 
 
@@ -318,6 +320,7 @@ def compute_row_max(logits: Tensor, group: Group | None) -> Tensor:
 
 
 IGNORED = -100  # the label of tokens that do not count, torch's own
+_NO_END = torch.iinfo(torch.int64).max  # more than any label
 _WIDEST_FUSED = 2  # bytes of a logit; in wider ones the loss is not fused
 
 
@@ -353,7 +356,6 @@ def make_softcap_tensor(logits: Tensor, softcap: float | None) -> Tensor | None:
 def _make_empty_log_probs(
     logits: Tensor, labels: Tensor, cap: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return empty tensors like the results of `label_log_probs`."""
     log_probs = logits.new_empty(logits.shape[:1], dtype=widen_dtype(logits.dtype))
     return log_probs, torch.empty_like(log_probs)
 

@@ -34,7 +34,6 @@ class Switch(Generic[T]):
 
     @contextmanager
     def set(self, value: T) -> Iterator[T]:
-        """Set the value inside the block."""
         before = self.value
         self.value = value
         try:

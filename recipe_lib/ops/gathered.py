@@ -447,7 +447,6 @@ def _run_gather_linears_backward(
 
 
 def _set_up_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    """Save for backward what `_GatherLinears` saves; the `setup_context` of the operator."""
     shard, weights, biases, has_biases, source, kind, eps, keep_gathered, *group = inputs
     trained_biases = iter([bias.requires_grad for bias in biases])
     wants_weights = [weight.requires_grad for weight in weights]
@@ -468,7 +467,6 @@ def _set_up_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _differentiate_gather(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
-    """Return a gradient or None for each parameter of `_run_gather_linears`."""
     saved = list(ctx.saved_tensors)  # once: a checkpoint that recomputes them gives them once
     num_linears, has_biases, num_sources = ctx.inputs
     weights, source = saved[:num_linears], saved[num_linears:]
@@ -514,14 +512,12 @@ def _run_gated_linear_backward(
 
 
 def _set_up_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save for backward what `_GatedLinear` saves; the `setup_context` of the operator."""
     gate, up, weight, ctx.activation = inputs
     ctx.wants = (gate.requires_grad or up.requires_grad, weight.requires_grad)
     ctx.save_for_backward(gate, up, weight)
 
 
 def _differentiate_gated(ctx: Any, out_grad: Tensor) -> tuple[Any, ...]:
-    """Return a gradient or None for each parameter of `compute_gated_linear`."""
     wants_input, wants_weight = ctx.wants
     returned = iter(_GATED_BACKWARD(out_grad, *ctx.saved_tensors, ctx.activation, *ctx.wants))
     input_grads = (next(returned), next(returned)) if wants_input else (None, None)

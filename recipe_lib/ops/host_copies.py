@@ -63,7 +63,6 @@ class HostCopies:
     """A stream for copies to the host and one for copies to the device, made at the first copy."""
 
     def __init__(self, device: torch.device) -> None:
-        """Copy to and from `device`, the one that computes."""
         self.device = device
         self._module = torch.get_device_module(device)
         self._streams: tuple[Any, Any] | None = None  # (to the device, to the host)
@@ -71,7 +70,6 @@ class HostCopies:
         self._sent: deque[tuple[Copy, Callable[[], Any]]] = deque()
 
     def current_stream(self) -> Any:
-        """Return the stream that computes."""
         return self._module.current_stream()
 
     def allocate_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -111,7 +109,6 @@ class HostCopies:
 
     @torch.no_grad()
     def _begin(self, direction: int, pairs: Iterable[Pair]) -> Copy:
-        """Begin copies on one of the streams: `_TO_DEVICE` or `_TO_HOST`."""
         if self._streams is None:
             self._streams = (self._module.Stream(), self._module.Stream())
         stream = self._streams[direction]
@@ -166,7 +163,6 @@ class Prefetch:
             self._fetch(following)
 
     def drop(self, unit: Hashable) -> None:
-        """Free a unit's memory, if it has any."""
         if unit in self.on_device:
             # Perhaps nothing has waited for its copies yet, and parts of it are still being sent.
             self._copies.free_sent()

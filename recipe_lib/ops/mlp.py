@@ -253,7 +253,6 @@ def order_by_expert(values: Tensor, groups: Groups) -> Tensor:
 
 
 def _permute_back(gradient: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of `gradient` at the indices `places`."""
     return gradient.index_select(0, places)
 
 

@@ -159,7 +159,6 @@ def _compute_attention(
     softcap: float,
     scale: float,
 ) -> Tensor:
-    """Return `capped_attention`, piece by piece."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for query_slice, _, reach, keys, values in split_queries(
         q, k=k, v=v, documents=documents, window=window
@@ -187,7 +186,6 @@ def _compute_attention_gradients(
     softcap: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, given that of the result, piece by piece."""
     wide_dtype = torch.promote_types(q.dtype, torch.float32)
     q_grad = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Every piece adds to the gradients of keys and values: in bf16 the sum would lose bits.
@@ -475,7 +473,6 @@ def _run_varlen_backward(
 
 
 def _is_plain_causal(q: Tensor, mask: Tensor | None) -> bool:
-    """Return the kernel's `is_causal`."""
     # A single query, as in decoding, sees all keys; `is_causal` would let it see the first alone.
     return mask is None and q.shape[2] > 1
 

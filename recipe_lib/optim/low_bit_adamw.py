@@ -316,7 +316,6 @@ def make_state_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:
 
 
 def _compute_state_shape(tensor: Tensor, layout: StateLayout) -> tuple[int, ...]:
-    """Return the shape of a state tensor for a parameter, or for this rank's part of one."""
     if layout.per == 1:  # the tensor may have no dimensions
         return tuple(tensor.shape)
     return (*tensor.shape[:-1], tensor.shape[-1] // layout.per)
@@ -372,7 +371,6 @@ class ChunkValues:
         return self.values is not self.stored
 
     def write_back(self) -> None:
-        """Write `values` to `stored`, encoded or rounded."""
         if self.code is not None and self.scales is not None:
             block = self.values.shape[-1] // self.scales.shape[-1]
             codes, scales = self.code.encode(self.values, block)
@@ -507,13 +505,11 @@ class ChunkedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step every parameter that has a gradient."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             self._step_group(group, parameters)
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        """Step parameters with gradients by the hyperparameters of one of torch's groups."""
         for parameter in parameters:
             self._step_adamw(parameter, group)
 

@@ -139,7 +139,6 @@ class OffloadedStates:
         self._copies.copy_to_host(pairs, free=pairs.clear)
 
     def _is_offloaded(self, parameter: nn.Parameter, value: Any) -> bool:
-        """Return True for a state that is on the host between steps."""
         if not isinstance(value, Tensor) or value.dim() == 0:
             return False
         # A stand-in has no memory between steps: all its states wait, whatever their size.

@@ -1,18 +1,15 @@
-"""Draw charts as SVG, and render the HTML page that shows them.
+"""Draw charts as SVG, for pages that need neither network nor script.
 
 A run calls `draw_line_figure` for a chart of curves over the step; plans draw other figures on a
-`Chart` with `put`, and call `render_svg`. Runs, plans and evaluations call `render_page`: the page
-needs neither network nor script, and all text in it is escaped. Lengths are in units of the SVG.
+`Chart` with `put`, and call `render_svg`. Lengths are in units of the SVG. All text is escaped.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from recipe_lib.report.view import Figure, Section
+from recipe_lib.report.view import Figure
 
 # Size of a line chart: as wide as its column of the page, so that its letters have the page's size.
 WIDTH = 400
@@ -64,7 +61,6 @@ class Chart:
     shapes: list[Element] = field(default_factory=list)  # in the plot, the first at the back
 
     def compute_x(self, value: float) -> float:
-        """Return the x coordinate of a value of the x axis."""
         assert self.x is not None
         return self.left + self.x.share(value) * (self.width - self.left - self.right)
 
@@ -76,26 +72,22 @@ class Chart:
         )
 
     def put(
-        self, tag: str, style: str = "", text: str = "", title: str = "", **places: float | str
+        self, tag: str, style: str = "", text: str = "", title: str = "", **attributes: float | str
     ) -> None:
-        """Add a shape in front of the others; arguments as of `_make_shape`."""
-        self.shapes.append(_make_shape(tag, style=style, text=text, title=title, **places))
+        """Add a shape in front of the others.
 
-
-def _make_shape(
-    tag: str, style: str = "", text: str = "", title: str = "", **places: float | str
-) -> Element:
-    """Return an element of an SVG.
-
-    tag: such as `line`. style: its class on the page. text: inside it. title: shown when the mouse
-    is over it. places: its other attributes, such as `x1`; `text_anchor` stands for `text-anchor`.
-    """
-    attributes = {name.replace("_", "-"): format_attribute(value) for name, value in places.items()}
-    shape = Element(tag, ({"class": style} if style else {}) | attributes)
-    shape.text = text
-    if title:
-        SubElement(shape, "title").text = title
-    return shape
+        tag: such as `line`. style: its class on the page. text: inside it. title: shown when the
+        mouse is over it. attributes: the other ones, such as `x1`; `text_anchor` stands for
+        `text-anchor`.
+        """
+        texts = {
+            name.replace("_", "-"): format_attribute(value) for name, value in attributes.items()
+        }
+        shape = Element(tag, ({"class": style} if style else {}) | texts)
+        shape.text = text
+        if title:
+            SubElement(shape, "title").text = title
+        self.shapes.append(shape)
 
 
 def format_attribute(value: float | str) -> str:
@@ -113,60 +105,45 @@ def render_svg(chart: Chart) -> str:
             "aria-label": chart.label,
         },
     )
-    svg.extend([*_draw_axes(chart), *chart.shapes])
+    axes = replace(chart, shapes=[])  # of the same picture, drawn behind the shapes
+    _draw_axes(axes)
+    svg.extend([*axes.shapes, *chart.shapes])
     indent(svg, "")
     return tostring(svg, encoding="unicode")
 
 
-def _draw_axes(chart: Chart) -> list[Element]:
-    """Return the shapes of the chart's axes: lines, the texts of ticks, and names."""
-    shapes = []
+def _draw_axes(chart: Chart) -> None:
     bottom_edge = chart.height - chart.bottom
     right_edge = chart.width - chart.right
     if chart.x is not None:
-        shapes.append(
-            _make_shape(
-                "line", "axis", x1=chart.left, x2=right_edge, y1=bottom_edge, y2=bottom_edge
-            )
-        )
+        chart.put("line", "axis", x1=chart.left, x2=right_edge, y1=bottom_edge, y2=bottom_edge)
         for value, text in chart.x.ticks:
             x = chart.compute_x(value)
-            shapes.append(
-                _make_shape("line", "axis", x1=x, x2=x, y1=bottom_edge, y2=bottom_edge + 4)
-            )
+            chart.put("line", "axis", x1=x, x2=x, y1=bottom_edge, y2=bottom_edge + 4)
             # Half the text's width: a text at the end of the axis stays in the picture.
             half = _LETTER / 2 * len(text)
-            shapes.append(
-                _make_shape(
-                    "text",
-                    text=text,
-                    x=min(x, chart.width - half),
-                    y=bottom_edge + 16,
-                    text_anchor="middle",
-                )
-            )
-        shapes.append(
-            _make_shape(
+            chart.put(
                 "text",
-                "name",
-                chart.x.name,
-                x=(chart.left + right_edge) / 2,
-                y=bottom_edge + 32,
+                text=text,
+                x=min(x, chart.width - half),
+                y=bottom_edge + 16,
                 text_anchor="middle",
             )
+        chart.put(
+            "text",
+            "name",
+            chart.x.name,
+            x=(chart.left + right_edge) / 2,
+            y=bottom_edge + 32,
+            text_anchor="middle",
         )
     if chart.y is not None:
         for value, text in chart.y.ticks:
             y = chart.compute_y(value)
-            shapes.append(_make_shape("line", "grid", x1=chart.left, x2=right_edge, y1=y, y2=y))
-            shapes.append(
-                _make_shape("text", text=text, x=chart.left - 6, y=y + 4, text_anchor="end")
-            )
+            chart.put("line", "grid", x1=chart.left, x2=right_edge, y1=y, y2=y)
+            chart.put("text", text=text, x=chart.left - 6, y=y + 4, text_anchor="end")
         turned = f"translate(11 {format_attribute((chart.top + bottom_edge) / 2)}) rotate(-90)"
-        shapes.append(
-            _make_shape("text", "name", chart.y.name, transform=turned, text_anchor="middle")
-        )
-    return shapes
+        chart.put("text", "name", chart.y.name, transform=turned, text_anchor="middle")
 
 
 def compute_ticks(low: float, high: float, max_steps: int) -> list[float]:
@@ -208,7 +185,6 @@ class Curve:
 
     @property
     def values(self) -> list[float]:
-        """Return the finite values."""
         return [value for _, value in self.points if value is not None]
 
 
@@ -342,50 +318,3 @@ def _find_runs(curve: Curve, group: int) -> list[list[tuple[int, float]]]:
         else:
             runs.append([])
     return [run for run in runs if run]
-
-
-def render_page(
-    kind: str,
-    title: str,
-    name: str,
-    headline: str,
-    sections: Iterable[Section],
-    *,
-    style: str = "",
-    status: str = "",
-    footer: str = "",
-) -> str:
-    """Return the text of an HTML page.
-
-    kind: `run`, `plan` or `evaluation`, a mark by which commands recognize a page that they may
-    overwrite. title: of the browser's window. name: the page's heading. headline: a sentence below
-    it. style: `good`, `risky` or `bad` colors the headline; empty: no color. status: a word after
-    the name; empty: none. footer: a sentence at the end; empty: none.
-    """
-    return load_page_template().render(
-        kind=kind,
-        title=title,
-        name=name,
-        headline=headline,
-        sections=[section for section in sections if section],
-        style=style,
-        status=status,
-        footer=footer,
-    )
-
-
-@cache
-def load_page_template() -> Any:
-    """Return page.html as a compiled template of Jinja.
-
-    Jinja is imported here, since a plan on the terminal does without it.
-    """
-    import jinja2
-
-    return jinja2.Environment(
-        autoescape=True,
-        loader=jinja2.PackageLoader("recipe_lib", "report"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    ).get_template("page.html")

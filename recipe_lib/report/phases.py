@@ -41,7 +41,7 @@ NARROWEST = 20  # columns; nothing is drawn on a narrower terminal
 Rows = Callable[[int], list[Text]]  # given the columns, returns the rows to draw
 
 
-class _Screen:
+class _TerminalRows:
     """The terminal of this process: rows at its bottom, everything printed above them."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _Screen:
                 for name, stream in self._streams:
                     # Standard output only if it is a terminal: a file has nothing to erase.
                     if stream.isatty() or name == "stderr":
-                        setattr(sys, name, _Above(self, stream))
+                        setattr(sys, name, _StreamAboveRows(self, stream))
                 self._wake = threading.Event()
                 self._thread = threading.Thread(
                     target=self._draw_on, args=(self._wake,), name="screen", daemon=True
@@ -84,13 +84,12 @@ class _Screen:
             self._wake.set()
             for name, stream in self._streams:
                 current = getattr(sys, name)
-                if isinstance(current, _Above) and current.stream is stream:
+                if isinstance(current, _StreamAboveRows) and current.stream is stream:
                     setattr(sys, name, stream)
         if thread is not threading.current_thread():  # outside of the lock, which it may wait for
             thread.join(timeout=1)
 
     def erase(self) -> None:
-        """Remove the rows from the terminal."""
         if self.drawn:
             self._write(ERASE)
             self.drawn = False
@@ -102,7 +101,6 @@ class _Screen:
                     self.draw()
 
     def draw(self) -> None:
-        """Draw all rows anew."""
         width = shutil.get_terminal_size((80, 24)).columns - 1
         all_rows = chain.from_iterable(make_rows(width) for make_rows in self.rows)
         rows = list(all_rows) if width >= NARROWEST else []
@@ -136,37 +134,37 @@ class _Screen:
         self.in_fork = True
 
 
-class _Above:
+class _StreamAboveRows:
     """Standard output or error while rows are drawn: text written to it appears above them."""
 
-    def __init__(self, screen: _Screen, stream: TextIO) -> None:
-        self.screen = screen
+    def __init__(self, terminal_rows: _TerminalRows, stream: TextIO) -> None:
+        self.terminal_rows = terminal_rows
         self.stream = stream
 
     def write(self, text: str) -> int:
-        with self.screen.lock:
+        with self.terminal_rows.lock:
             if text:
-                self.screen.erase()
-                self.screen.line_open = not text.endswith("\n")
+                self.terminal_rows.erase()
+                self.terminal_rows.line_open = not text.endswith("\n")
             return self.stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
-_screen = _Screen()
+_terminal_rows = _TerminalRows()
 # Nothing is drawn during a fork, so that the child finds no stream in the middle of a write.
 os.register_at_fork(
-    before=lambda: _screen.lock.acquire(),
-    after_in_parent=lambda: _screen.lock.release(),
-    after_in_child=_screen.after_fork,
+    before=lambda: _terminal_rows.lock.acquire(),
+    after_in_parent=lambda: _terminal_rows.lock.release(),
+    after_in_child=_terminal_rows.after_fork,
 )
 
 
 def _close() -> None:
-    with _screen.lock:
-        _screen.rows.clear()
-        _screen.erase()
+    with _terminal_rows.lock:
+        _terminal_rows.rows.clear()
+        _terminal_rows.erase()
 
 
 call_at_end(_close)  # so that no row stays on the terminal
@@ -182,15 +180,15 @@ def has_unicode() -> bool:
 
     It is asked for its own encoding also while `sys.stderr` is replaced.
     """
-    return (_screen.stream().encoding or "").lower().startswith("utf")
+    return (_terminal_rows.stream().encoding or "").lower().startswith("utf")
 
 
-show_rows = _screen.add  # draws rows below others, ten times a second, until `hide_rows`
-hide_rows = _screen.remove  # nothing happens if they are not shown
+show_rows = _terminal_rows.add  # draws rows below others, ten times a second, until `hide_rows`
+hide_rows = _terminal_rows.remove  # nothing happens if they are not shown
 
 
 ROW_SECONDS = 0.3  # how long a phase lasts before it gets a row
-SAID_SECONDS = 1.0  # a phase that took as long leaves a line on a terminal
+REPORTED_SECONDS = 1.0  # a phase that took as long leaves a line on a terminal
 LINE_SECONDS = 15.0  # without a terminal: before a phase's first line, and between two
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _PLAIN_SPINNER = "-\\|/"  # in ASCII
@@ -202,20 +200,16 @@ _open: list["Phase"] = []  # phases that are drawn and have not ended, the inner
 class Phase:
     """The progress of the work inside a block of `phase`."""
 
-    what: str  # names the work, such as `loading weights`
+    title: str  # names the work, such as `loading weights`
     total: int | None  # units of work; None: not known
     unit: str  # plural, such as `tensors`; `bytes` are shown as such; empty: plain numbers
     done: int = 0  # units of work
-    text: str = ""  # how far it is, in words; empty: not said
+    # How far it is: the best result so far, or the part that is worked on; empty: not said.
+    text: str = ""
     began: float = field(default_factory=time.monotonic)  # seconds of the monotonic clock
 
     def advance(self, count: int) -> None:
-        """Add `count` units to the work that is done."""
         self.done += count
-
-    def say(self, text: str) -> None:
-        """Set how far it is, in words: the best result so far, or the part that is worked on."""
-        self.text = text
 
     def rows(self, width: int) -> list[Text]:
         """Return the row to draw; none for a phase that has just begun, or has another one inside.
@@ -228,7 +222,7 @@ class Phase:
         letters = _SPINNER if has_unicode() else _PLAIN_SPINNER
         row = Text(f"{letters[int(seconds * 10) % len(letters)]} ", style="cyan")
         time_text = f"  {self.describe_time(seconds)}"
-        row.append(f"{self.what}{self.describe_progress()}", style="default")
+        row.append(f"{self.title}{self.describe_progress()}", style="default")
         if self.text:
             row.append(f": {self.text}")
         row.truncate(max(width - len(time_text), 10), overflow="ellipsis")
@@ -251,7 +245,7 @@ class Phase:
 
         seconds: since the phase began.
         """
-        if not self.total or not self.done or self.done >= self.total or seconds < SAID_SECONDS:
+        if not self.total or not self.done or self.done >= self.total or seconds < REPORTED_SECONDS:
             return format_clock(seconds)
         return (
             f"{format_clock(seconds)}, eta"
@@ -261,7 +255,7 @@ class Phase:
 
 @contextmanager
 def phase(
-    what: str, total: int | None = None, unit: str = "", *, leaves_line: bool = True
+    title: str, total: int | None = None, unit: str = "", *, leaves_line: bool = True
 ) -> Iterator[Phase]:
     """Show what goes on inside the block; the caller advances the `Phase` that it yields.
 
@@ -269,12 +263,12 @@ def phase(
     than SAID_SECONDS. Without a terminal it writes a line every LINE_SECONDS. Phases may be nested;
     the innermost is shown. Only the first rank shows anything, and nothing with `--quiet`.
 
-    what, total, unit: as of `Phase`. leaves_line: False: no line with its time.
+    title, total, unit: as of `Phase`. leaves_line: False: no line with its time.
     """
-    current = Phase(what, total, unit)
+    current = Phase(title, total, unit)
     end = threading.Event()
     # Processes that were forked to help show nothing either.
-    is_reporter = os.environ.get("RANK", "0") == "0" and not _screen.in_fork
+    is_reporter = os.environ.get("RANK", "0") == "0" and not _terminal_rows.in_fork
     is_shown = is_reporter and not is_quiet()
     is_drawn = is_shown and can_draw()
     if is_drawn:
@@ -292,17 +286,17 @@ def phase(
             hide_rows(current.rows)
             _open.remove(current)
     seconds = time.monotonic() - current.began
-    if is_drawn and leaves_line and (seconds >= SAID_SECONDS or is_verbose()):
-        get_logger().info("%s: %s", what, format_seconds(seconds), extra={"style": SOFT})
+    if is_drawn and leaves_line and (seconds >= REPORTED_SECONDS or is_verbose()):
+        get_logger().info("%s: %s", title, format_seconds(seconds), extra={"style": SOFT})
 
 
 @contextmanager
-def importing(what: str) -> Iterator[None]:
+def importing(library: str) -> Iterator[None]:
     """Show the import of a large library as a phase; Ctrl-C in it ends the process at once.
 
     During an import the library may swallow the exception of an interrupt. No work is lost yet.
 
-    what: name of the library.
+    library: name of the library.
     """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
@@ -317,7 +311,7 @@ def importing(what: str) -> Iterator[None]:
     if catches:
         signal.signal(signal.SIGINT, end)
     try:
-        with phase(f"importing {what}", leaves_line=False):
+        with phase(f"importing {library}", leaves_line=False):
             yield
     finally:
         if catches:
@@ -329,7 +323,7 @@ def _log_progress(current: Phase, end: threading.Event) -> None:
     while not end.wait(LINE_SECONDS):
         get_logger().info(
             "%s%s%s, %s",
-            current.what,
+            current.title,
             current.describe_progress(),
             f": {current.text}" if current.text else "",
             current.describe_time(time.monotonic() - current.began),

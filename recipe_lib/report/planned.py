@@ -1,8 +1,8 @@
 """Read the figures of a run's memory plan, which another process makes.
 
 `tune run` plans beside the run and writes the figures into a JSON file, whose path the run has in
-the environment variable FIGURES. The run's summary, page and receipt (planned and measured peaks,
-kept for later plans) show them.
+an environment variable. The run's summary, page and receipt (planned and measured peaks, kept for
+later plans) show them.
 """
 
 import os
@@ -11,12 +11,13 @@ from typing import Any
 
 from recipe_lib.reading import find_object
 
-FIGURES = "TUNE_PLAN_FIGURES"  # environment variable with the path of the file
-KINDS = ("active", "allocated", "reserved")  # bytes of torch's allocator, whose peaks are planned
+FIGURES_VARIABLE = "TUNE_PLAN_FIGURES"  # environment variable with the path of the file
+# Bytes of torch's allocator, whose peaks are planned.
+MEMORY_KINDS = ("active", "allocated", "reserved")
 
 
 def read_planned_figures(output_dir: Path) -> dict[str, Any] | None:
     """Return the figures of the plan of the run in `output_dir`; None: there are none by now."""
-    figures = find_object(os.environ.get(FIGURES, ""))
+    figures = find_object(os.environ.get(FIGURES_VARIABLE, ""))
     is_of_this_run = figures.get("output_dir") == os.path.abspath(output_dir)
     return figures if is_of_this_run else None

@@ -25,6 +25,7 @@ from recipe_lib.report.view import Section, Table, TreeLine
 # Least and largest width, in columns of the terminal.
 NARROWEST = 60
 WIDEST = 120
+WIDE_REPORT = 160  # of reports with many columns, where standard output is no terminal
 # Styles of rich.
 GOOD = "bold green"
 BAD = "bold red"
@@ -118,7 +119,7 @@ def put_section(console: Console, section: Section) -> None:
     put_heading(console, section.title)
     if section.facts:
         put_pairs(console, ((name, str(value)) for name, value in section.facts))
-    if section.table and section.table.tells_below:
+    if section.table and section.table.last_column_below:
         _put_told_rows(console, section.table)
     elif section.table:
         put_table(console, section.table)
@@ -141,7 +142,7 @@ def _make_tree_table(lines: Sequence[TreeLine]) -> Table:
         rows=rows,
         left=("name", "tensors"),
         optional=("tensors",),
-        headed=False,
+        shows_header=False,
     )
 
 
@@ -169,7 +170,7 @@ def put_table(console: Console, table: Table) -> None:
         box=None,
         pad_edge=False,
         padding=(0, _GAP, 0, 0),
-        show_header=table.headed,
+        show_header=table.shows_header,
         header_style=SOFT,
     )
     for index in shown_columns:
@@ -180,11 +181,15 @@ def put_table(console: Console, table: Table) -> None:
             no_wrap=index not in cut_columns,
             overflow="fold",
         )
-    overflow: Literal["fold", "ellipsis"] = "fold" if table.fold else "ellipsis"
+    overflow: Literal["fold", "ellipsis"] = "fold" if table.wraps_cells else "ellipsis"
     for row in table.rows:
         grid.add_row(
             *(
-                Text(escape_invisible(str(row[index])), no_wrap=not table.fold, overflow=overflow)
+                Text(
+                    escape_invisible(str(row[index])),
+                    no_wrap=not table.wraps_cells,
+                    overflow=overflow,
+                )
                 for index in shown_columns
             )
         )

@@ -1,7 +1,7 @@
 """Define the sections of a document that is shown on a terminal and as an HTML page.
 
 Plans, evaluations and runs build sections. `terminal.put_section` shows one on a terminal,
-`chart.render_page` all of them as HTML. Cells are text, or numbers with a unit (`Bytes`, `Seconds`,
+`page.render_page` all of them as HTML. Cells are text, or numbers with a unit (`Bytes`, `Seconds`,
 `Count` of `units.py`), which both show in the same words. No torch in here.
 """
 
@@ -21,9 +21,10 @@ class Table:
     # Names of columns to leave out if a terminal is too narrow, the first of them first.
     optional: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # sentences below it
-    headed: bool = True  # False: a terminal shows no header
-    fold: bool = False  # True: a long cell goes on in the next line; False: it is cut
-    tells_below: bool = False  # True: on a terminal the last cell stands below the rest of its row
+    shows_header: bool = True  # False: a terminal shows no header
+    wraps_cells: bool = False  # True: a long cell goes on in the next line; False: it is cut
+    # True: on a terminal the last cell stands below the rest of its row.
+    last_column_below: bool = False
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Section:
     items: Sequence[str] = ()  # sentences
     text: str = ""  # a paragraph
     listing: str = ""  # text of a file, for pages; a terminal does not show it
-    closed: bool = False  # True: on a page a click on its heading opens it
+    is_collapsed: bool = False  # True: on a page a click on its heading opens it
 
     def __bool__(self) -> bool:
         return any(

@@ -176,7 +176,6 @@ class _TemplateProcess:
             child.returncode = 0
 
     def reset_after_fork(self) -> None:
-        """Forget the process of the parent, in a fork."""
         self._lock = threading.Lock()
         self.drop(kill=False)
 

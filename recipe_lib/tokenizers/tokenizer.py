@@ -188,7 +188,6 @@ class Tokenizer:
         )
 
     def is_special(self, token: int) -> bool:
-        """Return True if an id is one of the special tokens."""
         return token in self._special_ids
 
     def encode(self, text: str, *, add_bos: bool = False, allow_special: bool = False) -> list[int]:

@@ -182,7 +182,6 @@ class SentencePieceVocabulary(Vocabulary):
         return ids
 
     def find(self, piece: str) -> int | None:
-        """Return the id of a piece; None if there is none."""
         # For an unknown piece the library returns the id of the unknown token.
         token = self.model.piece_to_id(piece)
         return token if self.model.id_to_piece(token) == piece else None
@@ -228,7 +227,6 @@ class TiktokenVocabulary(Vocabulary):
         return list(itertools.chain.from_iterable(map(self._encoding.encode_ordinary, parts)))
 
     def find(self, piece: str) -> int | None:
-        """Return the id of a piece; None if there is none."""
         return self._ids.get(piece.encode())
 
 
@@ -305,11 +303,9 @@ class JsonVocabulary(Vocabulary):
         return b"" if piece is None else self._to_bytes(piece)
 
     def find(self, piece: str) -> int | None:
-        """Return the id of a token as the file spells it; None if there is none."""
         return self._first.token_to_id(piece)
 
     def puts_bos_first(self, bos_id: int) -> bool:
-        """Return True if the file's own post-processor puts BOS before a text."""
         return self._puts_first == [bos_id]
 
     def _build_variant(self, fields: dict[str, Any], keep_always: bool) -> Any:

@@ -25,8 +25,10 @@ from recipe_lib.parallel.world import World
 from recipe_lib.report.phases import phase
 from recipe_lib.units import pluralize
 
-_LOWER = ("loss", "perplexity", "error")  # ends of the names of metrics of which less is better
-_COUNTS = ("_tokens", "_pairs")  # ends of the names of counts, by which no step is better
+# Ends of the names of metrics of which less is better
+_LOWER = ("loss", "perplexity", "error", "divergence", "cross_entropy", "_kl", "_rejected")
+# Ends of the names of counts, by which no step is better
+_COUNTS = ("_tokens", "_pairs", "_samples", "_sequences")
 
 
 class BestStep:

@@ -266,7 +266,7 @@ class TrainingLoop:
         epoch, steps = self._data.plan.locate(self.step)
         line = build_step_metrics(
             step=self.step,
-            epoch=epoch + steps / self._data.plan.steps(epoch),
+            epoch=epoch + steps / self._data.plan.count_steps(epoch),
             loss=loss,
             grad_norm=grad_norm,
             lr=lr,
@@ -315,7 +315,12 @@ class TrainingLoop:
             if parameter.requires_grad
         ]
         norms = [torch.linalg.vector_norm(shard, float("inf")) for shard in shards if shard.numel()]
-        is_finite = not norms or bool(torch.isfinite(torch.stack(norms)).all())
+        # Streamed layers are in host memory, the rest on the device, for which the host waits once.
+        devices = {norm.device for norm in norms}
+        is_finite = all(
+            torch.isfinite(torch.stack([norm for norm in norms if norm.device == device])).all()
+            for device in devices
+        )
         if self._world.any(not is_finite):
             self._raise_diverged("weights that are not finite after the update")
 

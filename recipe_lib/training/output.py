@@ -309,9 +309,11 @@ def is_record(path: Path) -> bool:
         )
     if path.name == SUMMARY_FILE:
         summary = find_object(path)
-        return {"status", "settings", "versions"} <= summary.keys() and "tune-recipes" in summary[
-            "versions"
-        ]
+        return (
+            {"status", "settings"} <= summary.keys()
+            and isinstance(summary.get("versions"), dict)
+            and "tune-recipes" in summary["versions"]
+        )
     # Pages that earlier versions wrote have only the second mark.
     has_mark = 'content="tune-recipes: run"' in begin or "--c0:" in begin
     return begin.startswith("<!DOCTYPE html>") and has_mark

@@ -24,8 +24,9 @@ from recipe_lib.models.mixture import Mixture
 from recipe_lib.parallel.world import World
 from recipe_lib.reading import parse_json, read_bytes, read_object, read_text
 from recipe_lib.redaction import redact
-from recipe_lib.report.chart import Curve, draw_line_figure, render_page
-from recipe_lib.report.planned import KINDS
+from recipe_lib.report.chart import Curve, draw_line_figure
+from recipe_lib.report.page import render_page
+from recipe_lib.report.planned import MEMORY_KINDS
 from recipe_lib.report.view import Figure, Section, Table
 from recipe_lib.units import GIB, Bytes, convert_to_gib, format_count, format_seconds
 
@@ -332,7 +333,7 @@ def render_report(
         ),
         Section("Summary", facts=_list_summary_rows(summary, lines)),
         Section("Software", facts=sorted(summary["versions"].items())),
-        Section("All settings", listing=config, closed=True),
+        Section("All settings", listing=config, is_collapsed=True),
     ]
     return render_page(
         "run",
@@ -448,7 +449,7 @@ def _build_planned_section(summary: Mapping[str, Any], lines: list[dict[str, Any
     # Rank 0 records what is measured, so that its planned peaks are the ones to compare.
     planned = {**figures, **(figures.get("first") or {})} if on_gpu else figures
     rows = []
-    for kind in KINDS:
+    for kind in MEMORY_KINDS:
         gib = summary.get(f"peak_memory_{kind}_gib")
         sizes = [Bytes(size) if size else None for size in (planned.get(kind), gib and gib * GIB)]
         rows.append(_build_comparison_row(f"peak {kind} memory", *sizes, is_alike=on_gpu))

@@ -59,7 +59,7 @@ def list_derived_numbers(
         *_describe_batch(cfg, world=world, dataset=data.dataset, plan=data.plan),
         *_describe_pipeline(cfg, parallel),
         _describe_steps(cfg, data.dataset, data.plan),
-        _describe_learning_rate(cfg, data.plan.total_steps(cfg.epochs, cfg.max_steps)),
+        _describe_learning_rate(cfg, data.plan.count_total_steps(cfg.epochs, cfg.max_steps)),
         *_describe_model(cfg, model, parallel),
         *describe_extra(model, world),
         *_describe_other_parts(model),
@@ -95,7 +95,7 @@ def _describe_batch(
     step_tokens = dataset.report.tokens / max(1, dataset.items) * global_batch_size
     if cfg.data.packing:
         unit = "packed sequences"
-        step_tokens = dataset.report.tokens / plan.steps(0)
+        step_tokens = dataset.report.tokens / plan.count_steps(0)
     max_tokens = cfg.max_seq_len * dataset.group
     return [
         (
@@ -131,15 +131,15 @@ def _describe_pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]
 
 def _describe_steps(cfg: FullFinetuneConfig, dataset: Dataset, plan: DataPlan) -> str:
     """Return a line on the number of steps, of the run and of an epoch."""
-    steps = plan.total_steps(cfg.epochs, cfg.max_steps)
-    uncut_steps = plan.total_steps(cfg.epochs, None)
+    steps = plan.count_total_steps(cfg.epochs, cfg.max_steps)
+    uncut_steps = plan.count_total_steps(cfg.epochs, None)
     cut = "" if steps == uncut_steps else f", cut by max_steps from {uncut_steps}"
     if cfg.max_steps is not None and cfg.max_steps > uncut_steps:
         cut = f"; max_steps {cfg.max_steps} needs more epochs"
     unit = "sequences" if dataset.group == 1 else "pairs"
     packed = " in packs" if cfg.data.packing else ""
     return (
-        f"steps: {steps} ({plan.steps(0)} per epoch of {dataset.items} {unit}{packed} x"
+        f"steps: {steps} ({plan.count_steps(0)} per epoch of {dataset.items} {unit}{packed} x"
         f" {cfg.epochs} epochs{cut})"
     )
 
@@ -259,15 +259,19 @@ def check_host_memory(
     All ranks of this machine count together; `memory.host_memory_limit_gib` is what is allowed.
     Activations are checked later, by a function that is handed to `parallel.levers.offload`. Call
     it when the model is sharded and not yet allocated. other: another model of the run, which is
-    allocated already, such as a frozen reference; None: there is none.
+    allocated already, such as a frozen reference; None: there is none. Collective.
     """
     if world.device.type == "cpu" or not holds_values(world.device):
         return
     needs = count_offloaded_bytes(model, cfg, other)
-    # Read before the model is allocated. The check of activations below compares with it, too: it
-    # counts the model again.
-    free = find_free_host_memory()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world.any(False)  # waits until all ranks have allocated the other model
+    # Read by all ranks before one allocates the model. The check of activations below compares with
+    # it, too: it counts the models again.
+    free_bytes, source = world.agree(find_free_host_memory)
+    # The needs have the other model, whose memory is taken already.
+    free_bytes += ranks * (sum(needs.values()) - sum(count_offloaded_bytes(model, cfg).values()))
+    free = (free_bytes, source)
     # Checked now: the bytes of parameters, gradients and optimizer states, which are known.
     check_host_needs(needs, allowed=cfg.memory.host_memory_limit_gib, ranks=ranks, free=free)
     if parallel.levers.offload is not None:

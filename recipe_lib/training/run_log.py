@@ -50,7 +50,12 @@ SHORTEST_BAR = 8  # columns of the terminal
 LONGEST_BAR = 60  # columns of the terminal
 PAST_WEIGHT = 0.9  # weight of earlier steps in the moving average of seconds of a step
 # Numbers of a validation that are not shown, because they are the same each time
-_NOT_SHOWN = ("validation_tokens", "validation_pairs")
+_NOT_SHOWN = (
+    "validation_tokens",
+    "validation_pairs",
+    "validation_samples",
+    "validation_sequences",
+)
 # Beginnings or ends of the texts of numbers, in the order in which a narrow line leaves them out
 _LEFT_OUT = ("labels", "lr", "grad norm", "tokens/s/device", "GiB")
 
@@ -326,7 +331,7 @@ def count_data(data: TrainingData) -> dict[str, Any]:
     packed_share = data.plan.compute_packed_share()  # share of tokens in packs; the rest is padding
     if packed_share is not None:
         # `packs`: number of packs in the first epoch
-        counts["training"] |= {"packs": data.plan.packs(), "packed_share": packed_share}
+        counts["training"] |= {"packs": data.plan.count_slots(), "packed_share": packed_share}
     if data.validation_dataset is not None:
         counts["validation"] = _count_dataset(data.validation_dataset.report)
     return counts

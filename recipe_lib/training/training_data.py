@@ -82,7 +82,7 @@ class TrainingData:
             shuffle=cfg.data.shuffle,
             packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
         )
-        self.total_steps = self.plan.total_steps(cfg.epochs, cfg.max_steps)
+        self.total_steps = self.plan.count_total_steps(cfg.epochs, cfg.max_steps)
         # Names in `validation.metrics` of metrics that are computed from token scores, and of those
         # that are computed from generated answers
         self.scored_metrics = [name for name in cfg.validation.metrics if name in SCORED_METRICS]

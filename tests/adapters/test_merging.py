@@ -187,18 +187,20 @@ def test_pieces_of_rows_are_the_formula(
 ) -> None:
     monkeypatch.setattr(merged, "_PIECE_ELEMENTS", 20)
     torch.manual_seed(0)
-    weight, first, second = (
+    weight, lora_a, lora_b = (
         torch.randn(7, 5).double(),
         torch.randn(2, 5).double(),
         torch.randn(7, 2).double(),
     )
-    lengths = torch.rand(5 if by_column else 7).double() if dora else None
+    magnitudes = torch.rand(5 if by_column else 7).double() if dora else None
     pieces = list(
-        merge_rows(lambda a, b: weight[a:b], 7, Update(first, second, math.pi, lengths, by_column))
+        merge_rows(
+            lambda a, b: weight[a:b], 7, Update(lora_a, lora_b, math.pi, magnitudes, by_column)
+        )
     )
-    expected = weight + math.pi * second @ first
-    if lengths is not None:
+    expected = weight + math.pi * lora_b @ lora_a
+    if magnitudes is not None:
         norms = expected.norm(dim=0 if by_column else 1)
-        expected = expected * (lengths / norms if by_column else (lengths / norms)[:, None])
+        expected = expected * (magnitudes / norms if by_column else (magnitudes / norms)[:, None])
     assert [len(piece) for piece in pieces] == [4, 3]
     torch.testing.assert_close(torch.cat(pieces), expected, rtol=1e-13, atol=1e-13)

@@ -202,7 +202,12 @@ def test_the_modules_that_peft_selects(fields: dict[str, Any], base: Path) -> No
 
     selection = {key: value for key, value in fields.items() if key != "modules_to_save"}
     config = AdapterConfig(
-        4, 8, False, False, saved=tuple(fields.get("modules_to_save", ())), selection=selection
+        4,
+        8,
+        False,
+        False,
+        modules_to_save=tuple(fields.get("modules_to_save", ())),
+        selection=selection,
     )
     theirs = PeftConfig(**fields)
     for name in build_file_modules(read_folder_spec(base)):

@@ -12,6 +12,7 @@ import torch
 
 from recipe_lib.adapters import get_adapter_parameters
 from recipe_lib.checkpoint.optimizer_state import hash_frozen_parameters
+from recipe_lib.checkpoint.rank_groups import find_holders
 from recipe_lib.checkpoint.resumable_state import find_state, has_adapters, load_state, save_state
 from recipe_lib.checkpoint.safetensors_files import read_header
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
@@ -110,7 +111,7 @@ def test_the_mark_is_the_same_for_every_sharding() -> None:
     def mark(**parallel: Any) -> str | None:
         setting = Setting(replace(LORA, target_modules=EVERYWHERE), ParallelConfig(**parallel))
         with build_adapted(SPEC, setting) as (model, world):
-            return hash_frozen_parameters(model, world)
+            return hash_frozen_parameters(model, world, find_holders(model, world))
 
     one = mark()
     assert one is not None
@@ -120,15 +121,15 @@ def test_the_mark_is_the_same_for_every_sharding() -> None:
 
 def test_the_mark_tells_one_changed_number() -> None:
     with build_adapted(SPEC, Setting(LORA)) as (model, world):
-        before = hash_frozen_parameters(model, world)
+        before = hash_frozen_parameters(model, world, find_holders(model, world))
         with torch.no_grad():
             model.model.layers[1].mlp.down_proj.weight[3, 2] += 1e-12
-        assert hash_frozen_parameters(model, world) != before
+        assert hash_frozen_parameters(model, world, find_holders(model, world)) != before
         with torch.no_grad():
             model.model.layers[1].mlp.down_proj.weight[3, 2] -= 1e-12
         for parameter in get_adapter_parameters(model).values():
             parameter.data.add_(1.0)
-        assert hash_frozen_parameters(model, world) == before
+        assert hash_frozen_parameters(model, world, find_holders(model, world)) == before
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 
 from recipe_lib.checkpoint import resumable_state
 from recipe_lib.checkpoint.resumable_state import find_state, load_state, save_state
-from recipe_lib.checkpoint.run_files import MANIFEST
+from recipe_lib.config.local_files import STATE_MANIFEST
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
 from recipe_lib.parallel.world import World
@@ -30,7 +30,7 @@ from tests.distributed.ranks import run_ranks
 SHARD = "shard-00001-of-00001.safetensors"
 RNG = "rng-00001.safetensors"
 SETTINGS = "state.json"
-FILES = (SHARD, RNG, SETTINGS, MANIFEST)
+FILES = (SHARD, RNG, SETTINGS, STATE_MANIFEST)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def swap(folder: Path, draw: random.Random) -> None:
 
 
 def edit_manifest(folder: Path, draw: random.Random) -> None:
-    fields = json.loads((folder / MANIFEST).read_text())
+    fields = json.loads((folder / STATE_MANIFEST).read_text())
     edit: Callable[[], object] = draw.choice(
         [
             lambda: fields.update(step=3),
@@ -118,7 +118,7 @@ def edit_manifest(folder: Path, draw: random.Random) -> None:
         ]
     )
     edit()
-    (folder / MANIFEST).write_text(json.dumps(fields))
+    (folder / STATE_MANIFEST).write_text(json.dumps(fields))
 
 
 DAMAGE = (
@@ -181,7 +181,7 @@ def test_none_is_good(saved: tuple[Path, str], tmp_path: Path, world: World) -> 
     root = tmp_path / "state"
     shutil.copytree(saved[0], root)
     (root / "step_1" / SHARD).unlink()
-    (root / "step_2" / MANIFEST).unlink()
+    (root / "step_2" / STATE_MANIFEST).unlink()
     with pytest.raises(CheckpointError) as raised:
         find_state(root, "latest", world)
     assert (
@@ -202,8 +202,8 @@ def test_a_renamed_folder_is_not_the_state_of_another_step(
 
 def test_a_newer_format_says_so(saved: tuple[Path, str], tmp_path: Path, world: World) -> None:
     shutil.copytree(saved[0] / "step_1", tmp_path / "step_1")
-    fields = json.loads((tmp_path / "step_1" / MANIFEST).read_text())
-    (tmp_path / "step_1" / MANIFEST).write_text(json.dumps(fields | {"format": 7}))
+    fields = json.loads((tmp_path / "step_1" / STATE_MANIFEST).read_text())
+    (tmp_path / "step_1" / STATE_MANIFEST).write_text(json.dumps(fields | {"format": 7}))
     with pytest.raises(
         CheckpointError, match="manifest.json has format 7, this release reads up to 1"
     ):

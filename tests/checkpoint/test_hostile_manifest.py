@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from recipe_lib.checkpoint import run_files
-from recipe_lib.checkpoint.run_files import MANIFEST, DamagedState, check_presence, write_manifest
+from recipe_lib.checkpoint.run_files import DamagedState, check_presence, write_manifest
+from recipe_lib.config.local_files import STATE_MANIFEST
 from recipe_lib.files import FileRecord, compute_sha256
 
 
@@ -17,9 +18,9 @@ def state(folder: Path, **changes: Any) -> Path:
     """A state of one file whose manifest is changed and sealed again."""
     (folder / "shard-0").write_text("x")
     write_manifest(folder, 3, 1, 1, [FileRecord("shard-0", 1, compute_sha256(folder / "shard-0"))])
-    fields = json.loads((folder / MANIFEST).read_text()) | changes
+    fields = json.loads((folder / STATE_MANIFEST).read_text()) | changes
     fields.pop("manifest_sha256")
-    (folder / MANIFEST).write_text(
+    (folder / STATE_MANIFEST).write_text(
         json.dumps(fields | {"manifest_sha256": run_files._compute_seal(fields)})
     )
     return folder
@@ -46,7 +47,7 @@ def test_a_name_that_no_file_can_have(tmp_path: Path):
 @pytest.mark.parametrize("field", ["step", "sequence", "world_size"])
 @pytest.mark.parametrize("count", [-1, 2**63, 1.5, "3", None, True])
 def test_counts_that_are_none(field: str, count: Any, tmp_path: Path):
-    with pytest.raises(DamagedState, match=f"{MANIFEST} holds an invalid count"):
+    with pytest.raises(DamagedState, match=f"{STATE_MANIFEST} holds an invalid count"):
         check_presence(state(tmp_path, **{field: count}))
 
 

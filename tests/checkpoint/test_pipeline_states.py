@@ -222,9 +222,9 @@ def test_names_are_in_the_order_of_the_whole_model() -> None:
         for name in world_names:
             with load_staged(name, build_changed_spec(CONFIG)) as (model, world):
                 holders = find_holders(model, world)
-                assert holders.first["model.layers.0.mlp.up_proj.weight"] == 0
+                assert holders.first_ranks["model.layers.0.mlp.up_proj.weight"] == 0
                 assert holders.is_ours("model.layers.0.mlp.up_proj.weight") == (holders.leader == 0)
-                orders.append(list(holders.first))
+                orders.append(list(holders.first_ranks))
         return orders
 
     assert run_ranks(found, 2, ["stages", "folded", "shards"]) == [[order] * 3] * 2
@@ -283,11 +283,11 @@ def test_a_changed_frozen_weight_of_another_stage_is_found(memory_path: Path) ->
 
     def work() -> list[Any]:
         with load_staged("stages", build_changed_spec(config), lora) as (model, world):
-            before = hash_frozen_parameters(model, world)
+            before = hash_frozen_parameters(model, world, find_holders(model, world))
             if model.lm_head is not None:
                 with torch.no_grad():
                     model.model.layers.get_submodule("3").mlp.down_proj.weight[3, 2] += 1e-3
-            changed = hash_frozen_parameters(model, world) != before
+            changed = hash_frozen_parameters(model, world, find_holders(model, world)) != before
             with suppress(CheckpointError):
                 load_state(path, model, None, world)
                 return [changed, "loaded"]

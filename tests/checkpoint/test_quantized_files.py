@@ -249,7 +249,7 @@ def count_slices() -> list[tuple[str, int]]:
     file.
     """
     read: list[tuple[str, int]] = []
-    real = Reader.slice
+    real = Reader.get_slice
 
     class Counted:
         def __init__(self, source: Any, name: str):
@@ -260,7 +260,7 @@ def count_slices() -> list[tuple[str, int]]:
             read.append((self.name, part.numel()))
             return part
 
-    Reader.slice = lambda self, name: Counted(real(self, name), name)  # type: ignore[method-assign]
+    Reader.get_slice = lambda self, name: Counted(real(self, name), name)  # type: ignore[method-assign]
     return read
 
 

@@ -115,7 +115,7 @@ def entries(file: Path) -> list[Any]:
 def count_reads() -> list[int]:
     """From now on, in this process: bytes of every slice that is read."""
     read: list[int] = []
-    real = Reader.slice
+    real = Reader.get_slice
 
     class Slice:
         def __init__(self, source: Any):
@@ -126,7 +126,7 @@ def count_reads() -> list[int]:
             read.append(part.numel() * part.element_size())
             return part
 
-    Reader.slice = lambda self, name: Slice(real(self, name))  # type: ignore[method-assign]
+    Reader.get_slice = lambda self, name: Slice(real(self, name))  # type: ignore[method-assign]
     return read
 
 
@@ -171,7 +171,7 @@ def test_values_are_cast_to_the_parameters_type(
 def test_host_memory_is_bounded_by_a_piece(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Reader, "slice", Reader.slice)  # put back what count_reads replaces
+    monkeypatch.setattr(Reader, "get_slice", Reader.get_slice)  # put back what count_reads replaces
     monkeypatch.setattr(huggingface, "READ_BYTES", 4096)
     folder = folders["phi3"]
     read = count_reads()

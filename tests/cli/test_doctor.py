@@ -212,13 +212,13 @@ def test_what_two_cards_give_is_told_and_written(
     monkeypatch.setattr(doctor, "list_device_steps", faked(steps))
     monkeypatch.setattr(doctor, "measure_links", measured)
     path = tmp_path / "rates.json"
-    assert main(["doctor", "--json", "--write", str(path)]) == doctor.FOUND
+    assert main(["doctor", "--json", "--write", str(path)]) == doctor.HAS_FINDINGS
     assert tried == [(2, True)]
     told = json.loads(capsys.readouterr().out)
     assert not told["healthy"] and told["steps"] == steps
     assert [each["name"] for each in told["findings"]] == ["peer-copies-wrong", "collectives-fail"]
     assert calibration.read_calibration(path, find_hardware("rtx4090")).links is None
-    assert main(["doctor", "--json", "--write", str(path)]) == doctor.FOUND
+    assert main(["doctor", "--json", "--write", str(path)]) == doctor.HAS_FINDINGS
     capsys.readouterr()
     read = calibration.read_calibration(path, find_hardware("rtx4090"))
     assert read.links and read.links.points["all_gather"][-1] == (2**19, 1e-5 + 2**20 / 1e10)
@@ -273,7 +273,7 @@ def test_a_torch_that_does_not_start_is_a_finding(
 ) -> None:
     monkeypatch.setattr(doctor, "describe_machine", lambda folders: build_healthy()["machine"])
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert main(["doctor", "--write", str(tmp_path / "rates.json")]) == doctor.FOUND
+    assert main(["doctor", "--write", str(tmp_path / "rates.json")]) == doctor.HAS_FINDINGS
     told = capsys.readouterr()
     assert "torch-broken: torch: ModuleNotFoundError" in told.out
     assert "not written, as the device's rates could not be measured" in told.err and not list(
@@ -397,7 +397,7 @@ def test_the_benchmark_keeps_what_was_found(
     facts["steps"]["torch"]["gpus"] = []
     facts["links"]["failed"] = ["rank 0: meet: RuntimeError"]
     facts["machine"]["listed_gpus"] = []
-    assert gpu_check.main(["doctor", "--output", str(tmp_path)]) == doctor.FOUND
+    assert gpu_check.main(["doctor", "--output", str(tmp_path)]) == doctor.HAS_FINDINGS
     names = ["gpu-doctor-2x-nvidia-geforce-rtx-4090", "gpu-doctor-dry-run-cpu"]
     endings = ["-rates.json", ".json", ".md"]
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(

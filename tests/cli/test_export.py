@@ -103,7 +103,7 @@ def test_a_folder_named_by_a_dot_knows_its_run(
     make_run(run, base, finished=True)
     monkeypatch.chdir(run / part)
     arguments = Namespace(checkpoint=".", recipe=None, hf=False)
-    source = export_trained.find_export(arguments)
+    source = export_trained.find_export_source(arguments)
     assert (source.run, source.records) == (run, run)
     assert source.cfg.output_dir == str(run)
 

@@ -120,6 +120,30 @@ def test_what_is_not_quantized(tmp_path: Path, capsys: pytest.CaptureFixture):
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("qat: null\n", None),
+        ("qat: ~\n", None),
+        ("qat:\n", None),
+        ("qat: int8\n", "rounded as in training (qat=int8)"),
+        (
+            "qat: int4\nqat_group_size: 64\n",
+            "note: not rounded as in training, which was with qat=int4 qat_group_size=64",
+        ),
+    ],
+)
+def test_the_rounding_of_training_is_compared_unless_it_is_null(
+    text: str, line: str | None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    save_model("qwen2", tmp_path / "model", num_hidden_layers=1)
+    (tmp_path / "config.yaml").write_text(text)
+    code, out, err = call_export(capsys, tmp_path / "model", "--quantize", "int8")
+    assert (code, err) == (0, "")
+    compared = [shown for shown in out.splitlines() if "rounded as in training" in shown]
+    assert compared == ([] if line is None else [line])
+
+
 def test_a_failure_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):

@@ -388,5 +388,5 @@ def test_one_code_out_of_many(
 
 
 def test_what_a_rank_has_said_is_not_said_again():
-    assert choose_exit_code({0: 7, 1: -9}, None, said=True) == (7, "")
-    assert choose_exit_code({0: 7, 1: 2}, None, said=True) == (2, "")
+    assert choose_exit_code({0: 7, 1: -9}, None, has_reported=True) == (7, "")
+    assert choose_exit_code({0: 7, 1: 2}, None, has_reported=True) == (2, "")

@@ -48,7 +48,7 @@ def test_a_copy_s_class_may_have_another_name(tmp_path: Path) -> None:
     text = LORA.replace(CALL, CALL.replace("Config", "MyConfig")).replace("def main(", own_class)
     file.write_text(f"from dataclasses import dataclass\n{text}", encoding="utf-8")
     recipe = RecipeFile.find(str(file))
-    assert recipe.has_known_arguments() and recipe.schema().__name__ == "MyConfig"
+    assert recipe.has_known_arguments() and recipe.load_schema().__name__ == "MyConfig"
     assert check_arguments(recipe, ["--config", "demo/lora", "sparkle=3"]).sparkle == 3
 
 

@@ -33,9 +33,9 @@ ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     ],
 )
 def test_whether_a_plan_is_shown(words, variable, wanted: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(plan_during_run.VARIABLE, raising=False)
+    monkeypatch.delenv(plan_during_run.PLAN_VARIABLE, raising=False)
     if variable is not None:
-        monkeypatch.setenv(plan_during_run.VARIABLE, variable)
+        monkeypatch.setenv(plan_during_run.PLAN_VARIABLE, variable)
     others = ["--nproc_per_node", "2", "recipe.py", "--config", "x", "a=--plan"]
     assert plan_during_run.take_choice([*words[:1], *others, *words[1:]]) == (others, wanted)
 
@@ -101,7 +101,9 @@ SETTINGS = PlanSettings(
 
 def test_the_line_says_what_it_was_planned_for():
     figures = plan_during_run.collect_figures(build_example_plan())
-    own, other = (plan_during_run.describe(figures, SETTINGS, own=own) for own in (True, False))
+    own, other = (
+        plan_during_run.describe(figures, SETTINGS, is_own_device=own) for own in (True, False)
+    )
     assert own.startswith("plan: fits (4 x rtx4090): active ")
     assert "sequences of 512 tokens; a step 4.00s (uncalibrated)" in own
     assert other.startswith("plan: fits (4 x rtx4090, as there is no GPU here): active ")
@@ -111,7 +113,7 @@ def test_the_line_says_what_it_was_planned_for():
 
 def test_a_plan_of_one_step_says_that_it_is_rough():
     figures = plan_during_run.collect_figures(build_example_plan()) | {"is_short": True}
-    assert " about " in plan_during_run.describe(figures, SETTINGS, own=True)
+    assert " about " in plan_during_run.describe(figures, SETTINGS, is_own_device=True)
 
 
 @pytest.fixture

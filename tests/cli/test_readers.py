@@ -230,7 +230,7 @@ def test_no_option_is_left_out():
     """
     options = set()
     for verb in VERBS:
-        for action in importlib.import_module(get_module_name(verb)).PARSER._actions:
+        for action in importlib.import_module(get_module_name(verb)).PARSER.list_arguments():
             if (
                 action.nargs != 0
                 and action.choices is None

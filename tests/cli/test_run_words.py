@@ -44,15 +44,15 @@ def test_the_recipe_is_found_behind_the_flags(flags: list[str]):
 
 
 def test_the_table_agrees_with_torchrun():
-    ours = launch.WITH_VALUE | launch.WITHOUT_VALUE | launch.REFUSED
+    ours = launch.FLAGS_WITH_VALUE | launch.FLAGS_WITHOUT_VALUE | launch.REFUSED_FLAGS
     for action in get_args_parser()._actions:
         for name in action.option_strings:
             flag = name.replace("_", "-")
             if flag in ("-h", "--help"):
                 continue
             assert flag in ours, f"{flag} is new in this torch; add it to the table"
-            if flag not in launch.REFUSED:
-                assert (flag in launch.WITH_VALUE) == (action.nargs != 0), flag
+            if flag not in launch.REFUSED_FLAGS:
+                assert (flag in launch.FLAGS_WITH_VALUE) == (action.nargs != 0), flag
 
 
 @pytest.mark.parametrize(

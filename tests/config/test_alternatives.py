@@ -48,7 +48,9 @@ def test_the_command_line_takes_the_place_of_the_file(
     first: str, override: str, taken: str, kept: str, write
 ):
     loaded = load_with_origins(write("c.yaml", BASE + first), [override])
-    assert loaded.idle == [f"{taken} has no effect: {kept} takes its place (command line)"]
+    assert loaded.describe_idle_keys() == [
+        f"{taken} has no effect: {kept} takes its place (command line)"
+    ]
     rows = {name: (value, where) for name, value, where in loaded.rows}
     assert rows[kept][1] == "command line"
     assert rows[taken][0] in (None, [], 0) and rows[taken][1].endswith(

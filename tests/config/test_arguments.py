@@ -37,6 +37,7 @@ def test_from_the_process(config, monkeypatch):
         (["--config"], "argument --config: expected one argument"),
         (["--config", "x", "--confg", "y"], "unrecognized arguments: --confg"),
         (["--conf", "x"], "--config is missing"),
+        (["--config", "x", "--twice"], "unrecognized arguments: --twice"),
     ],
 )
 def test_wrong_words(words, said):

@@ -34,4 +34,4 @@ def list_global_rows(
 ) -> np.ndarray:
     """Return the row numbers of a step (from 0) of an epoch (from 0), over all ranks."""
     plan = DataPlan(OneSource(num_rows), seed=seed, slots_per_step=rows_per_step, shuffle=shuffle)
-    return np.concatenate(plan.slots(epoch * plan.steps(0) + step))
+    return np.concatenate(plan.list_slots(epoch * plan.count_steps(0) + step))

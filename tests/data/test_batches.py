@@ -168,9 +168,9 @@ def documents(batch) -> list[tuple[list[int], list[int], list[int]]]:
 def test_packed_rows_hold_their_documents_one_behind_the_other(ranks, accumulation, size):
     rows = made_dataset(60)
     plan = DataPlan(rows, seed=1, slots_per_step=4, shuffle=True, packing_capacity=40)
-    slots = plan.slots(2)
+    slots = plan.list_slots(2)
     steps = [
-        make_step(rows, slots, rank, ranks, size, accumulation, PAD, 8, plan.pack_length(2))
+        make_step(rows, slots, rank, ranks, size, accumulation, PAD, 8, plan.get_pack_length(2))
         for rank in range(ranks)
     ]
     found = [
@@ -233,8 +233,8 @@ def loss_of(model, steps) -> torch.Tensor:
 def test_the_loss_of_packed_rows_is_that_of_the_rows(decoder):
     rows = made_dataset(24)
     plan = DataPlan(rows, seed=0, slots_per_step=4, shuffle=True, packing_capacity=50)
-    slots = plan.slots(0)
-    packed = make_step(rows, slots, 0, 1, 2, 2, PAD, 16, plan.pack_length(0))
+    slots = plan.list_slots(0)
+    packed = make_step(rows, slots, 0, 1, 2, 2, PAD, 16, plan.get_pack_length(0))
     items = np.concatenate(slots)
     alone = make_step(rows, items, 0, 1, len(items), 1, PAD)
     losses, gradients = [], []
@@ -254,10 +254,10 @@ def test_the_loss_of_packed_rows_is_that_of_the_rows(decoder):
 def test_pairs_stay_together_and_their_tokens_know_their_row(packing):
     pairs = made_dataset(40, group=2)
     plan = DataPlan(pairs, seed=3, slots_per_step=4, shuffle=True, packing_capacity=packing)
-    for step in range(plan.steps(0)):
-        slots = plan.slots(step)
+    for step in range(plan.count_steps(0)):
+        slots = plan.list_slots(step)
         for rank in range(2):
-            made = make_step(pairs, slots, rank, 2, 2, 1, PAD, 4, plan.pack_length(step))
+            made = make_step(pairs, slots, rank, 2, 2, 1, PAD, 4, plan.get_pack_length(step))
             assert made.num_items == sum(map(len, slots))
             (batch,) = made.micro_batches
             assert batch.tokens.shape[0] == (2 if packing else 4)

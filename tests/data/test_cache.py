@@ -68,8 +68,8 @@ def same(left, right):
     for number in range(len(left)):
         assert left[number].tokens.tolist() == right[number].tokens.tolist()
         assert left[number].labels.tolist() == right[number].labels.tolist()
-    assert [left.place(item) for item in range(left.items)] == [
-        right.place(item) for item in range(right.items)
+    assert [left.locate_item(item) for item in range(left.items)] == [
+        right.locate_item(item) for item in range(right.items)
     ]
 
 

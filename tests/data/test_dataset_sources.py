@@ -68,13 +68,13 @@ def test_several_sources_follow_each_other(chatml, rows_file):
     assert dataset.item_lengths.tolist() == dataset.lengths.tolist()
     alone = build(chatml, source=second, format="messages")
     assert dataset[3].tokens.tolist() == alone[0].tokens.tolist()
-    assert [dataset.place(item) for item in (2, 3, 5)] == [
+    assert [dataset.locate_item(item) for item in (2, 3, 5)] == [
         f"{first}:3",
         f"{second}:1",
         f"{third}:1",
     ]
     with pytest.raises(IndexError):
-        dataset.place(6)
+        dataset.locate_item(6)
     lines = dataset.report.format_lines()
     assert (
         f"data: 6 sequences of 6 samples read from {first}, {second}, {third} (format"
@@ -135,7 +135,7 @@ def test_pairs_are_two_rows_that_stay_together(chatml, rows_file):
     for item, row in enumerate(rows):
         assert answers(dataset, chatml, 2 * item) == f"{row['chosen']}<|im_end|>"
         assert answers(dataset, chatml, 2 * item + 1) == f"{row['rejected']}<|im_end|>"
-        assert dataset.place(item) == f"{source}:{item + 1}"
+        assert dataset.locate_item(item) == f"{source}:{item + 1}"
     assert dataset.source_of.tolist() == [0, 0]
     assert (
         f"data: 2 pairs of 2 samples read from {source} (format preference, template chat)"
@@ -155,7 +155,9 @@ def test_a_long_pair_stays_a_pair_or_goes(chatml, rows_file):
     assert whole.lengths[1] > limit > whole.lengths[6:].max()
     cut = build(chatml, limit, source=source, format="preference")
     report = cut.report
-    assert [cut.place(item)[-2:] for item in range(cut.items)] == [":1", ":4"] and len(cut) == 4
+    assert [cut.locate_item(item)[-2:] for item in range(cut.items)] == [":1", ":4"] and len(
+        cut
+    ) == 4
     assert cut.lengths[0] == whole.lengths[0] and cut.lengths[1] == limit
     assert cut[1].tokens.tolist() == whole[1].tokens[:limit].tolist()
     assert (report.truncated_sequences, report.emptied_sequences, report.untrained_ends) == (
@@ -167,7 +169,7 @@ def test_a_long_pair_stays_a_pair_or_goes(chatml, rows_file):
     assert report.long_answer_tokens == whole.trained_counts[:6].sum()
     assert report.lost_answer_tokens == report.long_answer_tokens - kept
     skipped = build(chatml, limit, source=source, format="preference", truncation="drop")
-    assert [skipped.place(item)[-2:] for item in range(skipped.items)] == [":4"]
+    assert [skipped.locate_item(item)[-2:] for item in range(skipped.items)] == [":4"]
     assert skipped.report.skipped_long_sequences == 3
     refused(rf":1: found {whole.lengths[1]} tokens, exp", chatml, limit, source=source, format="preference",
             truncation="error")  # fmt: skip
@@ -297,7 +299,7 @@ def test_a_dataset_of_arrays_alone(chatml, rows_file):
         and made.weights == (1.0,)
         and made.source_of.tolist() == [0, 0]
     )
-    assert made.place(1) == "made (item 2)" and len(set(made.digests.tolist())) == 2
+    assert made.locate_item(1) == "made (item 2)" and len(set(made.digests.tolist())) == 2
 
 
 def test_equal_items_have_equal_digests_however_they_are_stored(chatml, rows_file):
@@ -310,5 +312,5 @@ def test_a_text_keeps_the_place_of_its_file(plain, tmp_path):
     for name, text in (("a.txt", "the cat sat on the mat.\n" * 20), ("b.txt", "the dog sat")):
         (tmp_path / name).write_text(text)
     dataset = build(plain, 10, source=str(tmp_path), format="text")
-    places = [dataset.place(item) for item in range(dataset.items)]
+    places = [dataset.locate_item(item) for item in range(dataset.items)]
     assert places == [str(tmp_path / "a.txt")] * (len(places) - 1) + [str(tmp_path / "b.txt")]

@@ -59,8 +59,8 @@ def test_any_number_of_workers_gives_the_same(chatml, rows_file, tmp_path):
             and shared.report.format_lines() == alone.report.format_lines()
         )
         assert shared.digests.tolist() == alone.digests.tolist()
-        assert [shared.place(item) for item in range(shared.items)] == [
-            alone.place(i) for i in range(alone.items)
+        assert [shared.locate_item(item) for item in range(shared.items)] == [
+            alone.locate_item(i) for i in range(alone.items)
         ]
 
 
@@ -82,7 +82,7 @@ def test_max_rows_holds_over_files(chatml, rows_file, tmp_path):
     rows_file(*rows_of_all_kinds(5), name="b.jsonl")
     for workers in (1, 2):
         dataset = build(chatml, str(tmp_path), workers, format="prompt_completion", max_samples=7)
-        assert dataset.report.samples_read == 7 and dataset.place(6).endswith("b.jsonl:2")
+        assert dataset.report.samples_read == 7 and dataset.locate_item(6).endswith("b.jsonl:2")
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -47,7 +47,7 @@ def flat(steps) -> list:
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_the_same_batches_for_any_number_of_workers(rows, packing, workers):
     plan = plan_of(rows, packing)
-    last = 2 * plan.steps(0) + 1  # over the end of two epochs
+    last = 2 * plan.count_steps(0) + 1  # over the end of two epochs
     for rank in range(2):
         made = make_training_steps(
             rows,
@@ -59,7 +59,7 @@ def test_the_same_batches_for_any_number_of_workers(rows, packing, workers):
             **DIVISION,
         )
         expected = (
-            make_step(rows, plan.slots(step), rank, 2, 2, 2, 3, 4, plan.pack_length(step))
+            make_step(rows, plan.list_slots(step), rank, 2, 2, 2, 3, 4, plan.get_pack_length(step))
             for step in range(last)
         )
         assert flat(made) == flat(expected)
@@ -86,7 +86,7 @@ def test_starting_later_replays_nothing(rows, workers):
     own = [
         number
         for step in range(33, 40)
-        for number in np.concatenate(plan.slots(step)).reshape(2, 2, 2)[:, 1].flat
+        for number in np.concatenate(plan.list_slots(step)).reshape(2, 2, 2)[:, 1].flat
     ]
     assert asked == ([] if workers else own)  # by workers: in their memory
     assert list(make_training_steps(rows, plan, first_step=40, last_step=40, **settings)) == []

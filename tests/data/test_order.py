@@ -19,9 +19,9 @@ from tests.selection import mark_slow_except
 
 def epoch(num_rows: int, seed: int, number: int, per_step: int, shuffle: bool = True) -> np.ndarray:
     plan = DataPlan(OneSource(num_rows), seed=seed, slots_per_step=per_step, shuffle=shuffle)
-    first = number * plan.steps(0)
+    first = number * plan.count_steps(0)
     return np.concatenate(
-        [slot for step in range(plan.steps(0)) for slot in plan.slots(first + step)]
+        [slot for step in range(plan.count_steps(0)) for slot in plan.list_slots(first + step)]
     )
 
 
@@ -102,7 +102,7 @@ def test_fewer_rows_than_a_step_takes():
     with pytest.raises(DataError, match=line):
         list_global_rows(7, 0, 0, 0, 8, True)
     for rows in (8, 15):
-        assert DataPlan(OneSource(rows), seed=0, slots_per_step=8, shuffle=True).steps(0) == 1
+        assert DataPlan(OneSource(rows), seed=0, slots_per_step=8, shuffle=True).count_steps(0) == 1
 
 
 @dataclass
@@ -148,22 +148,23 @@ def plan_of(
 
 
 def epoch_slots(plan: DataPlan, number: int) -> list[tuple[int, ...]]:
-    first = sum(plan.steps(earlier) for earlier in range(number))
-    steps = range(first, first + plan.steps(number))
-    return [tuple(slot.tolist()) for step in steps for slot in plan.slots(step)]
+    first = sum(plan.count_steps(earlier) for earlier in range(number))
+    steps = range(first, first + plan.count_steps(number))
+    return [tuple(slot.tolist()) for step in steps for slot in plan.list_slots(step)]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("seed", [0, 9, 2**63 + 5])
 def test_a_plan_without_packing_and_weights_is_the_order_of_rows(seed, shuffle):
     plan = plan_of(some_items(103), 10, seed, shuffle)
-    assert plan.steps(0) == plan.steps(7) == 10
+    assert plan.count_steps(0) == plan.count_steps(7) == 10
     for step in (0, 9, 10, 25, 39, 3):
         words = [word for counter in range(1, 27) for word in philox(counter, (seed, step // 10))]
         order = sorted(range(103), key=lambda row: words[row]) if shuffle else list(range(103))
-        assert np.concatenate(plan.slots(step)).tolist() == order[step % 10 * 10 :][:10]
+        assert np.concatenate(plan.list_slots(step)).tolist() == order[step % 10 * 10 :][:10]
         assert (
-            all(slot.shape == (1,) for slot in plan.slots(step)) and plan.pack_length(step) is None
+            all(slot.shape == (1,) for slot in plan.list_slots(step))
+            and plan.get_pack_length(step) is None
         )
 
 
@@ -174,7 +175,7 @@ KINDS = {"rows": {}, "packed weights": {"packing": 15}}
 def trained(items: Items, plan: DataPlan, step: int, ranks: int) -> Counter[int]:
     """Rows out of the batches that the ranks train on in a step, told by their tokens."""
     found: Counter[int] = Counter()
-    slots, pack_length, size = plan.slots(step), plan.pack_length(step), SIZES[ranks]
+    slots, pack_length, size = plan.list_slots(step), plan.get_pack_length(step), SIZES[ranks]
     for rank in range(ranks):
         made = make_step(
             items, slots, rank, ranks, size, 12 // ranks // size, pack_length=pack_length
@@ -198,7 +199,7 @@ def test_resumes_with_1_to_4_ranks_lose_no_row_and_repeat_none(kind):
         items = some_items(int(draw.integers(80, 110)), weights, seed=case)
         settings = {"seed": case, **KINDS[kind]}
         plan = plan_of(items, 12, **settings)
-        last = plan.total_steps(2)
+        last = plan.count_total_steps(2)
         # The plan of each number is a new one: nothing that another step has left in memory can
         # help it.
         by_ranks = {
@@ -226,8 +227,8 @@ def check_epochs(
     """
     start = 0
     for number, slots in enumerate(epochs):
-        steps = plan.steps(number)
-        assert len(slots) // 12 == steps and len(run) == plan.total_steps(2)
+        steps = plan.count_steps(number)
+        assert len(slots) // 12 == steps and len(run) == plan.count_total_steps(2)
         left = Counter(item for slot in slots[12 * steps :] for item in slot)
         found = sum(run[start : start + steps], left)
         for item, source in enumerate(items.source_of.tolist()):
@@ -253,7 +254,7 @@ def test_packs_hold_what_fits_and_are_shuffled_anew():
     plan = plan_of(items, 8, packing=32)
     epochs = [epoch_slots(plan, number) for number in (0, 1)]
     assert all(
-        sum(items.item_lengths[list(slot)]) <= 32 == plan.pack_length(0) for slot in epochs[0]
+        sum(items.item_lengths[list(slot)]) <= 32 == plan.get_pack_length(0) for slot in epochs[0]
     )
     assert len(set(epochs[0]) & set(epochs[1])) < len(epochs[0]) / 4
     assert (
@@ -321,7 +322,7 @@ def test_weights_in_file_order():
 def test_epochs_of_unequal_length_are_counted_through():
     items = Items(np.ones(7, dtype=np.int64), np.zeros(7, dtype=np.int16), (0.5,))
     plan = plan_of(items, 1)
-    assert [plan.steps(number) for number in range(4)] == [3, 4, 3, 4]  # 3.5 an epoch
+    assert [plan.count_steps(number) for number in range(4)] == [3, 4, 3, 4]  # 3.5 an epoch
     assert [plan.locate(step) for step in (0, 2, 3, 6, 7, 14)] == [
         (0, 0),
         (0, 2),
@@ -331,7 +332,9 @@ def test_epochs_of_unequal_length_are_counted_through():
         (4, 0),
     ]
     assert (
-        plan.total_steps(3) == 10 and plan.total_steps(3, 9) == 9 and plan.total_steps(3, 99) == 10
+        plan.count_total_steps(3) == 10
+        and plan.count_total_steps(3, 9) == 9
+        and plan.count_total_steps(3, 99) == 10
     )
     with pytest.raises(ValueError, match="found step -1"):
         plan.locate(-1)
@@ -339,7 +342,11 @@ def test_epochs_of_unequal_length_are_counted_through():
 
 def test_steps_of_a_run():
     plan = plan_of(some_items(100), 12)
-    assert plan.steps(0) == 8 and plan.total_steps(3) == 24 and plan.total_steps(3, 10) == 10
+    assert (
+        plan.count_steps(0) == 8
+        and plan.count_total_steps(3) == 24
+        and plan.count_total_steps(3, 10) == 10
+    )
     assert plan.locate(23) == (2, 7) and plan.locate(24) == (3, 0)
 
 

@@ -72,7 +72,7 @@ def build(forgets: Tokenizer, rows_file: Callable[..., str]) -> Build:
 def test_each_answer_is_trained_once_behind_its_prompt(build: Build, forgets: Tokenizer):
     dataset = build(1, 2, 3)
     assert dataset.items == len(dataset) == 6
-    assert [dataset.place(item).rpartition(":")[2] for item in range(6)] == [
+    assert [dataset.locate_item(item).rpartition(":")[2] for item in range(6)] == [
         "1",
         "2",
         "2",
@@ -153,13 +153,16 @@ def test_the_order_and_packs_are_those_of_sequences(build: Build):
     dataset = build(3, 3, 2)
     plan = DataPlan(dataset, seed=1, slots_per_step=2, shuffle=True)
     taken = [
-        int(item) for step in range(plan.steps(0)) for slot in plan.slots(step) for item in slot
+        int(item)
+        for step in range(plan.count_steps(0))
+        for slot in plan.list_slots(step)
+        for item in slot
     ]
-    assert plan.steps(0) == 4 and sorted(taken) == list(range(8))
+    assert plan.count_steps(0) == 4 and sorted(taken) == list(range(8))
     capacity = int(dataset.lengths.sum())
     packed = DataPlan(dataset, seed=1, slots_per_step=1, shuffle=True, packing_capacity=capacity)
-    assert packed.steps(0) == 1 and packed.pack_length(0) == capacity
-    assert sorted(packed.slots(0)[0].tolist()) == list(range(8))
+    assert packed.count_steps(0) == 1 and packed.get_pack_length(0) == capacity
+    assert sorted(packed.list_slots(0)[0].tolist()) == list(range(8))
 
 
 def test_long_sequences_are_counted_one_by_one(build: Build):

@@ -27,7 +27,7 @@ import torch.distributed.fsdp  # so that no rank pays for the import
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipe_lib.parallel import world
-from recipe_lib.report.chart import load_page_template
+from recipe_lib.report.page import load_page_template
 
 load_page_template()  # before ranks are forked, each of whose runs ends with a page
 

@@ -258,7 +258,7 @@ def _train(case: Case, folder: Path, plain: bool) -> dict[str, Any]:
 def _list_step_items(data: Any, step: int) -> list[int]:
     """Return the indices of a step's items, sequences or pairs, also of those in packs."""
     items: list[int] = []
-    for slot in data.plan.slots(step):
+    for slot in data.plan.list_slots(step):
         items += map(int, slot)
     return items
 

@@ -170,7 +170,7 @@ def check_tune(words: list[str]) -> None:
     if verb == "download":
         assert re.fullmatch(r"[\w-]+/[\w.-]+", rest[0]) and len(rest) == 1, line
     elif verb == "generate":
-        generate_verb.check(generate_verb.PARSER.parse(rest))
+        generate_verb.check_options(generate_verb.PARSER.parse(rest))
         if Path(rest[0]).is_dir():
             assert tune(words) == 0, line
     elif verb == "run":

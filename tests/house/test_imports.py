@@ -86,7 +86,7 @@ def test_imports_are_declared():
 LATE = {
     ("recipe_lib/__main__.py", "recipe_lib"): "Ctrl-C during the import is answered, too",
     (
-        "recipe_lib/config/convert_values.py",
+        "recipe_lib/config/references.py",
         "omegaconf",
     ): "0.1 s of CPU in every verb; few configs name other keys",
     (
@@ -98,7 +98,7 @@ LATE = {
         "torch",
     ): "torch's partitioner: 0.2 s, 366 modules; few compile",
     ("recipe_lib/external/kept_tensors.py", "networkx"): "0.2 s; inferred plans alone need it",
-    ("recipe_lib/report/chart.py", "jinja2"): "30 ms of `tune plan` on a terminal, with the next",
+    ("recipe_lib/report/page.py", "jinja2"): "30 ms of `tune plan` on a terminal, with the next",
     (
         "recipe_lib/tokenizers/template_process.py",
         "jinja2",

@@ -4,11 +4,13 @@ nothing is left.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.adapters import add_adapters, init_adapters
 from recipe_lib.config.schema import LoraConfig, MemoryConfig
@@ -19,6 +21,7 @@ from recipe_lib.models import build_meta, build_spec, init_weights
 from recipe_lib.ops.dtensor_shards import get_detached_local
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.parallel import materialize
+from recipe_lib.training.loop import TrainingLoop
 from tests.memory.late_memory import LateMemory
 from tests.parallel.small_models import ROWS, build_small_spec, make_small_batch, read_gradients
 
@@ -405,3 +408,29 @@ def backward_once(model: nn.Module) -> Tensor:
     loss = loss_of(model, 2)
     loss.backward()
     return loss.detach()
+
+
+class AnswersOfMeta(TorchDispatchMode):
+    """Stands for a device: its numbers are all true, and how often they are read is counted."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            self.reads += 1
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_of_host_and_device_are_checked_with_one_wait() -> None:
+    """Trained layers are streamed; the final norm and a tied embedding are on the device."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(3, 2, device="meta"), nn.LayerNorm(2))
+    loop: Any = SimpleNamespace(
+        _model=model, _world=SimpleNamespace(any=bool), _raise_diverged=pytest.fail
+    )
+    with AnswersOfMeta() as device:
+        TrainingLoop._check_weights(loop)
+        assert device.reads == 1
+    model[0].weight.data[1, 2] = float("inf")
+    with AnswersOfMeta(), pytest.raises(pytest.fail.Exception, match="weights that are not finite"):
+        TrainingLoop._check_weights(loop)

@@ -33,6 +33,19 @@ def test_levers_already_pulled_are_not_named() -> None:
     assert list_levers(cfg)[0] == "parallel.fsdp_wrap_policy=memory_efficient"
 
 
+@pytest.mark.parametrize(("batch_size", "smaller", "factor"), [(2, 1, 2), (3, 1, 3), (9, 3, 3)])
+def test_smaller_micro_batches_keep_the_global_batch(
+    batch_size: int, smaller: int, factor: int
+) -> None:
+    lever = f"batch_size={smaller} with gradient_accumulation_steps x {factor}"
+    assert list_levers(FullFinetuneConfig(batch_size=batch_size))[0] == lever
+
+
+def test_one_sequence_of_one_token_is_not_made_smaller() -> None:
+    levers = list_levers(FullFinetuneConfig(batch_size=1, max_seq_len=1))
+    assert levers and not any(lever.startswith(("batch_size", "max_seq_len")) for lever in levers)
+
+
 def test_levers_of_a_pipeline() -> None:
     cfg = FullFinetuneConfig(batch_size=4, gradient_accumulation_steps=4)
     cfg.parallel.pipeline, cfg.parallel.pipeline_schedule = 2, "gpipe"

@@ -183,6 +183,14 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         ),
     ),
     "rope list": ({"rope_scaling": [1]}, "rope_scaling: found [1], expected an object, or null"),
+    "rope of a kind of layers": (
+        {
+            "model_type": "gemma3_text",
+            "architectures": [],
+            "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": 3},
+        },
+        "rope_parameters.sliding_attention: found 3, expected an object, or null",
+    ),
     "rope number": (
         {"rope_scaling": {"rope_type": "linear"}},
         "rope_scaling.factor: found no such key, expected a number from 1e-09 to 1e+09",

@@ -54,7 +54,7 @@ def build_settings(
     from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
     recipe = find_config_recipe(name)
-    cfg, _ = make_plannable(load_config(name, overrides, recipe.schema()))
+    cfg, _ = make_plannable(load_config(name, overrides, recipe.load_schema()))
     sequence = choose_sequence(cfg, "max", ranks=ranks)
     settings = PlanSettings(
         hardware=find_hardware(device), ranks=ranks, sequence=sequence, phases=()

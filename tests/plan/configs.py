@@ -32,7 +32,7 @@ WIDE = {
 
 def load(name: str, *overrides: str) -> Any:
     """Load a shipped config by its name, with overrides."""
-    return load_config(name, overrides, find_config_recipe(name).schema())
+    return load_config(name, overrides, find_config_recipe(name).load_schema())
 
 
 def build_wide_model(folder: Path, *more: str) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ def test_replications_are_command_lines_of_tune_plan() -> None:
             run.keys,
             str(run.tokens),
         )
-        schema = RecipeFile.find(run.recipe).schema()
+        schema = RecipeFile.find(run.recipe).load_schema()
         assert load_config(run.config, run.keys, schema).max_seq_len == run.tokens
 
 

@@ -115,7 +115,7 @@ def plain_steps(run: Any, folder: Path, steps: int) -> list[float]:
 
     losses = []
     for step in range(steps):
-        chosen = [int(slot[0]) for slot in data.plan.slots(step)]
+        chosen = [int(slot[0]) for slot in data.plan.list_slots(step)]
         texts = [parts(item) for item in chosen]
         with torch.no_grad():
             old = [log_prob(reference, *text) for text in texts]

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from recipe_lib.report.chart import render_page
+from recipe_lib.report.page import render_page
 from recipe_lib.report.view import Figure, Section, TreeLine
 
 EVIL = "<script>'a' & \"b\"</script>"

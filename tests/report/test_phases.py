@@ -66,11 +66,11 @@ def test_the_innermost_phase_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         until_shown(terminal, "planning")
         with phase("trying levers", 12, "settings") as going:
             going.advance(3)
-            going.say("so far: 2 fit")
+            going.text = "so far: 2 fit"
             (row,) = until_shown(terminal, "trying levers: 3 of 12 settings, 25%: so far: 2 fit")
             assert "planning" not in row
             assert len(row) <= 59
-            going.say("the fastest so far: batch_size=2 and more than a row of this terminal has")
+            going.text = "the fastest so far: batch_size=2 and more than a row of this terminal has"
             (row,) = until_shown(
                 terminal, "25%: the "
             )  # how much of it depends on the digits of the time
@@ -119,7 +119,7 @@ def test_lines_of_this_and_of_other_processes_stand_above(monkeypatch: pytest.Mo
 
 def test_a_phase_of_more_than_a_second_leaves_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch)
-    monkeypatch.setattr(phases, "SAID_SECONDS", 0.0)
+    monkeypatch.setattr(phases, "REPORTED_SECONDS", 0.0)
     with phase("saving"):
         pass
     with phase("planning", leaves_line=False):

@@ -93,6 +93,11 @@ def test_the_best_and_the_end_are_those_of_a_plain_loop(
         ("validation_loss", False),
         ("validation_perplexity", False),
         ("validation_character_error", False),
+        ("validation_divergence", False),
+        ("validation_cross_entropy", False),
+        ("validation_kl", False),
+        ("validation_reward_rejected", False),
+        ("validation_reward_chosen", True),
         ("validation_reward_accuracy", True),
         ("validation_exact_match", True),
     ],
@@ -105,6 +110,9 @@ def test_the_name_says_which_way_is_better(metric: str, greater: bool):
     )
 
 
+COUNTS = ("validation_tokens", "validation_pairs", "validation_samples", "validation_sequences")
+
+
 def test_a_number_that_validation_does_not_give_is_named():
     best = best_step(best_metric="validation_los", keep_best=True)
     line = (
@@ -112,7 +120,8 @@ def test_a_number_that_validation_does_not_give_is_named():
         " validation: validation_loss, validation_x; did you mean validation_loss?"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
-        best.judge(1, {"validation_loss": 1.0, "validation_tokens": 5, "validation_x": 2.0}, WORLD)
+        counts = dict.fromkeys(COUNTS, 5.0)
+        best.judge(1, {"validation_loss": 1.0, **counts, "validation_x": 2.0}, WORLD)
 
 
 def test_the_first_ranks_number_counts():

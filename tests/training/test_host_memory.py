@@ -1,5 +1,8 @@
 """Host memory that a run's offloading takes, by formula, and the refusal before it is taken."""
 
+import time
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +15,7 @@ from recipe_lib.memory import activation_offload, apply_activation_checkpointing
 from recipe_lib.memory.apply_levers import MemoryLevers
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import Parallel, parallelize, start_world
-from recipe_lib.training import check_host_memory
+from recipe_lib.training import check_host_memory, run_description
 from recipe_lib.training.run_description import count_calls_at_once, count_offloaded_bytes
 from recipe_lib.units import GIB
 from tests.distributed.ranks import run_ranks
@@ -34,6 +37,10 @@ def config(*overrides: str) -> Any:
     return load_config(
         PLAIN, [*settings, f"batch_size={2 * ROWS}", f"max_seq_len={3 * LENGTH}", *overrides]
     )
+
+
+def on_a_gpu(device: str = "cuda") -> Any:
+    return SimpleNamespace(device=torch.device(device), any=bool, agree=lambda fn: fn())
 
 
 def power_of_two(size: int) -> int:
@@ -130,7 +137,7 @@ def test_streamed_layers_are_pinned_and_judged(monkeypatch: pytest.MonkeyPatch) 
         limited = config(
             "memory.stream_layers=true", "memory.optimizer_offload=true", *STEPPING, allowed
         )
-        check_host_memory(model, Parallel(), limited, SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
+        check_host_memory(model, Parallel(), limited, on_a_gpu())
 
 
 def test_a_run_is_refused_before_its_model_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,11 +145,56 @@ def test_a_run_is_refused_before_its_model_takes_memory(monkeypatch: pytest.Monk
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     model = build_meta(build_small_spec(), torch.bfloat16)
     cfg = config("memory.cpu_offload=true", "memory.host_memory_limit_gib=0.0001")
-    check_host_memory(model, Parallel(), cfg, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+    check_host_memory(model, Parallel(), cfg, on_a_gpu("cpu"))
     with pytest.raises(
         SetupError, match=r"^host memory: found 104\.86 KiB allowed .* for 2 ranks .*cpu_offload"
     ):
-        check_host_memory(model, Parallel(), cfg, SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
+        check_host_memory(model, Parallel(), cfg, on_a_gpu())
+
+
+def judge_both(folder: Path) -> str:
+    """Judge and allocate a reference, then a policy, the second rank later; return the refusal.
+
+    In `folder` are files of as many bytes as there are, and as each model has taken.
+    """
+    cfg = config("memory.cpu_offload=true")
+    reference = build_meta(build_small_spec(), torch.bfloat16).requires_grad_(False)
+    policy = build_meta(build_small_spec(), torch.bfloat16)
+    other = None
+    with start_world(cfg) as world, pytest.MonkeyPatch.context() as patch:
+
+        def read_free() -> tuple[int, str]:
+            time.sleep(0.2 * world.rank)
+            taken = sum(path.stat().st_size for path in folder.glob("taken*"))
+            return (folder / "there").stat().st_size - taken, "free on this machine"
+
+        patch.setattr(run_description, "find_free_host_memory", read_free)
+        for model in (reference, policy):
+            try:
+                run_description.check_host_memory(
+                    model, Parallel(), cfg, replace(world, device=torch.device("cuda")), other
+                )
+            except SetupError as error:
+                return str(error)
+            time.sleep(0.2 * world.rank)
+            size = sum(count_offloaded_bytes(model, cfg).values())
+            (folder / f"taken {world.rank} {other is None}").write_bytes(bytes(size))
+            other = model
+    return ""
+
+
+def test_what_is_allocated_already_is_counted_once_by_all_ranks(tmp_path: Path) -> None:
+    """All ranks read how much is free when no rank is allocating."""
+    reference = build_meta(build_small_spec(), torch.bfloat16).requires_grad_(False)
+    policy = build_meta(build_small_spec(), torch.bfloat16)
+    needs = count_offloaded_bytes(policy, config("memory.cpu_offload=true"), reference)
+    (tmp_path / "there").write_bytes(bytes(2 * needs["cpu_offload"]))
+    assert run_ranks(judge_both, 2, tmp_path) == ["", ""]
+    for path in tmp_path.glob("taken*"):
+        path.unlink()
+    (tmp_path / "there").write_bytes(bytes(2 * needs["cpu_offload"] - 1))
+    for refusal in run_ranks(judge_both, 2, tmp_path):
+        assert refusal.startswith("host memory: found ")
 
 
 def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(
@@ -169,8 +221,8 @@ def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(
             model,
             Parallel(levers=MemoryLevers(offload=window)),
             cfg,
-            SimpleNamespace(device=torch.device("cuda")),
-        )  # type: ignore[arg-type]
+            on_a_gpu(),
+        )
         model.to_empty(device="cpu")
         init_weights(model, 3, spec)
         tokens, labels = make_small_batch()
@@ -190,6 +242,6 @@ def test_a_pipeline_has_several_micro_batches_under_way() -> None:
     pipeline = SimpleNamespace(
         layers={0: range(0, 2), 3: range(9, 12)}, list_in_flight=lambda count: moments[:count]
     )
-    parallel = Parallel(pipeline)  # type: ignore[arg-type]
+    parallel = Parallel(pipeline)
     cfg = config("memory.activation_offload=true", "gradient_accumulation_steps=3")
-    assert count_calls_at_once(parallel, cfg, SimpleNamespace(sent=9)) == 2 * 1 + 3 * 2  # type: ignore[arg-type]
+    assert count_calls_at_once(parallel, cfg, SimpleNamespace(sent=9)) == 2 * 1 + 3 * 2

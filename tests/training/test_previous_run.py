@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -212,6 +213,13 @@ def test_metrics_that_begin_otherwise_are_no_run_s(first_line: str, tmp_path: Pa
     assert not is_record(path)
     path.write_text(f"{line}{first_line}")
     assert is_record(path)
+
+
+@pytest.mark.parametrize("versions", [3, None, "tune-recipes", {"mine": 1}])
+def test_a_summary_without_our_version_is_no_run_s(versions: Any, tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps({"status": "ok", "settings": {}, "versions": versions}))
+    assert not is_record(path)
 
 
 def test_a_folder_that_an_interrupted_start_meant_to_keep_is_recorded_once(tmp_path: Path) -> None:

@@ -36,10 +36,10 @@ BLOCK_SIZES = {
     "Q6_K": 256,
 }
 # Kind of file -> type of all its matrices; q4_k_m mixes types.
-_WHOLE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
+_MATRIX_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 # Type in blocks of 256 -> one of about as many bits in blocks of 32, for rows that are not whole
 # blocks of 256.
-_SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_FALLBACK_TYPES = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
 def choose_types(
@@ -61,11 +61,11 @@ def choose_types(
             types[name] = "F32"
             continue
         columns = shape[-1]
-        best = _WHOLE.get(kind) or _choose_mixed_type(
+        best = _MATRIX_TYPES.get(kind) or _choose_mixed_type(
             name, columns, layers=layers, large=large, tied=is_tied
         )
         # fp16 if rows are no whole blocks of either.
-        candidates = (best, _SMALLER.get(best, "F16"))
+        candidates = (best, _FALLBACK_TYPES.get(best, "F16"))
         fitting = (type_ for type_ in candidates if columns % BLOCK_SIZES[type_] == 0)
         types[name] = next(fitting, "F16")
     return types
@@ -93,13 +93,20 @@ def _choose_mixed_type(name: str, columns: int, *, layers: int, large: bool, tie
     return "Q5_K" if large and match[2] != "ffn_down" else "Q4_K"
 
 
-_PIECE = 2**22  # weights that are converted at a time
+_PIECE_WEIGHTS = 2**22  # weights that are converted at a time
 # Types without blocks -> torch's.
-_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Type -> the most that a weight may change, as a share of the largest in its block: half a step of
 # the codes, a whole one where the outermost codes stop short of the largest weight, and the
 # rounding of its parts' scales.
-_MOST = {"Q8_0": 0.5 / 127, "Q6_K": 0.045, "Q5_0": 1 / 16, "Q5_1": 0.04, "Q5_K": 0.09, "Q4_K": 0.17}
+_MAX_CHANGES = {
+    "Q8_0": 0.5 / 127,
+    "Q6_K": 0.045,
+    "Q5_0": 1 / 16,
+    "Q5_1": 0.04,
+    "Q5_K": 0.09,
+    "Q4_K": 0.17,
+}
 _F16_ROUNDING = 2.0**-10  # relative rounding of the scales of blocks, which are in fp16
 BLOCK = 256  # weights
 _LEVELS = {"q4_K": 15, "q5_K": 31}  # type -> the largest code of a weight
@@ -112,7 +119,7 @@ _STRETCHES = {
     "q6_K": [round(0.1 * step, 1) for step in range(-9, 10)],
 }
 # Weights that are worked on together: as many as stay in a processor's cache.
-_BLOCKS_AT_ONCE = 2**18
+_WEIGHTS_AT_ONCE = 2**18
 
 
 @dataclass(frozen=True)
@@ -211,7 +218,7 @@ def _write_all(
 def _split_rows(values: Tensor) -> Iterator[Tensor]:
     """Yield a tensor's rows `[n, columns]`, about _PIECE weights at a time; a vector is one row."""
     rows = values.reshape(-1, values.shape[-1])
-    yield from rows.split(max(1, _PIECE // max(1, rows.shape[1])))
+    yield from rows.split(max(1, _PIECE_WEIGHTS // max(1, rows.shape[1])))
 
 
 def _encode_tensor(tensor: GgufTensor) -> Iterator[Tensor]:
@@ -230,8 +237,8 @@ def encode(rows: Tensor, kind: str, name: str) -> Tensor:
     kind: the format's name of the type. name: of the tensor, for errors. Raises CheckpointError if
     the type is fp16 and a weight is beyond its range.
     """
-    if kind in _TORCH:
-        cast = rows.to(_TORCH[kind])
+    if kind in _TORCH_DTYPES:
+        cast = rows.to(_TORCH_DTYPES[kind])
         if kind == "F16" and not bool(torch.isfinite(cast).all()):
             raise CheckpointError(
                 f"{name}: has weights beyond the range of fp16; write it as bf16 (--gguf bf16)"
@@ -299,9 +306,9 @@ def _check_tensor(gguf: Any, out: Path, *, tensor: GgufTensor, file_tensor: Any)
         start += num_bytes
         codes = piece.view(rows.shape[0], -1).numpy()
         decoded = torch.from_numpy(gguf.quants.dequantize(codes, tensor_type))
-        if kind in _TORCH and not torch.equal(decoded, rows.to(_TORCH[kind]).float()):
+        if kind in _TORCH_DTYPES and not torch.equal(decoded, rows.to(_TORCH_DTYPES[kind]).float()):
             raise _make_fault(out, f"{tensor.name} has other weights")
-        if kind not in _TORCH and not _is_within_rounding(decoded, rows.float(), kind):
+        if kind not in _TORCH_DTYPES and not _is_within_rounding(decoded, rows.float(), kind):
             raise _make_fault(out, f"{tensor.name} differs by more than {kind.lower()} rounds")
 
 
@@ -312,7 +319,7 @@ def _is_within_rounding(decoded: Tensor, rows: Tensor, kind: str) -> bool:
     """
     block = BLOCK_SIZES[kind]
     largest = rows.reshape(-1, block).abs().amax(1, keepdim=True)
-    allowed = largest * (_MOST[kind] + _F16_ROUNDING)
+    allowed = largest * (_MAX_CHANGES[kind] + _F16_ROUNDING)
     allowed += 32 * 2.0**-24  # where a scale is as small as fp16's smallest steps
     return bool(((decoded - rows).reshape(-1, block).abs() <= allowed).all())
 
@@ -341,7 +348,7 @@ def encode_blocks(values: Tensor, kind: str) -> Tensor:
         if kind == "q6_K"
         else lambda part: _encode_shifted_blocks(part, kind)
     )
-    pieces = [encode(part.float()) for part in blocks.split(max(1, _BLOCKS_AT_ONCE // BLOCK))]
+    pieces = [encode(part.float()) for part in blocks.split(max(1, _WEIGHTS_AT_ONCE // BLOCK))]
     return torch.cat(pieces).view(rows, -1)
 
 

@@ -163,7 +163,6 @@ def _find_unknown_target(cfg: Any) -> str | None:
 
 
 def _adapts_mixture(cfg: Any) -> bool:
-    """Return True if routers or experts of a native mixture get adapters."""
     targets = cfg.lora.target_modules
     return not is_external_model(cfg) and any(name in MIXTURE_TARGETS for name in targets)
 

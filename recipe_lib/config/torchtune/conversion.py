@@ -1,29 +1,26 @@
 """Convert a torchtune config (0.6.1, "theirs") to a config of this project ("ours"), key by key.
 
 `import_file.py` calls `read_torchtune_file`, then notes each key of it in a `ConfigImport`: it is
-carried to keys of ours, dropped with a reason, or refused, which is a fault. `convert_datasets`
-does so for `dataset` and `dataset_val`; `key_tables.py` gives each value of other keys a `Meaning`.
+carried to keys of ours, dropped with a reason, or refused, which is a fault. `datasets.py` does so
+for `dataset` and `dataset_val`; `key_tables.py` gives each value of other keys a `Meaning`.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.convert_values import (
-    IN_A_CIRCLE,
-    InterpolationError,
-    NamedValues,
-    list_names,
-    order_keys,
-    read_untyped,
-)
-from recipe_lib.config.local_files import is_data
+from recipe_lib.config.convert_values import read_untyped
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand_home
 from recipe_lib.config.read_yaml import MAX_BYTES, YamlNode, read_file
-from recipe_lib.config.schema_data import HUB, DataConfig
+from recipe_lib.config.references import (
+    CIRCLE_REMEDY,
+    BadReferenceError,
+    ReferencedValues,
+    list_references,
+    order_keys,
+)
 from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError, raise_faults
 from recipe_lib.reading import read_text
@@ -91,7 +88,7 @@ def read_torchtune_file(path: str) -> TorchtuneFile:
         lines={key: line for key, _, line in rows},
         comments=[line[1:].strip() for line in lines if line.startswith("#")],
     )
-    _fill_names(theirs)
+    _fill_references(theirs)
     for key, value in theirs.values.items():
         if isinstance(value, list) and any(isinstance(item, list) for item in value):
             raise ConfigError(
@@ -116,7 +113,7 @@ def _list_values(name: str, node: YamlNode) -> Iterator[tuple[str, Any, int]]:
         yield name, read_untyped(node), node.line
 
 
-def _fill_names(theirs: TorchtuneFile) -> None:
+def _fill_references(theirs: TorchtuneFile) -> None:
     """Fill in references such as `${other.key}`, in place.
 
     Raises ConfigError for a reference to no key, or keys that refer to each other in a circle.
@@ -127,32 +124,37 @@ def _fill_names(theirs: TorchtuneFile) -> None:
         key: [text for text in (value if isinstance(value, list) else [value]) if "${" in str(text)]
         for key, value in values.items()
     }
-    names = {key: list_names(with_names, key) for key, with_names in texts.items() if with_names}
-    if not names:
+    references = {
+        key: list_references(with_references, key)
+        for key, with_references in texts.items()
+        if with_references
+    }
+    if not references:
         return
     try:
-        order = order_keys(names)
+        order = order_keys(references)
     except CycleError as error:
         key = error.args[1][0]  # graphlib gives the keys of the circle
         raise ConfigError(
-            f"{theirs.format_place(key)}: {show(key)}: found {quote(texts[key][0])}{IN_A_CIRCLE}"
+            f"{theirs.format_place(key)}: {show(key)}: found {quote(texts[key][0])}{CIRCLE_REMEDY}"
         ) from None
     remedy = ", expected ${section.key} of this file; write the value itself"
     # Keys with references are added one by one, each before those that refer to it.
-    plain_values = {key: value for key, value in values.items() if key not in names}
-    named_values = NamedValues(plain_values, lambda name: remedy)
+    plain_values = {key: value for key, value in values.items() if key not in references}
+    referenced_values = ReferencedValues(plain_values, lambda name: remedy)
     for key in order:
         value = values[key]
         try:
             if isinstance(value, list):
                 values[key] = [
-                    named_values.fill(item, key) if item in texts[key] else item for item in value
+                    referenced_values.fill(item, key) if item in texts[key] else item
+                    for item in value
                 ]
             else:
-                values[key] = named_values.fill(value, key)
-        except InterpolationError as fault:
+                values[key] = referenced_values.fill(value, key)
+        except BadReferenceError as fault:
             raise ConfigError(f"{theirs.format_place(key)}: {show(key)}: {fault}") from fault
-        named_values.put(key, values[key])
+        referenced_values.put(key, values[key])
 
 
 # Values of `KeyFate.kind`, and headings in the table that `tune import` prints.
@@ -162,7 +164,7 @@ DROPPED = "dropped"
 DEFAULT = "their default"
 
 # In `Meaning.ours`, stands for the value that the file has.
-VALUE = "the value of theirs"
+VALUE = object()
 
 # Keys whose null has a meaning: no clipping, a random seed, no limit. Others count as absent.
 NULL_MEANS = ("clip_grad_norm", "seed", "tokenizer.max_seq_len")
@@ -185,7 +187,7 @@ class KeyFate:
 class Meaning:
     """The meaning of one value of a key of theirs: the settings here that do the same."""
 
-    # Our dotted keys -> their values; VALUE: the value that the file has.
+    # Our dotted keys -> their values; VALUE itself: the value that the file has.
     ours: Mapping[str, Any] = field(default_factory=dict)
     # Reason or difference, for the user.
     why: str = ""
@@ -199,8 +201,8 @@ class Meaning:
 class ConfigImport:
     """Their file, our keys so far, and what became of each of theirs.
 
-    `carry`, `take`, `drop` and `refuse` note a key. A key noted twice is a mistake in the tables,
-    not the user's, and raises AssertionError.
+    `carry`, `carry_meaning`, `drop` and `refuse` note a key. A key noted twice is a mistake in the
+    tables, not the user's, and raises AssertionError.
     """
 
     def __init__(self, theirs: TorchtuneFile, defaults: Mapping[str, Any]) -> None:
@@ -253,11 +255,10 @@ class ConfigImport:
         kind = CHANGED if differs else CARRIED
         self._note(key, KeyFate(kind if key in self.theirs.values else DEFAULT, ours, why))
 
-    def take(self, key: str, meaning: Meaning) -> None:
-        """Note a key by the meaning of its value, and add the defaults that this value brings."""
+    def carry_meaning(self, key: str, meaning: Meaning) -> None:
         self.defaults |= meaning.defaults
         ours = {
-            name: self.get_value(key) if value == VALUE else value
+            name: self.get_value(key) if value is VALUE else value
             for name, value in meaning.ours.items()
         }
         self.carry(key, ours, meaning.why, differs=meaning.differs)
@@ -295,7 +296,6 @@ class ConfigImport:
         )
 
     def is_noted(self, key: str) -> bool:
-        """Return True if a key has been noted."""
         return key in self.fates or (key in self.ignored and key not in self.theirs.values)
 
     def _note(self, key: str, fate: KeyFate) -> None:
@@ -312,328 +312,3 @@ class ConfigImport:
 def is_off(value: Any) -> bool:
     """Return True if a value asks for nothing: null, false, 0, empty or `none`."""
     return value is None or value is False or value in (0, "", [], {}, "none", "None")
-
-
-@dataclass(frozen=True)
-class TorchtuneDataset:
-    """The samples that a function of torchtune.datasets reads, as settings of ours."""
-
-    # The value of `data.format`.
-    format: str
-    # Name of its dataset on the hub; None: the config has to name one.
-    source: str | None = None
-    # Column that our format reads -> what the dataset calls it by default, where that differs.
-    columns: Mapping[str, str] = field(default_factory=dict)
-    # Key that `column_map` may have -> the column of our format that it names.
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    # True: its default of train_on_input is false, so that prompts are no labels.
-    masks: bool = True
-    # What is different here; empty: nothing.
-    why: str = ""
-    # The subset of `source` on the hub; None: it has none, or the default one is read.
-    subset: str | None = None
-
-
-# Values of `why`, then of `renamed`, for several datasets.
-_ALPACA = (
-    "the text is the tokenizer's chat template, without Alpaca's own words around the instruction"
-)
-_DOCUMENTS = (
-    "a text longer than max_seq_len is cut into several sequences, the last of what is left"
-)
-_IN_OUT = {"input": "instruction", "output": "output"}
-_PAIRS = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
-_SELF = {"instruction": "instruction", "input": "input", "output": "output"}
-
-# Function of torchtune.datasets -> what it reads.
-DATASETS = {
-    "alpaca_dataset": TorchtuneDataset(
-        "alpaca", "tatsu-lab/alpaca", renamed=_SELF, masks=False, why=_ALPACA
-    ),
-    "alpaca_cleaned_dataset": TorchtuneDataset(
-        "alpaca", "yahma/alpaca-cleaned", renamed=_SELF, masks=False, why=_ALPACA
-    ),
-    "instruct_dataset": TorchtuneDataset(
-        "alpaca", columns={"instruction": "input"}, renamed=_IN_OUT
-    ),
-    "grammar_dataset": TorchtuneDataset(
-        "alpaca", source="liweili/c4_200m", columns={"instruction": "input"}, renamed=_IN_OUT
-    ),
-    "samsum_dataset": TorchtuneDataset(
-        "alpaca",
-        source="Samsung/samsum",
-        columns={"instruction": "dialogue", "output": "summary"},
-        renamed=_IN_OUT,
-    ),
-    "chat_dataset": TorchtuneDataset("messages"),
-    "slimorca_dataset": TorchtuneDataset(
-        "sharegpt", "Open-Orca/SlimOrca-Dedup", renamed={"conversations": "conversations"}
-    ),
-    "preference_dataset": TorchtuneDataset("preference", renamed=_PAIRS),
-    "hh_rlhf_helpful_dataset": TorchtuneDataset(
-        "preference", "RLHFlow/HH-RLHF-Helpful-standard", renamed=_PAIRS
-    ),
-    "stack_exchange_paired_dataset": TorchtuneDataset(
-        "preference",
-        source="lvwerra/stack-exchange-paired",
-        columns={"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
-        renamed=_PAIRS,
-        why="there the files of its folder data/rl, here the dataset's train split",
-    ),
-    "text_completion_dataset": TorchtuneDataset("text", why=_DOCUMENTS),
-    "wikitext_dataset": TorchtuneDataset(
-        "text",
-        "EleutherAI/wikitext_document_level",
-        {"text": "page"},
-        why=_DOCUMENTS,
-        subset="wikitext-103-v1",
-    ),
-    "cnn_dailymail_articles_dataset": TorchtuneDataset(
-        "text", "ccdv/cnn_dailymail", {"text": "article"}, why=_DOCUMENTS, subset="3.0.0"
-    ),
-}
-# Value of conversation_style -> (our format, the column of that format that holds the messages).
-STYLES = {"sharegpt": ("sharegpt", "conversations"), "openai": ("messages", "messages")}
-
-# Values of `source` that name a kind of file, as `load_dataset` takes them; data_files has a path.
-LOADERS = ("json", "csv", "parquet", "text")
-
-# Key of a dataset -> our key, which holds for all datasets at once.
-SWITCHES = {"packed": "data.packing", "add_eos": "data.add_eos"}
-
-# Key of a dataset -> why nothing is missed without it.
-_NOT_NEEDED = {
-    "split_across_pack": "a text that does not fit into a pack begins another",
-    "data_files": "is read with the dataset's source",
-    "name": "is read with the dataset's source",
-    "subset": "is read with the dataset's source",
-    "trust_remote_code": "no code of a dataset is run",
-}
-_NO_PART = "a dataset is read whole; put its folder here and name it in data.source"
-# Key of a dataset -> what is missing here, told only if the key is on.
-_MISSING = {
-    "new_system_prompt": "no message is put before a sample's own; write it into the samples",
-    "filter_fn": "no config names Python code; filter the file of samples",
-    "data_dir": _NO_PART,
-    "use_clean": "there is no such variant of a dataset",
-}
-
-
-def convert_datasets(conversion: ConfigImport) -> None:
-    """Note the keys of `dataset`, a section or a list of them, and of `dataset_val`.
-
-    Raises ConfigError if the file names no training data.
-    """
-    values = conversion.theirs.values
-    # Keys of a list are `dataset[0].source` and so on.
-    suffixes = [key.removeprefix("dataset[") for key in values if key.startswith("dataset[")]
-    indices = sorted({int(suffix.partition("]")[0]) for suffix in suffixes})
-    if not indices and "dataset._component_" not in values:
-        raise conversion.build_error(
-            "dataset._component_ is missing, which says what is trained on"
-        )
-    for index in indices:
-        _convert_dataset(conversion, f"dataset[{index}]", f"data.sources[{index}]")
-    if not indices:
-        _convert_dataset(conversion, "dataset", "data")
-    if "dataset_val._component_" in values:
-        _convert_dataset(conversion, "dataset_val", "validation")
-
-
-def _convert_dataset(conversion: ConfigImport, section: str, our_section: str) -> None:
-    """Note the keys of one dataset.
-
-    section: `dataset`, `dataset[0]` or `dataset_val`. our_section: the one that it becomes, `data`,
-    `data.sources[0]` or `validation`. The functions below take the same two.
-    """
-    component = f"{section}._component_"
-    dataset = DATASETS.get(conversion.read_component(section))
-    if dataset is None:
-        conversion.refuse(
-            component, f"no such dataset; known are {', '.join(DATASETS)}", may_be_left_out=False
-        )
-        for key in conversion.theirs.list_keys(section):
-            if key != component:
-                conversion.drop(key, "of that dataset")
-        return
-    style = conversion.get_value(f"{section}.conversation_style")
-    our_keys = {f"{our_section}.format": STYLES[style][0] if style in STYLES else dataset.format}
-    source = _convert_source(conversion, section, our_section, dataset=dataset)
-    if source is not None and f"{section}.source" not in conversion.theirs.values:
-        our_keys[f"{our_section}.source"] = source
-    conversion.carry(component, our_keys, dataset.why, differs=bool(dataset.why))
-    _convert_columns(conversion, section, our_section, dataset=dataset)
-    defaults = {f"{section}.packed": False, f"{section}.train_on_input": not dataset.masks} | (
-        {f"{section}.add_eos": True} if dataset.format == "text" else {}
-    )
-    conversion.defaults |= defaults
-    # After the keys of the file: a default counts only where the file says nothing.
-    for key in [*conversion.theirs.list_keys(section), *defaults]:
-        if not conversion.is_noted(key):
-            _convert_key(conversion, key, our_section, dataset=dataset, source=source)
-
-
-def _convert_source(
-    conversion: ConfigImport, section: str, our_section: str, *, dataset: TorchtuneDataset
-) -> str | None:
-    """Note where a dataset is; return the value of our `source`, None after a fault."""
-    key = f"{section}.source"
-    if key not in conversion.theirs.values:
-        if dataset.source is None:
-            conversion.faults.append(f"{conversion.theirs.shown}: {key} is missing")
-            return None
-        return _format_hub_name(dataset.source, dataset.subset)
-    name = str(conversion.get_value(key))
-    files = conversion.get_value(f"{section}.data_files")
-    if "://" in name:
-        conversion.refuse(
-            key, "storage by URL is not read; copy the files here", may_be_left_out=False
-        )
-        return None
-    if name in LOADERS:
-        paths = files if isinstance(files, list) else [files]
-        if len(paths) != 1 or paths[0] is None:
-            count = 0 if files is None else len(paths)
-            conversion.refuse(
-                key, f"{count} data_files, expected one file or folder", may_be_left_out=False
-            )
-            return None
-        source = str(paths[0])
-        conversion.carry(f"{section}.data_files", {})
-    else:
-        # `load_dataset` takes the subset as `name`.
-        subset = conversion.get_value(f"{section}.subset") or conversion.get_value(
-            f"{section}.name"
-        )
-        source = name if is_local(name) else _format_hub_name(name, subset or dataset.subset)
-        if files is not None:
-            conversion.refuse(f"{section}.data_files", _NO_PART)
-    conversion.carry(key, {f"{our_section}.source": source})
-    return source
-
-
-def _format_hub_name(name: str, subset: str | None) -> str:
-    return f"{HUB}{name}:{subset}" if subset else f"{HUB}{name}"
-
-
-def is_local(name: str) -> bool:
-    """Return True for a file or folder: it exists, or its name is one of a data file or a path."""
-    path = expand_home(name)
-    return os.path.exists(path) or is_data(path) or name.startswith(("/", "./", "../", "~"))
-
-
-def _convert_columns(
-    conversion: ConfigImport, section: str, our_section: str, *, dataset: TorchtuneDataset
-) -> None:
-    """Note the names of columns, and set our `columns` to those that differ from the format's."""
-    # Column that our format reads -> what the file calls it.
-    columns = dict(dataset.columns)
-    for key in conversion.theirs.list_keys(f"{section}.column_map"):
-        word = key.rpartition(".")[2]
-        if key.endswith("column_map"):
-            conversion.drop(key, "is empty")
-        elif word not in dataset.renamed:
-            conversion.refuse(key, f"expected {' or '.join(dataset.renamed) or 'no column_map'}")
-        else:
-            columns[dataset.renamed[word]] = str(conversion.get_value(key))
-            conversion.carry(key, {})
-    style = conversion.get_value(f"{section}.conversation_style")
-    # Other key that names a column -> the column of our format.
-    column_keys = {"column": "text", "conversation_column": STYLES.get(style, ("", ""))[1]}
-    for word, name in column_keys.items():
-        key = f"{section}.{word}"
-        if conversion.is_on(key) and name:
-            columns[name] = str(conversion.get_value(key))
-            conversion.carry(key, {})
-    columns = {name: their_name for name, their_name in columns.items() if name != their_name}
-    # Validation takes `data.columns`, which are free beside a list of datasets.
-    if our_section == "validation" and "data.format" in conversion.ours:
-        if columns != conversion.ours.get("data.columns", {}):
-            conversion.refuse(
-                f"{section}._component_",
-                "validation has the columns of the training data; rename those in its file",
-                may_be_left_out=False,
-            )
-    elif columns:
-        # Set here, not by `carry`: it comes of several keys of theirs.
-        conversion.ours[f"{our_section.replace('validation', 'data')}.columns"] = columns
-
-
-def _convert_key(
-    conversion: ConfigImport,
-    key: str,
-    our_section: str,
-    *,
-    dataset: TorchtuneDataset,
-    source: str | None,
-) -> None:
-    """Note a key of a dataset besides its source and columns. source: of `_convert_source`."""
-    value = conversion.get_value(key)
-    word = key.rpartition(".")[2]
-    if word == "split":
-        _convert_split(conversion, key, our_section, source=source)
-    elif word in SWITCHES:
-        _convert_shared(conversion, key, our_section, name=SWITCHES[word], value=bool(value))
-    elif word == "train_on_input":
-        _convert_labels(conversion, key, our_section, dataset=dataset)
-    elif word == "conversation_style":
-        if value is None or value in STYLES:
-            conversion.carry(key, {})
-        else:
-            conversion.refuse(key, f"expected {' or '.join(STYLES)}")
-    elif word in _NOT_NEEDED:
-        conversion.drop(key, _NOT_NEEDED[word])
-    elif conversion.is_on(key):
-        conversion.refuse(key, _MISSING.get(word, "is no key of a dataset that is known here"))
-    else:
-        conversion.drop(key, "is off, as here")
-
-
-def _convert_split(
-    conversion: ConfigImport, key: str, our_section: str, *, source: str | None
-) -> None:
-    """Note the split of a dataset of the hub; files have none."""
-    split = str(conversion.get_value(key))
-    if source is None or source.startswith(HUB):
-        conversion.carry(key, {f"{our_section}.split": split})
-    elif split == "train":
-        conversion.drop(key, "files are read whole")
-    else:
-        conversion.refuse(
-            key, "files are read whole, without splits; write the part into a file of its own"
-        )
-
-
-def _convert_labels(
-    conversion: ConfigImport, key: str, our_section: str, dataset: TorchtuneDataset
-) -> None:
-    """Note train_on_input, by which prompts are label tokens too."""
-    train_on = "all" if conversion.get_value(key) else "assistant"
-    if dataset.format == "text":
-        conversion.drop(key, "every token of a text is trained on")
-    elif dataset.format != "preference":
-        _convert_shared(conversion, key, our_section, name="data.train_on", value=train_on)
-    elif train_on == "all":
-        conversion.refuse(key, "of pairs the answers alone are compared")
-    else:
-        conversion.carry(key, {})
-
-
-def _convert_shared(
-    conversion: ConfigImport, key: str, our_section: str, *, name: str, value: Any
-) -> None:
-    """Note a key of a dataset whose counterpart, `name`, is one for all data, also of validation.
-
-    value: what this dataset asks for. Validation sets nothing, and training data is of one value.
-    """
-    if our_section == "validation":
-        # Where no training data has the key, ours is at its default.
-        differs = value != conversion.ours.get(name, getattr(DataConfig, name.rpartition(".")[2]))
-        why = f"validation has the {name} of the training data" if differs else ""
-        conversion.carry(key, {}, why, differs=differs)
-    elif value != conversion.ours.get(name, value):
-        conversion.refuse(
-            key, f"{name} holds for all datasets; give each the same value", may_be_left_out=False
-        )
-    else:
-        conversion.carry(key, {name: value})

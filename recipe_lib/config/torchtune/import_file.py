@@ -29,10 +29,10 @@ from recipe_lib.config.torchtune.conversion import (
     KeyFate,
     Meaning,
     TorchtuneFile,
-    convert_datasets,
     is_off,
     read_torchtune_file,
 )
+from recipe_lib.config.torchtune.datasets import convert_datasets
 from recipe_lib.config.torchtune.key_tables import (
     ANY,
     ATTENTION,
@@ -225,7 +225,7 @@ def _drop_idle(
     An idle key is one that another setting robs of its effect.
     """
     # Our key -> why theirs is dropped.
-    reasons = {line.partition(" has no effect: ")[0]: line for line in loaded.idle}
+    reasons = dict(zip(loaded.idle, loaded.describe_idle_keys(), strict=True))
     reasons |= {name: f"{name} is set on the command line" for name in given}
     fates = dict(conversion.fates)
     for key, fate in fates.items():
@@ -241,8 +241,8 @@ def _select_settings(loaded: LoadedConfig, recipe: str) -> dict[str, Any]:
     """
     keys = read_schema(read_recipe_configs()[recipe]).keys
     settings: dict[str, Any] = {}
-    for name, value, where in loaded.rows:
-        if "no effect" in where or value == keys[name].default:
+    for name, value, _ in loaded.rows:
+        if name in loaded.idle or value == keys[name].default:
             continue
         if keys[name].section_class is not None:
             value = [_select_fields(section) for section in value]
@@ -323,7 +323,6 @@ def _check_purpose(conversion: ConfigImport) -> None:
 
 
 def _convert_key(conversion: ConfigImport, key: str) -> None:
-    """Note a key by the first table of `key_tables` that has it, unless it is noted already."""
     value = conversion.get_value(key)
     if conversion.is_noted(key):
         return
@@ -341,7 +340,7 @@ def _convert_key(conversion: ConfigImport, key: str) -> None:
             # expected, or a list where text is.
             conversion.refuse(key, "is no value of this key", may_be_left_out=False)
     elif meaning := _find_meaning(key, str(value)):
-        conversion.take(key, meaning)
+        conversion.carry_meaning(key, meaning)
     elif key in SAME:
         conversion.carry(key, {SAME[key]: value})
     elif reason := find_row(WITHOUT, key):
@@ -411,7 +410,7 @@ def _convert_folder(c: ConfigImport, key: str) -> None:
     outer = folder.removesuffix("/original")  # Meta's own files, in a folder of Hugging Face's
     if os.path.isdir(expand_home(outer)):
         why = "the folder above has the same weights in Hugging Face's layout"
-        c.take(key, Meaning({ours: outer}, why, differs=outer != folder))
+        c.carry_meaning(key, Meaning({ours: outer}, why, differs=outer != folder))
     elif name := find_hub_name(c.theirs, outer):
         c.carry(
             key,

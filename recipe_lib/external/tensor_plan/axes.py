@@ -19,13 +19,8 @@ class AxisNode:
     def __init__(
         self, size: int, kind: str = "leaf", children: Sequence["AxisNode"] = (), blocked: str = ""
     ):
-        """Make a node of `size` elements.
-
-        kind: `leaf`, `product` or `parts` (a concatenation). children: of a product or a
-        concatenation. blocked: of a leaf.
-        """
-        self.size = size
-        self.kind = kind
+        self.size = size  # number of elements
+        self.kind = kind  # `leaf`, `product` or `parts` (a concatenation)
         self.children = list(children)  # factors, the outermost first, or parts in order
         self.blocked = blocked  # of a leaf: why this axis stays whole; empty: it need not
         self.parent: AxisNode | None = None  # a node united with this one; None: it is the root

@@ -28,7 +28,7 @@ from recipe_lib.external.tensor_plan.sourced_integers import Division
 from recipe_lib.models.language_model import Entry, replace_entries
 from recipe_lib.ops.fused_kernels import call_with_gradient
 
-Change = Callable[[Tensor], Tensor]  # a collective, or a part of one
+TensorFunction = Callable[[Tensor], Tensor]  # a collective, or a part of one
 Rank: TypeAlias = int | Tensor  # index of a rank; a tensor `[]` in code that is compiled
 # Exchanges whose results several calls share:
 # (kind of exchange, `Boundary.activation`, id of the tensor) -> (the tensor, its result)
@@ -41,9 +41,9 @@ class Ranks:
 
     rank: int  # index of this rank
     size: int  # number of ranks
-    total: Change  # all-reduce: a tensor -> its sum over ranks
-    gather: Change  # all-gather: `[n, ...]` of each of t ranks -> `[t * n, ...]` on all
-    scatter: Change  # reduce-scatter: `[t * n, ...]` -> this rank's `[n, ...]` of the sum
+    all_reduce: TensorFunction  # a tensor -> its sum over ranks
+    all_gather: TensorFunction  # `[n, ...]` of each of t ranks -> `[t * n, ...]` on all
+    reduce_scatter: TensorFunction  # `[t * n, ...]` -> this rank's `[n, ...]` of the sum
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Exchanges:
                 "enter",
                 boundary=entering,
                 tensor=tensor,
-                make=partial(enter, tensor, self.ranks.total),
+                make=partial(enter, tensor, self.ranks.all_reduce),
             )
         cut = by_kind.get("cut")
         if cut is None:
@@ -158,7 +158,9 @@ class Exchanges:
             partial(_scatter_gradient, parts=parts, ranks=self.ranks),
         )
 
-    def _make_token_exchange(self, where: Boundary, summed: bool) -> tuple[Change, Change]:
+    def _make_token_exchange(
+        self, where: Boundary, summed: bool
+    ) -> tuple[TensorFunction, TensorFunction]:
         """Return two functions: a rank's tokens to all tokens, and all tokens to a rank's.
 
         where: a boundary of the kind gather or slice. summed: the second takes its tokens of the
@@ -174,7 +176,9 @@ class Exchanges:
             summed=summed,
         )
 
-    def _exchange_linear(self, tensor: Tensor, forward: Change, backward: Change) -> Tensor:
+    def _exchange_linear(
+        self, tensor: Tensor, forward: TensorFunction, backward: TensorFunction
+    ) -> Tensor:
         """Exchange as `exchange` does, and note the forward as one that may run again."""
         result = exchange(tensor, forward, backward)
         self.note(forward, (tensor,), {}, result, True)
@@ -226,7 +230,7 @@ class Exchanges:
         if cut is not None:
             gather, scatter = self._make_token_exchange(cut, summed=True)
             return exchange(tensor, scatter, gather)
-        return exchange(tensor, self.ranks.total, lambda gradient: gradient)
+        return exchange(tensor, self.ranks.all_reduce, lambda gradient: gradient)
 
     def _look_up(
         self,
@@ -269,7 +273,7 @@ class Exchanges:
         return self._sum(function(*args, **kwargs).masked_fill(~is_own.unsqueeze(-1), 0), cut)
 
 
-def exchange(tensor: Tensor, forward: Change, backward: Change) -> Tensor:
+def exchange(tensor: Tensor, forward: TensorFunction, backward: TensorFunction) -> Tensor:
     """Return forward(tensor), with backward(gradient) as its backward; nothing is saved for it.
 
     forward: linear in the tensor; returns new memory or a view. backward: maps the gradient of the
@@ -278,13 +282,13 @@ def exchange(tensor: Tensor, forward: Change, backward: Change) -> Tensor:
     return call_with_gradient(forward, tensor, differentiate=backward, kept=())
 
 
-def enter(tensor: Tensor, total: Change) -> Tensor:
+def enter(tensor: Tensor, all_reduce: TensorFunction) -> Tensor:
     """Return a tensor as it is, with its gradient summed over ranks.
 
-    For a tensor that all ranks have, and of which each computes a part of the result. total:
-    `Ranks.total`.
+    For a tensor that all ranks have, and of which each computes a part of the result. all_reduce:
+    `Ranks.all_reduce`.
     """
-    return exchange(tensor, lambda value: value.view_as(value), total)
+    return exchange(tensor, lambda value: value.view_as(value), all_reduce)
 
 
 def _list_lengths(
@@ -302,7 +306,7 @@ def _assemble_parameter(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: 
     pieces = list(tensor.split(_list_lengths(parts, ranks.size), parts.dim))
     # This rank's parts of the segments that become whole, in one gather along a new dimension 0.
     own_parts = torch.cat([pieces[index] for index in parts.whole], parts.dim)
-    gathered = ranks.gather(own_parts.unsqueeze(0).contiguous())
+    gathered = ranks.all_gather(own_parts.unsqueeze(0).contiguous())
     lengths = [parts.segments[index] // ranks.size for index in parts.whole]
     for index, piece in zip(parts.whole, gathered.split(lengths, parts.dim + 1), strict=True):
         pieces[index] = piece.movedim(0, parts.dim).flatten(parts.dim, parts.dim + 1)
@@ -319,7 +323,7 @@ def _scatter_gradient(gradient: Tensor, parts: Boundary | ParameterPlan, ranks: 
     by_rank = [
         pieces[index].unflatten(dim, (ranks.size, -1)).movedim(dim, 0) for index in parts.whole
     ]
-    summed = ranks.scatter(torch.cat(by_rank, dim + 1).contiguous())[0]
+    summed = ranks.reduce_scatter(torch.cat(by_rank, dim + 1).contiguous())[0]
     own_pieces = summed.split([parts.segments[index] // ranks.size for index in parts.whole], dim)
     for index, piece in zip(parts.whole, own_pieces, strict=True):
         pieces[index] = piece
@@ -330,7 +334,7 @@ def _gather_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Ranks) -
     """Return a tensor with whole rows of `length` tokens along `where.dim`, from ranks' tokens."""
     moved, token_dim = _move_tokens_to_front(tensor, where, length // ranks.size)
     gathered = (
-        ranks.gather(moved.contiguous()).movedim(0, token_dim).flatten(where.dim, where.dim + 1)
+        ranks.all_gather(moved.contiguous()).movedim(0, token_dim).flatten(where.dim, where.dim + 1)
     )
     return gathered.contiguous()  # no copy where it is a view of a contiguous tensor
 
@@ -345,7 +349,7 @@ def _take_own_tokens(
     moved, token_dim = _move_tokens_to_front(tensor, where, length)
     part = length // ranks.size
     if summed:
-        own_tokens = ranks.scatter(moved.contiguous())
+        own_tokens = ranks.reduce_scatter(moved.contiguous())
     elif isinstance(rank, int):
         own_tokens = moved.narrow(0, rank * part, part)
     else:

@@ -62,7 +62,7 @@ class TracedTensor:
 
 
 class OperatorCall:
-    """One run of an ATen operator: its arguments by name, and what its rule says of it."""
+    """One run of an ATen operator: its arguments by name, and what its rule says of it later."""
 
     def __init__(
         self,
@@ -74,17 +74,12 @@ class OperatorCall:
         place: str,
         known: Callable[[torch.Tensor], TracedTensor],
     ):
-        """Note the call; the rule runs later.
-
-        function: an `OpOverload`. results: the tensors that come out. place: path of the module,
-        for messages. known: returns what is known of a tensor.
-        """
-        self.function = function
+        self.function = function  # an `OpOverload`
         self.args = args
         self.kwargs = kwargs
-        self.results = results
-        self.place = place
-        self.known = known
+        self.results = results  # the tensors that come out
+        self.place = place  # path of the module, for messages
+        self.known = known  # returns what is known of a tensor
         self.name = get_short_name(function)
         self.reason = f"{self.name} in {place}"  # why what this operator blocks stays whole
         # What is known of the tensors that go in, by id and in order, and of those that come out.
@@ -161,6 +156,15 @@ class CallKey(NamedTuple):
     number: int  # index among the calls of one forward of the module that return a tensor
 
 
+class Argument(NamedTuple):
+    """A tensor among the arguments of a torch function call."""
+
+    # Index or name of the argument: `0`, `weight`, `1.2` (third item of the second one).
+    place: str
+    tensor: TracedTensor
+    needs_gradient: bool
+
+
 @dataclasses.dataclass(eq=False)
 class FunctionCall:
     """One torch function call of the traced forward."""
@@ -168,13 +172,16 @@ class FunctionCall:
     key: CallKey
     function: str  # the function's `__name__`
     source: str  # file and line in the model
-    # (place, tensor, needs a gradient). A place is an argument's index or name: `0`, `weight`,
-    # `1.2` (third item of the second one).
-    arguments: list[tuple[str, TracedTensor, bool]] = dataclasses.field(default_factory=list)
+    arguments: list[Argument] = dataclasses.field(default_factory=list)  # those that are tensors
     # Other arguments, by place: integers, slices, `...`, None and texts.
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     outputs: list[TracedTensor] = dataclasses.field(default_factory=list)
     records: list[OperatorCall] = dataclasses.field(default_factory=list)  # operators that it runs
+
+    @property
+    def tensors(self) -> list[TracedTensor]:
+        """Return the tensors among the arguments."""
+        return [argument.tensor for argument in self.arguments]
 
 
 @dataclasses.dataclass(eq=False)
@@ -260,10 +267,12 @@ def get_shape(tensor: TracedTensor) -> list[int]:
 
 
 class LocalSizes:
-    """The sizes of tensors on one rank, where some axes are cut."""
+    """The sizes of tensors on one of `size` ranks, where some axes are cut.
+
+    size 0: each axis is shared by the fewest ranks that can share it.
+    """
 
     def __init__(self, sharded_axes: list[ShardedAxis], size: int = 0):
-        """Prepare for a number of ranks; size 0: for each axis the fewest that can share it."""
         # Axis -> the number of ranks that share it.
         self.shares = {axis: size or find_smallest_factor(axis.node.size) for axis in sharded_axes}
         self._axes: dict[TracedTensor, list[ShardedAxis]] = {}
@@ -355,7 +364,7 @@ def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
     if call.function in SHAPES:
         # Spellings: `x.view(2, 3)`, `x.view((2, 3))`, `torch.zeros(2, 3)`, `torch.zeros((2, 3))`,
         # `size=(2, 3)`.
-        is_method = bool(call.arguments) and call.arguments[0][0] == "0"
+        is_method = bool(call.arguments) and call.arguments[0].place == "0"
         nested = f"{int(is_method)}."
         is_nested = any(place.startswith((nested, "size.")) for place in numbers)
         for dimension in range(len(dims)):
@@ -385,9 +394,9 @@ def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
 def _list_slice_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
     """Yield what starts and stops of the slices in `x[...]` have to be on a rank."""
     # With tensors in the brackets elements are picked by number: their dimensions are blocked.
-    if len(call.arguments) != 1 or call.arguments[0][0] != "0":
+    if len(call.arguments) != 1 or call.arguments[0].place != "0":
         return
-    tensor = call.arguments[0][1]
+    tensor = call.arguments[0].tensor
     items = [
         call.numbers[place] for place in sorted(call.numbers, key=_split_place) if place != "0"
     ]

@@ -58,25 +58,25 @@ def infer_plan(
     inputs: dict[str, Any],
     size: int = 0,
     tokens: bool = True,
-    others: Iterable[dict[str, Any]] = (),
+    other_inputs: Iterable[dict[str, Any]] = (),
 ) -> ShardingPlan:
     """Return the tensor-parallel plan of a model, which is not changed.
 
     model: any language model, on the meta device or another one. inputs: keyword arguments of its
     forward, on the same device, token ids `[b, s]` first. size: number of ranks; only axes that
     they can share are cut; 0: all axes that some number of ranks can share. tokens: ranks share
-    tokens as well (sequence parallel), in modules where that is possible. others: further sets of
-    keyword arguments that training uses, such as for packed rows; modules whose calls differ for
-    these share no tokens. Raises SetupError where the forward cannot be traced.
+    tokens as well (sequence parallel), in modules where that is possible. other_inputs: further
+    sets of keyword arguments that training uses, such as for packed rows; modules whose calls
+    differ for these share no tokens. Raises SetupError where the forward cannot be traced.
     """
     forward = trace(model, inputs, find_rule)
     # Modules whose calls differ between the inputs.
     unsteady: frozenset[str] = frozenset()
     if tokens:
-        for other_inputs in others:
+        for further_inputs in other_inputs:
             # The class may not take these inputs at all.
             with contextlib.suppress(SetupError):
-                unsteady |= forward.find_differing_modules(trace(model, other_inputs, find_rule))
+                unsteady |= forward.find_differing_modules(trace(model, further_inputs, find_rule))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     candidates, reasons = _follow_axes(forward, shapes, size)
     # Where two axes would cut the same parameters, the first is taken: rather one without
@@ -227,8 +227,8 @@ def _build_plan(
     pending = _list_pending(forward, chosen=chosen, token_uses=shared.uses, mixed=mixed_parameters)
     # Biases that are added once, after the sum of their product over ranks.
     late_biases = {name for _, boundary in pending for name in boundary.bias_parameters}
-    arguments = chain.from_iterable(call.arguments for call in forward.calls)
-    used_parameters = set[str]().union(*(tensor.parameters for _, tensor, _ in arguments))
+    argument_tensors = chain.from_iterable(call.tensors for call in forward.calls)
+    used_parameters = set[str]().union(*(tensor.parameters for tensor in argument_tensors))
     sharded_plans = _plan_sharded_parameters(forward, shapes, chosen)
     unused = dict.fromkeys(shapes.keys() - used_parameters, "the forward does not use it")
     parameters = [
@@ -461,8 +461,8 @@ def _build_boundaries(
         names = set(boundary.parameters)
         if boundary.kind == "enter":
             tensor = boundary.tensor
-            for _, argument, _ in forward.calls[index].arguments:
-                names |= argument.parameters
+            for argument_tensor in forward.calls[index].tensors:
+                names |= argument_tensor.parameters
             # Move it to an earlier call, as long as all later uses of the tensor need it to enter.
             while tensor not in forward.outputs:
                 giving_index = _find_giving_call(
@@ -493,7 +493,7 @@ def _build_boundaries(
         call = forward.calls[index]
         # A `cut` sums gradients alone, so it sums nothing where its tensor needs none.
         needs_gradient = any(
-            needs for argument_place, _, needs in call.arguments if argument_place == place
+            argument.needs_gradient for argument in call.arguments if argument.place == place
         )
         is_summed = kind != "assemble" and (kind != "cut" or needs_gradient)
         num_elements = math.prod(node.size for node in boundary.tensor.dims)
@@ -530,7 +530,7 @@ def _find_moved(call: FunctionCall, users: Uses) -> TracedTensor | None:
     """
     if not call.records or any(record.name not in MOVES for record in call.records):
         return None
-    inputs = [tensor for _, tensor, needs_gradient in call.arguments if needs_gradient]
+    inputs = [argument.tensor for argument in call.arguments if argument.needs_gradient]
     if not len(call.outputs) == len(call.arguments) == len(inputs) == 1:
         return None
     return inputs[0] if inputs[0].activation and len(users[inputs[0]]) == 1 else None

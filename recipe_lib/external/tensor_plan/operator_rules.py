@@ -532,13 +532,13 @@ def trace_index(step: OperatorCall) -> list[Dims]:
 
 
 def _find_negative_pick(
-    step: OperatorCall, picks: list[torch.Tensor | None]
+    step: OperatorCall, indices: list[torch.Tensor | None]
 ) -> tuple[int, int] | None:
     """Return (dimension, index) of `x[..., [-1], :]`, which is a slice of one element.
 
-    None for other indices. picks: the indices, None for a dimension without one.
+    None for other indices. indices: one for each dimension, None for a dimension without.
     """
-    indexed_dims = [dim for dim, index in enumerate(picks) if index is not None]
+    indexed_dims = [dim for dim, index in enumerate(indices) if index is not None]
     # A place such as `1.1.0`: an item of a list within the brackets.
     listed = [
         value
@@ -547,7 +547,7 @@ def _find_negative_pick(
     ]
     if "put" in step.name or len(indexed_dims) != 1 or len(listed) != 1 or listed[0] >= 0:
         return None
-    index = picks[indexed_dims[0]]
+    index = indices[indexed_dims[0]]
     return (
         (indexed_dims[0], listed[0]) if index is not None and tuple(index.shape) == (1,) else None
     )

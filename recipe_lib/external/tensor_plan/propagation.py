@@ -7,9 +7,11 @@ record is one ATen operator of the trace, a call one torch function call, which 
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from recipe_lib.external.tensor_plan.axes import AxisNode, find_segments, has_axis, have_axis
 from recipe_lib.external.tensor_plan.forward_trace import (
+    Argument,
     CallKey,
     ForwardTrace,
     FunctionCall,
@@ -57,12 +59,12 @@ def follow_axis(
     return follower.axis
 
 
+@dataclass(eq=False)
 class _AxisFollower:
     """Follows one axis through one trace; there is a method for each kind of operator it meets."""
 
-    def __init__(self, trace: ForwardTrace, axis: ShardedAxis) -> None:
-        self.trace = trace
-        self.axis = axis
+    trace: ForwardTrace
+    axis: ShardedAxis  # what is found is noted in it
 
     def follow(self, records: Iterable[OperatorCall]) -> None:
         """Note all tensors that are sharded, and all boundaries, in `self.axis`.
@@ -130,7 +132,9 @@ class _AxisFollower:
                 raise Refusal(f"most of {name} does not have the axis")
             views = self._find_stored_views(parameter)
             for number, call in enumerate(self.trace.calls):
-                for place, tensor in [entry[:2] for entry in call.arguments if entry[1] in views]:
+                for place, tensor, _ in call.arguments:
+                    if tensor not in views:
+                        continue
                     dims = [
                         at for at, node in enumerate(tensor.dims) if has_axis(node, self.axis.node)
                     ]
@@ -161,9 +165,7 @@ class _AxisFollower:
                 continue
             if record.call < 0 and record.name in MOVES:
                 views.update(record.outputs)
-            elif record.call < 0 or views.isdisjoint(
-                tensor for _, tensor, _ in self.trace.calls[record.call].arguments
-            ):
+            elif record.call < 0 or views.isdisjoint(self.trace.calls[record.call].tensors):
                 raise Refusal(
                     f"no torch function call uses {', '.join(parameter.parameters)} in"
                     f" {self._describe(record)}"
@@ -403,7 +405,11 @@ class _AxisFollower:
             by_key.setdefault(self.trace.calls[boundary.call].key, set()).add(exchange)
         for number, call in enumerate(self.trace.calls):
             for kind, place in by_key.get(call.key, set()) - by_call.get(number, set()):
-                needs_gradient = any(needs for at, _, needs in call.arguments if at == place)
+                needs_gradient = any(
+                    argument.needs_gradient
+                    for argument in call.arguments
+                    if argument.place == place
+                )
                 if kind != "enter" or needs_gradient:
                     raise Refusal(
                         f"{call.key.module} runs more than once, and not alike, at {call.source}"
@@ -417,17 +423,15 @@ class _AxisFollower:
         return f"{record.name} in {call.key.module or 'the model itself'} ({call.source})"
 
 
-def _find_arguments(
-    call: FunctionCall, tensor: TracedTensor
-) -> list[tuple[str, TracedTensor, bool]]:
+def _find_arguments(call: FunctionCall, tensor: TracedTensor) -> list[Argument]:
     """Return the arguments of a call that a tensor within the call is made of.
 
-    Arguments are (place, tensor, needs a gradient). A tensor that is an argument is returned alone.
+    A tensor that is an argument is returned alone.
     """
     for argument in call.arguments:
-        if argument[1] is tensor:
+        if argument.tensor is tensor:
             return [argument]
-    made_of: list[tuple[str, TracedTensor, bool]] = []
+    made_of: list[Argument] = []
     seen = {tensor}
     queue = [tensor]
     while queue:
@@ -437,5 +441,5 @@ def _find_arguments(
                 if source not in seen:
                     seen.add(source)
                     queue.append(source)
-                    made_of += [entry for entry in call.arguments if entry[1] is source][:1]
+                    made_of += [entry for entry in call.arguments if entry.tensor is source][:1]
     return made_of

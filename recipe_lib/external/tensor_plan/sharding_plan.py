@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from math import prod
 from typing import Any, cast
 
@@ -115,6 +116,23 @@ class Boundary:
     mean: bool = False
 
 
+# Functions that are not counted as calls: reads of an attribute or of a shape.
+READS = ("__get__", "size")
+
+
+@dataclasses.dataclass(eq=False)
+class RunningForward:
+    """A forward of one module that is running, with the count of its calls.
+
+    `tracing` numbers calls by it, and `plan_executor` when it runs the plan. A call is one of a
+    torch function but `READS` that returns a tensor, and that no torch function makes itself.
+    """
+
+    path: str  # of the module; empty: the model itself
+    calls: int = 0  # how many it has made so far, and so the index of the next one
+    reached: int = 0  # calls so far at which the plan has an exchange; `plan_executor` counts them
+
+
 @dataclasses.dataclass(frozen=True)
 class Rewrite:
     """An integer attribute, such as `num_heads`, of which a forward makes shapes.
@@ -148,14 +166,17 @@ class ShardingPlan:
     # Paths of layers, and of modules outside them, whose output has a rank's own tokens alone.
     local_outputs: tuple[str, ...] = ()
 
+    @cached_property
+    def _parameters_by_name(self) -> dict[str, ParameterPlan]:
+        return {parameter.name: parameter for parameter in self.parameters}
+
     def parameter(self, name: str) -> ParameterPlan:
         """Return the plan of one parameter. Raises ConfigError for an unknown name."""
-        for parameter in self.parameters:
-            if parameter.name == name:
-                return parameter
-        raise ConfigError(
-            f"tensor plan: no parameter {name}, expected one of the model's; make the plan anew"
-        )
+        if name not in self._parameters_by_name:
+            raise ConfigError(
+                f"tensor plan: no parameter {name}, expected one of the model's; make the plan anew"
+            )
+        return self._parameters_by_name[name]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as dicts, lists, strings, numbers and booleans, for YAML or JSON."""

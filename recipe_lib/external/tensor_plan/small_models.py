@@ -83,22 +83,23 @@ _KEYS = (
 )
 
 
-def shrink(config: Any, layers: int = 2, keys: int = 4) -> Any:
-    """Return a small copy of a transformers config, with one layer of each kind, at least `layers`.
+def shrink(config: Any, min_layers: int = 2, num_key_heads: int = 4) -> Any:
+    """Return a small copy of a transformers config, with one layer of each kind.
 
-    keys: the number of heads of keys and values, if there are fewer of them than of queries; one
-    head stays one. Configs within it are shrunk, too, and special token ids fit the vocabulary.
+    It has `min_layers` layers or more. num_key_heads: the number of heads of keys and values, if
+    there are fewer of them than of queries; one head stays one. Configs within it are shrunk, too,
+    and special token ids fit the vocabulary.
     """
     small = copy.deepcopy(config)
     settings = vars(small)
-    count = _cut_layer_lists(settings, layers)
+    count = _cut_layer_lists(settings, min_layers)
     for name, value in list(settings.items()):
         if hasattr(value, "to_dict") and not isinstance(value, type):
-            settings[name] = shrink(value, layers, keys)
+            settings[name] = shrink(value, min_layers, num_key_heads)
         elif name in _LAYERS and isinstance(value, int):
             settings[name] = count
         elif name in _KEYS and isinstance(value, int):
-            settings[name] = _choose_key_heads(value, vars(config), keys)
+            settings[name] = _choose_key_heads(value, vars(config), num_key_heads)
         elif name.endswith("token_id") and isinstance(value, int):
             settings[name] = min(value, 2)
         elif name in _NEEDED and value is None:

@@ -8,7 +8,7 @@ as attention, gets whole rows: tokens are gathered before it and sliced after it
 
 import dataclasses
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from recipe_lib.external.tensor_plan.axes import (
     AxisNode,
@@ -86,7 +86,7 @@ def run_call_on_tokens(call: FunctionCall, layouts: Layouts, length: int) -> Tok
     """
     local = dict(layouts)
     demands: Layouts = {}
-    arguments = {tensor for _, tensor, _ in call.arguments}
+    arguments = set(call.tensors)
     read = {tensor for record in call.records for tensor in record.inputs} | set(call.outputs)
     if call.function not in OF_ANOTHER_TYPE and not arguments & layouts.keys() <= read:
         return None  # an argument that no operator reads: the call reads its shape
@@ -177,10 +177,27 @@ def _find_token_dim(dims: list[AxisNode], tokens: AxisNode) -> TokenDim | None:
     return TokenDim(dim, True) if factors and factors[0] is root else None
 
 
+@dataclasses.dataclass(eq=False)
+class SharedTokens:
+    """The places where a forward exchanges tokens, and what that saves; by default none."""
+
+    # Where a rank's tokens become all tokens, and where all become a rank's.
+    gathers: TokenExchanges = dataclasses.field(default_factory=dict)
+    slices: TokenExchanges = dataclasses.field(default_factory=dict)
+    # Arguments that are replicated parameters and meet a rank's tokens: the gradients that come
+    # of these uses have to be summed over ranks.
+    uses: set[Place] = dataclasses.field(default_factory=set)
+    # Share of the elements of activations without a cut axis that is a rank's tokens; 0 to 1.
+    share: float = 0.0
+    # Paths of layers, and of modules outside them, whose output is a rank's tokens alone.
+    local: tuple[str, ...] = ()
+
+
 class TokenFlow:
     """The state of one search: which tensors and calls have a rank's tokens alone.
 
-    `spread` computes it from `whole` and `stopped`, which the caller enlarges between two rounds.
+    `spread` computes it from `whole` and `stopped`, which `keep_wrong_whole` enlarges after it. The
+    arguments are those of `share_tokens`.
     """
 
     def __init__(
@@ -190,7 +207,6 @@ class TokenFlow:
         rewrites: dict[Attribute, AttributeDivision],
         unsteady: frozenset[str] = frozenset(),
     ):
-        """Prepare for `spread`. Arguments as of `share_tokens`."""
         self.trace = trace
         self.sharded_axes = sharded_axes
         self.rewrites = rewrites
@@ -208,12 +224,23 @@ class TokenFlow:
         self.whole: set[TracedTensor] = set(trace.outputs)
         # Numbers of the calls whose arguments are gathered, whatever the call does.
         self.stopped: set[int] = set()
+        # What `spread` finds in one round.
+        # Tensors that are a rank's tokens as the call that makes them returns them.
+        self.made: Layouts = {}
+        # Tensors of all tokens, where it is known in which dimension these are.
+        self.aligned: Layouts = {}
+        self.slices: TokenExchanges = {}
+        self.gathers: TokenExchanges = {}
+        # Tensors of `made` that are gathered where they are made: all later calls get them whole.
+        self.early: set[TracedTensor] = set()
+        self.fresh: set[TracedTensor] = set()  # embeddings that no layer has read yet
+        self.local: set[int] = set()  # numbers of the calls that work on a rank's tokens
         # Results of `run_call_on_tokens`: many calls are tried again in each round.
         self._run: dict[tuple[int, frozenset[tuple[TracedTensor, TokenDim]]], TokenWise | None] = {}
         for number, call in enumerate(trace.calls):
             if call.key.module in unsteady:
                 self.stopped.add(number)
-                self.whole.update(tensor for _, tensor, _ in call.arguments if tensor.activation)
+                self.whole.update(tensor for tensor in call.tensors if tensor.activation)
                 self.whole.update(call.outputs)
         self._keep_head_whole()
         # Tensor -> the arguments that it is, and the calls that return it as it is.
@@ -230,7 +257,7 @@ class TokenFlow:
 
     def _is_cut(self, call: FunctionCall) -> bool:
         """Return True if the call reads or makes a tensor that is cut along an axis."""
-        tensors = [tensor for _, tensor, _ in call.arguments] + call.outputs
+        tensors = call.tensors + call.outputs
         tensors += [item for record in call.records for item in (*record.inputs, *record.outputs)]
         return not self.sharded.isdisjoint(tensors)
 
@@ -244,7 +271,7 @@ class TokenFlow:
         while queue:
             call = self.trace.calls[queue.pop().call]
             is_product = any(record.contractions for record in call.records)
-            for _, tensor, _ in call.arguments:
+            for tensor in call.tensors:
                 if tensor.activation and tensor not in seen:
                     seen.add(tensor)
                     self.whole.add(tensor)
@@ -252,7 +279,6 @@ class TokenFlow:
                         queue.append(tensor)
 
     def _try_on_tokens(self, number: int, layouts: Layouts) -> TokenWise | None:
-        """Return `run_call_on_tokens` of the call with this number."""
         key = (number, frozenset(layouts.items()))
         if key not in self._run:
             self._run[key] = run_call_on_tokens(self.trace.calls[number], layouts, self.length)
@@ -261,16 +287,10 @@ class TokenFlow:
     def spread(self) -> None:
         """Follow the tokens through the calls, then move slices and gathers to earlier calls."""
         assert self.trace.ids is not None
-        # Tensors that are a rank's tokens as the call that makes them returns them.
-        self.made: Layouts = {}
-        # Tensors of all tokens, where it is known in which dimension these are.
-        self.aligned: Layouts = {self.trace.ids: TokenDim(1)}  # ids are `[b, s]`
-        self.slices: TokenExchanges = {}
-        self.gathers: TokenExchanges = {}
-        # Tensors of `made` that are gathered where they are made: all later calls get them whole.
-        self.early: set[TracedTensor] = set()
-        self.fresh: set[TracedTensor] = set()  # embeddings that no layer has read yet
-        self.local: set[int] = set()  # numbers of the calls that work on a rank's tokens
+        exchanges: list[Any] = [self.slices, self.gathers]
+        for result in [*exchanges, self.made, self.aligned, self.early, self.fresh, self.local]:
+            result.clear()
+        self.aligned[self.trace.ids] = TokenDim(1)  # ids are `[b, s]`
         for number, call in enumerate(self.trace.calls):
             if number in self.cut:
                 self._spread_cut_call(number, call)
@@ -284,7 +304,7 @@ class TokenFlow:
     def _spread_cut_call(self, number: int, call: FunctionCall) -> None:
         """Give a call that works on a rank's part of an axis whole rows; slice what it looks up."""
         self._gather_arguments(number, call)
-        ids = {id_: self.aligned[id_] for _, id_, _ in call.arguments if id_ in self.aligned}
+        ids = {tensor: self.aligned[tensor] for tensor in call.tensors if tensor in self.aligned}
         token_wise = self._try_on_tokens(number, ids) if number in self.looking and ids else None
         for output in call.outputs if token_wise is not None else ():
             if token_wise is not None and output in token_wise.outputs:
@@ -302,9 +322,8 @@ class TokenFlow:
 
     def _is_scaling_embedding(self, call: FunctionCall) -> bool:
         """Return True if a call computes with embeddings and no parameters, such as a scale."""
-        arguments = [tensor for _, tensor, _ in call.arguments]
-        is_fresh = not self.fresh.isdisjoint(arguments)
-        return is_fresh and not any(tensor.parameters for tensor in arguments)
+        is_fresh = not self.fresh.isdisjoint(call.tensors)
+        return is_fresh and not any(tensor.parameters for tensor in call.tensors)
 
     def _gather_arguments(self, number: int, call: FunctionCall) -> None:
         """Gather all arguments that are a rank's tokens."""
@@ -331,9 +350,10 @@ class TokenFlow:
 
     def _spread_call(self, number: int, call: FunctionCall) -> None:
         """Let a call work on a rank's tokens if it can; else gather its arguments."""
-        arguments = [tensor for _, tensor, _ in call.arguments]
-        layouts = {tensor: self.made[tensor] for tensor in arguments if self.is_local(tensor)}
-        aligned = {tensor: self.aligned[tensor] for tensor in arguments if tensor in self.aligned}
+        layouts = {tensor: self.made[tensor] for tensor in call.tensors if self.is_local(tensor)}
+        aligned = {
+            tensor: self.aligned[tensor] for tensor in call.tensors if tensor in self.aligned
+        }
         sliced: Layouts = {}
         if not layouts and not is_handing_on(call):
             # A whole activation is sliced as early as it can be.
@@ -398,7 +418,7 @@ class TokenFlow:
         call = self.trace.calls[number]
         if number in self.stopped or number in self.local or len(call.outputs) != 1:
             return False
-        if any(self.is_local(tensor) for _, tensor, _ in call.arguments):
+        if any(map(self.is_local, call.tensors)):
             return False
         activations = [tensor for _, tensor, grad in call.arguments if tensor.activation and grad]
         for tensor in activations[:1]:
@@ -448,10 +468,108 @@ class TokenFlow:
         is_gathered = not self.gathers.keys().isdisjoint(uses)
         return self.made[tensor] if self.is_local(tensor) and not is_gathered else None
 
+    def keep_wrong_whole(self) -> bool:
+        """Keep whole, from the next round on, what has wrong sizes; return False if nothing has."""
+        counts_before = (len(self.whole), len(self.stopped))
+        sizes = _SharedSizes(self)
+        for record in self.trace.records:
+            # An operator without a torch function call, where ranks can exchange.
+            if record.call < 0:
+                self.whole.update(filter(self.is_local, (*record.inputs, *record.outputs)))
+        for (number, _), (tensor, _) in [*self.slices.items(), *self.gathers.items()]:
+            is_written = any(
+                tensor in record.inputs and tensor in record.outputs
+                for record in self.trace.calls[number].records
+            )
+            # Written in place: the write would go into the gathered or sliced copy.
+            if tensor.call != number and is_written:
+                self.whole.add(tensor)
+                self.stopped.add(number)
+        for number, call in enumerate(self.trace.calls):
+            sizes.at = number
+            # A size of a rank's tokens that is passed where nothing says what it has to be.
+            for value in call.numbers.values() if call.function not in _CHECKED else ():
+                self.whole.update(self._list_cut_tensors(value))
+            for demand in list_demands(call, sizes):
+                if evaluate(demand.value, sizes.read_size, sizes.divisions) == demand.expected:
+                    continue
+                partly_read = [
+                    tensor
+                    for tensor in self._list_cut_tensors(demand.value)
+                    if tensor not in self.whole
+                ]
+                self.whole.update(partly_read)
+                if not partly_read:  # the number is right for whole tensors: make the outputs whole
+                    self.stopped.add(number)
+                    self.whole.update(output for output in call.outputs if output in self.made)
+        for decision in self.trace.size_decisions:
+            if not is_decided_alike(decision, sizes.read_size, sizes.divisions):
+                self.whole.update(self._list_cut_tensors(decision.left))
+                self.whole.update(self._list_cut_tensors(decision.right))
+        self._keep_runs_alike()
+        return (len(self.whole), len(self.stopped)) != counts_before
+
+    def _list_cut_tensors(self, value: object) -> list[TracedTensor]:
+        """Return the tensors that are a rank's tokens and from whose sizes a value was computed."""
+        return [
+            size.tensor
+            for size in list_sources(value, Size)
+            if self.is_seen_cut(size.tensor, size.dimension)
+        ]
+
+    def _keep_runs_alike(self) -> None:
+        """Make whole the tensors of calls that run more than once, and not with equal exchanges.
+
+        A module may run twice. A plan names its calls once, for all runs.
+        """
+        exchanges: dict[int, set[tuple[str, str, TokenDim]]] = {}
+        for kind, places in (("gather", self.gathers), ("slice", self.slices)):
+            for (number, place), (_, layout) in places.items():
+                exchanges.setdefault(number, set()).add((kind, place, layout))
+        runs: dict[object, list[int]] = {}
+        for number, call in enumerate(self.trace.calls):
+            runs.setdefault(call.key, []).append(number)
+        for numbers in runs.values():
+            first_run = exchanges.get(numbers[0], set())
+            is_alike = all(exchanges.get(number, set()) == first_run for number in numbers)
+            for number in () if is_alike else numbers:
+                call = self.trace.calls[number]
+                self.whole.update(call.outputs)
+                if number in self.stopped:
+                    self.whole.update(tensor for tensor in call.tensors if tensor in self.made)
+                self.stopped.add(number)
+
+    def collect_shared(self) -> SharedTokens:
+        """Return where tokens are exchanged, once a round has found no wrong size."""
+        uses = set()
+        for number in self.local:
+            for place, tensor, needs_gradient in self.trace.calls[number].arguments:
+                is_parameter = needs_gradient and tensor.parameters
+                if is_parameter and (number, place) not in self.slices:
+                    uses.add((number, place))
+        # The bias of a row-parallel product is added after the sum, which may be sliced.
+        for number, leaving in self.leaving.items():
+            if leaving.bias and (number, "output") in self.slices:
+                uses.add((number, leaving.bias))
+        sizes: dict[TracedTensor, int] = {}
+        for call in self.trace.calls:
+            for output in call.outputs:
+                if output.activation and output not in self.sharded:
+                    sizes[output] = prod(get_shape(output))
+        num_shared = sum(size for tensor, size in sizes.items() if tensor in self.made)
+        share = num_shared / max(sum(sizes.values()), 1) if self.gathers or self.slices else 0.0
+        return SharedTokens(
+            self.gathers,
+            self.slices,
+            uses=uses,
+            share=share,
+            local=tuple(path for path, tensor in self.trace.given.items() if self.is_local(tensor)),
+        )
+
 
 def is_handing_on(call: FunctionCall) -> bool:
     """Return True if a call returns its argument itself, as a conversion to its own type does."""
-    return not call.records and any(tensor in call.outputs for _, tensor, _ in call.arguments)
+    return not call.records and any(tensor in call.outputs for tensor in call.tensors)
 
 
 def name_output(call: FunctionCall, output: TracedTensor) -> str:
@@ -462,22 +580,6 @@ def name_output(call: FunctionCall, output: TracedTensor) -> str:
 # Rounds of `share_tokens`, each with more whole tensors than the last. A model needs one or two.
 _ROUNDS = 40
 _RANKS = 2  # the number of ranks for which sizes are computed
-
-
-@dataclasses.dataclass(eq=False)
-class SharedTokens:
-    """The places where a forward exchanges tokens, and what that saves; by default none."""
-
-    # Where a rank's tokens become all tokens, and where all become a rank's.
-    gathers: TokenExchanges = dataclasses.field(default_factory=dict)
-    slices: TokenExchanges = dataclasses.field(default_factory=dict)
-    # Arguments that are replicated parameters and meet a rank's tokens: the gradients that come
-    # of these uses have to be summed over ranks.
-    uses: set[Place] = dataclasses.field(default_factory=set)
-    # Share of the elements of activations without a cut axis that is a rank's tokens; 0 to 1.
-    share: float = 0.0
-    # Paths of layers, and of modules outside them, whose output is a rank's tokens alone.
-    local: tuple[str, ...] = ()
 
 
 def share_tokens(
@@ -501,114 +603,16 @@ def share_tokens(
         return SharedTokens()
     for _ in range(_ROUNDS):
         flow.spread()
-        if not _make_wrong_whole(flow):
-            return _collect_shared(flow)
+        if not flow.keep_wrong_whole():
+            return flow.collect_shared()
     return SharedTokens()
 
 
-def _make_wrong_whole(flow: TokenFlow) -> bool:
-    """Add to `flow.whole` and `flow.stopped` what has wrong sizes; return False if nothing has."""
-    counts_before = (len(flow.whole), len(flow.stopped))
-    sizes = _SharedSizes(flow)
-    for record in flow.trace.records:
-        if record.call < 0:  # an operator without a torch function call, where ranks can exchange
-            flow.whole.update(filter(flow.is_local, (*record.inputs, *record.outputs)))
-    for (number, _), (tensor, _) in [*flow.slices.items(), *flow.gathers.items()]:
-        is_written = any(
-            tensor in record.inputs and tensor in record.outputs
-            for record in flow.trace.calls[number].records
-        )
-        # Written in place: the write would go into the gathered or sliced copy.
-        if tensor.call != number and is_written:
-            flow.whole.add(tensor)
-            flow.stopped.add(number)
-    for number, call in enumerate(flow.trace.calls):
-        sizes.at = number
-        # A size of a rank's tokens that is passed where nothing says what it has to be.
-        for value in call.numbers.values() if call.function not in _CHECKED else ():
-            flow.whole.update(_list_cut_tensors(flow, value))
-        for demand in list_demands(call, sizes):
-            if evaluate(demand.value, sizes.read_size, sizes.divisions) == demand.expected:
-                continue
-            partly_read = [
-                tensor
-                for tensor in _list_cut_tensors(flow, demand.value)
-                if tensor not in flow.whole
-            ]
-            flow.whole.update(partly_read)
-            if not partly_read:  # the number is right for whole tensors: make the outputs whole
-                flow.stopped.add(number)
-                flow.whole.update(output for output in call.outputs if output in flow.made)
-    for decision in flow.trace.size_decisions:
-        if not is_decided_alike(decision, sizes.read_size, sizes.divisions):
-            flow.whole.update(_list_cut_tensors(flow, decision.left))
-            flow.whole.update(_list_cut_tensors(flow, decision.right))
-    _keep_runs_alike(flow)
-    return (len(flow.whole), len(flow.stopped)) != counts_before
-
-
-def _list_cut_tensors(flow: TokenFlow, value: object) -> list[TracedTensor]:
-    """Return the tensors that are a rank's tokens and from whose sizes a value was computed."""
-    return [
-        size.tensor
-        for size in list_sources(value, Size)
-        if flow.is_seen_cut(size.tensor, size.dimension)
-    ]
-
-
-def _keep_runs_alike(flow: TokenFlow) -> None:
-    """Make whole the tensors of calls that run more than once, and not with equal exchanges.
-
-    A module may run twice. A plan names its calls once, for all runs.
-    """
-    exchanges: dict[int, set[tuple[str, str, TokenDim]]] = {}
-    for kind, places in (("gather", flow.gathers), ("slice", flow.slices)):
-        for (number, place), (_, layout) in places.items():
-            exchanges.setdefault(number, set()).add((kind, place, layout))
-    runs: dict[object, list[int]] = {}
-    for number, call in enumerate(flow.trace.calls):
-        runs.setdefault(call.key, []).append(number)
-    for numbers in runs.values():
-        first_run = exchanges.get(numbers[0], set())
-        is_alike = all(exchanges.get(number, set()) == first_run for number in numbers)
-        for number in () if is_alike else numbers:
-            call = flow.trace.calls[number]
-            flow.whole.update(call.outputs)
-            if number in flow.stopped:
-                flow.whole.update(tensor for _, tensor, _ in call.arguments if tensor in flow.made)
-            flow.stopped.add(number)
-
-
-def _collect_shared(flow: TokenFlow) -> SharedTokens:
-    """Return where tokens are exchanged, once a round has found no wrong size."""
-    uses = set()
-    for number in flow.local:
-        for place, tensor, needs_gradient in flow.trace.calls[number].arguments:
-            is_parameter = needs_gradient and tensor.parameters
-            if is_parameter and (number, place) not in flow.slices:
-                uses.add((number, place))
-    # The bias of a row-parallel product is added after the sum, to a rank's tokens if it is sliced.
-    for number, leaving in flow.leaving.items():
-        if leaving.bias and (number, "output") in flow.slices:
-            uses.add((number, leaving.bias))
-    sizes: dict[TracedTensor, int] = {}
-    for call in flow.trace.calls:
-        for output in call.outputs:
-            if output.activation and output not in flow.sharded:
-                sizes[output] = prod(get_shape(output))
-    num_shared = sum(size for tensor, size in sizes.items() if tensor in flow.made)
-    share = num_shared / max(sum(sizes.values()), 1) if flow.gathers or flow.slices else 0.0
-    return SharedTokens(
-        flow.gathers,
-        flow.slices,
-        uses=uses,
-        share=share,
-        local=tuple(path for path, tensor in flow.trace.given.items() if flow.is_local(tensor)),
-    )
-
-
 class _SharedSizes(LocalSizes):
-    """Sizes of tensors on one rank, where ranks share axes and tokens."""
+    """Sizes of tensors on one rank, where ranks share axes and tokens.
+
+    `compute_size` returns that of a tensor as the call `at` gets or makes it.
+    """
 
     def __init__(self, flow: TokenFlow):
         super().__init__(flow.sharded_axes)
@@ -622,13 +626,11 @@ class _SharedSizes(LocalSizes):
         }
 
     def compute_size(self, tensor: TracedTensor, node: AxisNode) -> int:
-        """Return the size of a dimension of a tensor as the call `at` gets or makes it."""
         size = super().compute_size(tensor, node)
         layout = self.flow.get_layout(self.at, tensor)
         return size // _RANKS if layout is not None and tensor.dims[layout.dim] is node else size
 
     def read_size(self, size: Size) -> int:
-        """Return what the forward on a rank reads as the size of a dimension."""
         axis_size = super().compute_size(size.tensor, size.tensor.dims[size.dimension])
         return axis_size // (_RANKS if self.flow.is_seen_cut(size.tensor, size.dimension) else 1)
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recipe_lib.errors import SetupError
 from recipe_lib.external.tensor_plan.axes import AxisNode, block
 from recipe_lib.external.tensor_plan.forward_trace import (
+    Argument,
     CallKey,
     ForwardTrace,
     FunctionCall,
@@ -26,6 +27,8 @@ from recipe_lib.external.tensor_plan.forward_trace import (
     get_short_name,
 )
 from recipe_lib.external.tensor_plan.sharding_plan import (
+    READS,
+    RunningForward,
     get_output_values,
     list_places,
     list_tensors,
@@ -43,7 +46,7 @@ class _Watch(TorchFunctionMode):
     """The function mode: it numbers the calls of each module's forward that return a tensor.
 
     Calls that a torch function makes itself are not seen. `plan_executor` counts in the same way
-    when it runs the plan, so a change here has to be made there, too.
+    when it runs the plan (`RunningForward`), so a change here has to be made there, too.
     """
 
     def __init__(
@@ -52,34 +55,32 @@ class _Watch(TorchFunctionMode):
         trace: ForwardTrace,
         known: Callable[[torch.Tensor], TracedTensor],
     ):
-        """Watch a model. trace: is filled in. known: returns what is known of a tensor."""
         super().__init__()
         self.model = model
-        self.trace = trace
-        self.known = known
+        self.trace = trace  # is filled in
+        self.known = known  # returns what is known of a tensor
         self.current = -1  # number of the call that is running
         self.last = ""  # path of the module that made the latest call; for errors
         self.inside = tuple(f"{name}." for name in list_layer_names(model))  # prefixes in layers
-        # [path, number of calls so far] of the forwards that are running, the outermost first.
-        self._open: list[list[Any]] = [["", 0]]
+        self._running = [RunningForward("")]  # the outermost first
         self._hooks: list[Any] = []
 
     @property
     def module(self) -> str:
         """Return the path of the module whose forward is running; empty: the model itself."""
-        return str(self._open[-1][0])
+        return self._running[-1].path
 
     def note(self, decision: Decision) -> None:
         """Keep a comparison of integers, with the module and the number of its next call."""
-        module, call = self._open[-1]
-        self.trace.decisions.append(decision._replace(module=module, call=call))
+        forward = self._running[-1]
+        self.trace.decisions.append(decision._replace(module=forward.path, call=forward.calls))
 
     def __enter__(self) -> "_Watch":
         for path, module in self.model.named_modules():
             if path:
 
                 def open_frame(module: torch.nn.Module, args: Any, path: str = path) -> None:
-                    self._open.append([path, 0])
+                    self._running.append(RunningForward(path))
 
                 self._hooks.append(module.register_forward_pre_hook(open_frame))
                 self._hooks.append(
@@ -100,7 +101,7 @@ class _Watch(TorchFunctionMode):
             # `known` may read a shape, which this mode would take for a read of the model's.
             with torch._C.DisableTorchFunction():
                 self.trace.given[self.module] = self.known(first)
-        self._open.pop()
+        self._running.pop()
 
     def __torch_function__(
         self,
@@ -111,13 +112,14 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", str(function))
-        if name in ("__get__", "size"):  # a read of an attribute or a shape: not counted
+        if name in READS:
             return self._read(function, args, kwargs)
-        self.last = self.module
-        call = FunctionCall(CallKey(*self._open[-1]), name, _describe_source())
+        forward = self._running[-1]
+        self.last = forward.path
+        call = FunctionCall(CallKey(forward.path, forward.calls), name, _describe_source())
         for place, value in list_places(args, kwargs):
             if isinstance(value, torch.Tensor):
-                call.arguments.append((place, self.known(value), value.requires_grad))
+                call.arguments.append(Argument(place, self.known(value), value.requires_grad))
             elif isinstance(value, (int, slice, type(...), type(None), str)):
                 call.numbers[place] = value
         self.current = len(self.trace.calls)
@@ -125,7 +127,7 @@ class _Watch(TorchFunctionMode):
         result = function(*args, **kwargs)
         call.outputs = [self.known(tensor) for tensor in list_tensors(result)]
         self.current = -1
-        self._open[-1][1] += bool(call.outputs)
+        forward.calls += bool(call.outputs)
         return result
 
     def _read(

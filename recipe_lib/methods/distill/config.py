@@ -79,7 +79,6 @@ class DistillConfig:
 
     @property
     def sources(self) -> list[str]:
-        """Return the keys that name a teacher, of those that are set."""
         return [f"distill.{name}" for name in ("teacher", "teacher_preset") if getattr(self, name)]
 
 
@@ -187,8 +186,4 @@ class DistillFinetuneConfig(LoraFinetuneConfig):
 
     @property
     def own_loss(self) -> str | None:
-        """Return why keys of the loss over tokens are refused, as a part of the error's line.
-
-        A recipe whose loss is the one over tokens returns None.
-        """
         return f"the loss is distillation, distill.divergence {self.distill.divergence}"

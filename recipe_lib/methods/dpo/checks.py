@@ -41,7 +41,7 @@ def check_labels(data: TrainingData, cfg: DpoConfig) -> None:
             " themselves with lora_finetune_distributed"
         )
     # With packing a batch of one may be a pack of several samples, so that step 0's are counted.
-    first_slot = data.plan.slots(step=0)[0]  # indices of the samples in it
+    first_slot = data.plan.list_slots(step=0)[0]  # indices of the samples in it
     if cfg.loss == "kto" and data.global_batch_size == 1 and len(first_slot) == 1:
         raise ConfigError(
             "batch_size: found steps of one sample, expected two or more: dpo.loss=kto compares"

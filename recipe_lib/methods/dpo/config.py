@@ -91,7 +91,6 @@ class DpoConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Return True if the loss compares with a reference model."""
         return self.loss != "simpo" and not self.reference_free
 
 
@@ -164,34 +163,23 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
 
     @property
     def samples(self) -> str:
-        """Return "pairs" or "labeled answers", the kind of samples that `dpo.loss` takes."""
         return "labeled answers" if self.dpo.takes_single_answers else "pairs"
 
     @property
     def compares_mismatched(self) -> bool:
-        """Return True if a step also evaluates each prompt with another sample's answer.
-
-        KTO does, to estimate the KL divergence.
-        """
         return self.dpo.loss == "kto"
 
     @property
     def own_loss(self) -> str | None:
-        """Return why keys of the loss over tokens are refused, as a part of the error's line.
-
-        A recipe whose loss is the one over tokens returns None.
-        """
         samples = "answers" if self.dpo.takes_single_answers else "pairs"
         return f"the loss of {samples} is dpo.loss, {self.dpo.loss}"
 
     @property
     def runs_reference(self) -> bool:
-        """Return True if a step also evaluates micro-batches by a frozen model, the reference."""
         return self.dpo.needs_reference
 
     @property
     def validation_numbers(self) -> tuple[str, ...]:
-        """Return the names of the metrics that validation averages over all pairs, or answers."""
         metrics = ["loss", "reward_chosen", "reward_rejected", "reward_margin"]
         if not self.dpo.takes_single_answers:  # the share of pairs whose better answer wins
             metrics.append("reward_accuracy")

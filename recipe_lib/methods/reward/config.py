@@ -118,28 +118,18 @@ class RewardFinetuneConfig(LoraFinetuneConfig):
 
     @property
     def samples(self) -> str:
-        """Return "pairs" or "classes", the kind of samples that `reward.loss` takes."""
         return "pairs" if self.reward.loss == "pairwise" else "classes"
 
     @property
     def num_labels(self) -> int | None:
-        """Return the number of scores of a sequence: 1, or the number of classes.
-
-        None: as many as the checkpoint's score head has.
-        """
         return 1 if self.reward.loss == "pairwise" else self.reward.num_labels
 
     @property
     def own_loss(self) -> str | None:
-        """Return why keys of the loss over tokens are refused, as a part of the error's line.
-
-        A recipe whose loss is the one over tokens returns None.
-        """
         return f"the loss of scores is reward.loss, {self.reward.loss}"
 
     @property
     def validation_numbers(self) -> tuple[str, ...]:
-        """Return the names of the metrics that validation averages over all pairs or sequences."""
         pair_metrics = ("loss", "reward_chosen", "reward_rejected", "accuracy", "reward_margin")
         metrics = pair_metrics if self.reward.loss == "pairwise" else ("loss", "accuracy")
         return tuple(f"validation_{name}" for name in metrics)

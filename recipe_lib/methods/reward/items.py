@@ -32,7 +32,9 @@ def prepare_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) 
         for dataset in (data.dataset, data.validation_dataset):
             # The values of pairs are margins; 0 for a pair without one.
             if dataset is not None and not np.isfinite(dataset.values).all():
-                sample_place = dataset.place(int(np.flatnonzero(~np.isfinite(dataset.values))[0]))
+                sample_place = dataset.locate_item(
+                    int(np.flatnonzero(~np.isfinite(dataset.values))[0])
+                )
                 raise DataError(
                     f"{sample_place}: .margin: found no finite number, expected one, or no margin;"
                     " correct the sample"

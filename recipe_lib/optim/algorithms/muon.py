@@ -76,15 +76,12 @@ class Muon(ChunkedOptimizer):
             self._indices |= {matrix: index for index, matrix in enumerate(matrices)}
 
     def states_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """Return one momentum for a matrix of a layer, AdamW's two states for others."""
         return FACTS.list_states(self.cfg, layer_matrix=not self.is_elementwise(parameter))
 
     def is_elementwise(self, parameter: nn.Parameter) -> bool:
-        """Return True if AdamW's rule steps a parameter: it is not made orthogonal."""
         return not is_layer_matrix(parameter, self.names.get(parameter, ""))
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        """Step parameters with gradients by the hyperparameters of one of torch's groups."""
         matrices = []
         for parameter in parameters:
             if parameter in self._indices:
@@ -203,7 +200,6 @@ class MatrixSharding:
         return cls(matrix=matrix, shape=tuple(shape), dim=dim, other_dims=tuple(other_dims))
 
     def compute_part_shape(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """Return the shape of the part that one of the exchanging ranks has."""
         # FSDP's parts are equal, but the last ones may be shorter or empty.
         length = -(-self.shape[self.dim] // ranks)
         shape = list(self.shape)
@@ -211,7 +207,6 @@ class MatrixSharding:
         return tuple(shape)
 
     def split_parts(self, shared: Tensor, ranks: int) -> list[Tensor]:
-        """Return the part of each exchanging rank of what they share."""
         sizes = [self.compute_part_shape(rank, ranks)[self.dim] for rank in range(ranks)]
         return list(shared.split(sizes, dim=self.dim))
 

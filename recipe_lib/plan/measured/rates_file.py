@@ -50,6 +50,8 @@ MATMULS = (
 )
 TINY_MATMULS = ((32, 32, 32), (64, 64, 64), (96, 96, 96))
 LARGE_MATMUL = MATMULS[3]  # long enough to show what a device sustains
+# Type -> compute capability from which tensor cores and torch can multiply in it.
+LOW_PRECISION = {"int8": (7, 5), "fp8": (8, 9)}
 
 
 def add_links(

@@ -24,7 +24,7 @@ from recipe_lib.files import open_to_append
 from recipe_lib.plan.plan_schema import read_typed
 from recipe_lib.reading import parse_json, read_end
 from recipe_lib.redaction import redact_values
-from recipe_lib.report.planned import KINDS as MEMORY_KINDS
+from recipe_lib.report.planned import MEMORY_KINDS
 from recipe_lib.units import GIB, format_bytes, format_count
 
 if TYPE_CHECKING:

@@ -211,7 +211,7 @@ def _confirm_fastest(state: SearchState, group: list[Changes], splits: bool, wan
         ]
         if not unplanned:
             break
-        state.progress.what = "planning the fastest in full"
+        state.progress.title = "planning the fastest in full"
         state.plan_in_full(unplanned[: want - len(state.list_confirmed())])
         # If one does not fit after all, try the slower settings that it had ruled out.
         if len(state.list_confirmed()) < len(state.plans):

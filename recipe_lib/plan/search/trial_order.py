@@ -219,7 +219,7 @@ def _report_trial(state: SearchState, changes: Changes, candidate: Candidate | N
         state.best_reported = best.speed
         changes_typed = state.format_changes(best.changes)
         line = f"best so far: {format_count(best.speed)} tokens/s: {changes_typed}"
-        state.progress.say(line)
+        state.progress.text = line
         get_logger().info(line)
 
 

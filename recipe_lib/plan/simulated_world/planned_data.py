@@ -138,9 +138,9 @@ def _measure_dataset(cfg: Any, dataset: Dataset, choice: str, ranks: int) -> Pla
     # A slot is a pack, or without packing an item (a sequence, or a pair of two). With one slot a
     # step, an epoch has as many steps as slots.
     order = _order_dataset(cfg, dataset, slots_per_step=1)
-    num_slots = order.total_steps(1)
+    num_slots = order.count_total_steps(1)
     steps = _check_steps(cfg, dataset, ranks)
-    fullest_pack = order.pack_length(0)  # tokens, in the first epoch; None without packing
+    fullest_pack = order.get_pack_length(0)  # tokens, in the first epoch; None without packing
     dataset_text = f"{len(dataset):,} sequences"
     if dataset.report.split_sequences:
         dataset_text += f" from {dataset.report.samples_read:,} samples"
@@ -179,7 +179,7 @@ def _check_steps(cfg: Any, dataset: Dataset | None, ranks: int) -> int | None:
         return None
     slots_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks
     order = _order_dataset(cfg, adapt_to_recipe(cfg, dataset), slots_per_step=slots_per_step)
-    return order.total_steps(cfg.epochs, cfg.max_steps)
+    return order.count_total_steps(cfg.epochs, cfg.max_steps)
 
 
 def _load_few_samples(cfg: Any, wait: float | None) -> Dataset | None:

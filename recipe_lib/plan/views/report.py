@@ -48,9 +48,9 @@ from recipe_lib.report.chart import (
     Scale,
     compute_ticks,
     format_short,
-    render_page,
     render_svg,
 )
+from recipe_lib.report.page import render_page
 from recipe_lib.report.terminal import (
     BAD,
     GOOD,

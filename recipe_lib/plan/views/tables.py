@@ -109,7 +109,7 @@ def build_outside_table(plan: Plan) -> Table:
         rows=[["outside torch", format_hundredths(total, unit), ""], *rows],
         left=("name", "option"),
         optional=("option",),
-        headed=False,
+        shows_header=False,
     )
 
 
@@ -132,7 +132,7 @@ def build_advice_table(plan: Plan) -> Table | None:
         ],
         left=("override", "verdict", "note"),
         optional=("step",),
-        tells_below=True,
+        last_column_below=True,
     )
 
 
@@ -518,8 +518,8 @@ def build_groups_table(plan: Plan) -> Table | None:
         rows=rows,
         left=("members",),
         notes=(note,),
-        headed=False,
-        fold=True,
+        shows_header=False,
+        wraps_cells=True,
     )
 
 

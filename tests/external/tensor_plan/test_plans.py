@@ -257,13 +257,13 @@ def test_a_key_head_of_which_a_rank_has_its_part_alone_is_caught():
 def test_rows_that_all_ranks_use_and_whose_gradient_is_not_summed_are_caught(monkeypatch):
     config = small_config("gpt_bigcode")
     plan = infer_config_plan(config, tokens=False)  # so that nothing else is scattered
-    ranks = proven_plan._RankGroup.ranks
+    ranks = proven_plan._RankGroup.build_ranks
 
     def without_sum(group, rank):
         own = lambda tensor: tensor.chunk(group.size)[rank].clone()  # noqa: E731
-        return dataclasses.replace(ranks(group, rank), scatter=own)
+        return dataclasses.replace(ranks(group, rank), reduce_scatter=own)
 
-    monkeypatch.setattr(proven_plan._RankGroup, "ranks", without_sum)
+    monkeypatch.setattr(proven_plan._RankGroup, "build_ranks", without_sum)
     errors = measure_rank_errors(
         random_model(config).double(), plan, 2, build_example_inputs(config, device="cpu")
     )

@@ -233,10 +233,10 @@ def test_what_is_made_again_is_the_same_bit_for_bit_and_nothing_is_where_somethi
             with noted.around(), noted.layer():
                 noted.note_parameters(weights)
                 out = layer_of(begin, weights, noted)
-                noted_kept += noted._kept
+                noted_kept += noted._saved_tensors
                 if written:
                     with torch.no_grad():
-                        next(iter(noted._nodes.values())).held.add_(0)
+                        next(iter(noted._nodes.values())).tensor.add_(0)
             held = [each for each in noted_kept if each.tensor is not None]
             assert len(held) == len(noted_kept) if written else len(held) < len(noted_kept) / 2
         out.float().square().sum().backward()

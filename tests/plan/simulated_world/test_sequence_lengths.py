@@ -47,15 +47,15 @@ def widest(cfg, ranks: int) -> tuple[int, int, int]:
     )  # fmt: skip
     shapes = [
         batch.tokens.shape
-        for step in range(plan.steps(0))
+        for step in range(plan.count_steps(0))
         for rank in range(ranks)
         for batch in make_step(
-            rows, plan.slots(step), rank, ranks, cfg.batch_size, cfg.gradient_accumulation_steps, multiple=1,
-            pack_length=plan.pack_length(step),
+            rows, plan.list_slots(step), rank, ranks, cfg.batch_size, cfg.gradient_accumulation_steps, multiple=1,
+            pack_length=plan.get_pack_length(step),
         ).micro_batches
     ]  # fmt: skip
     return (
-        plan.total_steps(cfg.epochs, cfg.max_steps),
+        plan.count_total_steps(cfg.epochs, cfg.max_steps),
         max(width for _, width in shapes),
         shapes[0][0],
     )

@@ -73,7 +73,8 @@ def test_every_few_steps_and_always_the_last(said: list[str]) -> None:
     with closing(Progress(LogConfig(progress="auto", every_n_steps=4), 10, MAIN)) as progress:
         for step in range(1, 11):
             progress.show_step(line(step))
-        progress.show_validation({"step": 10, "validation_loss": 0.5})
+        counts = {"validation_samples": 640, "validation_sequences": 64, "validation_pairs": 6}
+        progress.show_validation({"step": 10, "validation_loss": 0.5, **counts})
     assert [text.split("  ")[0] for text in said] == [
         "step 4/10",
         "step 8/10",

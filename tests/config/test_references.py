@@ -177,7 +177,7 @@ CHAIN = (
 @pytest.mark.parametrize("written", ["${%s}" * 10, "a ${%s} ${%s} ${%s}"])
 def test_names_that_grow_end_in_a_line(faults, monkeypatch, start, written):
     """Ten names of ten names: filled in anew each time they would be a million texts."""
-    monkeypatch.setattr("recipe_lib.config.convert_values.MOST_CHARACTERS", 2**12)
+    monkeypatch.setattr("recipe_lib.config.references.MOST_CHARACTERS", 2**12)
     values = dict(
         zip(CHAIN, [start, *(written.replace("%s", name) for name in CHAIN[:-1])], strict=True)
     )
@@ -194,6 +194,6 @@ def test_names_that_grow_end_in_a_line(faults, monkeypatch, start, written):
 
 
 def test_names_are_filled_in_within_bounds(faults, monkeypatch):
-    monkeypatch.setattr("recipe_lib.config.convert_values.MOST_CHARACTERS", 2**12)
+    monkeypatch.setattr("recipe_lib.config.references.MOST_CHARACTERS", 2**12)
     (line,) = faults("log: {run_name: '" + "${seed}" * 20 + "'}\n")
     assert "the names of the config grow beyond 4096 characters; write it out" in line
