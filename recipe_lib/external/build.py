@@ -140,12 +140,6 @@ class ExternalModel(LanguageModel):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
-        """Run layers by their indices; return the hidden states `[b, s, d]` after the last.
-
-        hidden: the hidden states before the first layer; None: it is layer 0, and tokens are
-        embedded. tokens, positions, attention: as in `build_inputs`. Raises ConfigError for hidden
-        states of another type than the weights: the next stage expects that of the weights.
-        """
         run = partial(
             run_alone,
             self,
@@ -158,7 +152,7 @@ class ExternalModel(LanguageModel):
         # have another shape without gradients, and the next stage would receive that.
         output = self._run_packed(attention, run)
         dtype = _get_dtype(self)
-        if output.dtype != dtype:
+        if output.dtype != dtype:  # the next stage expects hidden states of the weights' type
             raise ConfigError(
                 f"parallel.pipeline: layers of {self.spec.family} exchange hidden states of"
                 f" {output.dtype} where its weights are of {dtype}, expected one type; set"

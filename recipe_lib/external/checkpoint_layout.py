@@ -71,11 +71,6 @@ class TensorConversion:
     def convert(
         self, read: Callable[[str], Tensor], names: Mapping[str, list[str]] | None = None
     ) -> dict[str, Tensor]:
-        """Convert the input tensors; return the outputs by name, of the files if these are written.
-
-        read: returns an input tensor by its name. names: the part of `sources` to convert; None:
-        all.
-        """
         # A copy: a converter collects the tensors that it is given.
         converter = deepcopy(self.converter)
         for pattern, pattern_names in (names or self.sources).items():
@@ -97,11 +92,7 @@ class TensorConversion:
         return {name: tuple(value.shape) for name, value in converted.items()}
 
     def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
-        """Yield (start, stop, names for `convert`) of parts that can be converted by themselves.
-
-        start, stop: rows of dimension 0 of the outputs; stop None: to the end. Stacked experts are
-        yielded one by one, other conversions as one part.
-        """
+        # Stacked experts are yielded one by one, other conversions as one part.
         num_names = {len(names) for names in self.sources.values()}
         if len(num_names) != 1 or not _is_stacking(self.converter.operations):
             yield 0, None, self.sources

@@ -1,5 +1,6 @@
 """`tune data show` and `tune data check`, on rows with faults that were put there."""
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from recipe_lib.cli.data import FINDINGS
 from recipe_lib.cli.main import main
+from recipe_lib.data import inspect
 
 TOKENIZER = "examples/demo/tokenizer"
 ROWS = [
@@ -436,3 +439,15 @@ def test_special_tokens_that_stay_text_are_a_fault_and_parsed_ones_are_named(
         "special tokens that the samples spell out are parsed: '<|end|>' 3 times, '<|user|>' once"
         in out
     )
+
+
+def test_the_findings_to_allow_are_those_that_are_reported() -> None:
+    """The command line has a copy of the names, as their module imports torch."""
+    names = set()
+    for node in ast.walk(ast.parse(Path(inspect.__file__).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id in ("Finding", "_make_finding") and isinstance(
+                node.args[0], ast.Constant
+            ):
+                names.add(node.args[0].value)
+    assert names == set(FINDINGS)
