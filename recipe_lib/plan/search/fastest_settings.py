@@ -221,7 +221,6 @@ def _confirm_fastest(state: SearchState, group: list[Changes], splits: bool, wan
 def _plan_candidate(
     recipe_class: type, cfg: Any, settings: PlanSettings, candidate: Candidate
 ) -> Candidate:
-    """Return a candidate with the figures of its whole plan."""
     changed_cfg = apply_changes(cfg, candidate.changes)
     assert changed_cfg is not None
     plan, _ = make_plan(recipe_class, changed_cfg, replace(settings, timed=False))

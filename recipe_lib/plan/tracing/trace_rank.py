@@ -42,6 +42,7 @@ from recipe_lib.plan.simulated_world.simulated_ranks import (
     use_fake_tensors,
 )
 from recipe_lib.plan.streams.stream_checker import StreamChecker
+from recipe_lib.plan.tracing.activations import classify_activations, give_to_children
 from recipe_lib.plan.tracing.recipe_models import (
     label_models,
     label_sums,
@@ -66,7 +67,7 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
     repeat_last_by_parts,
     repeat_last_micro_batch,
 )
-from recipe_lib.plan.tracing.trace import Trace, classify_activations, give_to_children
+from recipe_lib.plan.tracing.trace import Trace
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
 
 # Names of phases.
@@ -252,15 +253,14 @@ def _run_phases(
     if tracer.cached_mode is not None:
         traced = num_micro_batches or count_micro_batches_to_trace(cfg, pipeline_rank)
 
-    # Returns (events so far, bytes alive on the device). It is called between two micro-batches,
-    # when sums of gradients can be found and labeled.
-    def read_position() -> tuple[int, int]:
+    # Called between two micro-batches, when sums of gradients can be found.
+    def label_sums_and_read_position() -> tuple[int, int]:
         label_sums(tracer, recipe, models)
         return len(tracer.trace.events), tracer.count_alive_bytes()
 
-    marks = MicroBatchMarks(read_position)
+    marks = MicroBatchMarks(label_sums_and_read_position)
     # Of the mismatched answers for KTO's KL estimate, which are a second loop of a step.
-    mismatched_marks = MicroBatchMarks(read_position)
+    mismatched_marks = MicroBatchMarks(label_sums_and_read_position)
     tracer.between_actions = lambda: label_sums(tracer, recipe, models)
     recipe.data = PlannedData(
         cfg,
@@ -338,7 +338,6 @@ def _run_other_phases(
     phases: Sequence[str],
     notes: list[str],
 ) -> None:
-    """Run validation and the gathering of a save, where `phases` names them."""
     if "validation" in phases and cfg.validation.source is not None:
         _try_phase("validation", run=recipe.validate, tracer=tracer, notes=notes)
         # A validation that was not run to its end leaves models in evaluation mode.
@@ -359,7 +358,7 @@ def _repeat_micro_batches(
     The marks say where micro-batches begin, if backward ran between them; else it is guessed from
     the parts of the step.
     """
-    count = compute_micro_batches(cfg)[1]
+    _, count = compute_micro_batches(cfg)
     num_different = int(is_last_different(cfg))
     if cfg.parallel.pipeline > 1:
         repeat_actions(trace, cfg.parallel, pipeline_rank=pipeline_rank, traced=traced, count=count)
@@ -491,7 +490,6 @@ class _CollectorPause:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Keep the collector from running inside the block."""
         # It would take a third of the time, and free memory at moments that differ from run to run.
         # Simulations leave millions of objects, mostly without a cycle: the collector ignores them
         # (`gc.freeze`) until there are _MANY_OBJECTS.
