@@ -117,7 +117,6 @@ def _list_gpus(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _list_copies(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return step -> result of the copies between GPUs."""
     return {name: value for name, value in facts["steps"].items() if name.startswith("copies from")}
 
 
