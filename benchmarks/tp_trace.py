@@ -4,7 +4,8 @@
 
 The memory is planned: rank 0 of 32 runs on the simulated device, whose tensors have sizes and no
 bytes, once for each `Variant` (our recipe with another program's tensor-parallel layers). The
-losses are those of `tp_curve.py`, on four gloo processes. Neither needs a GPU.
+losses are those of `tp_curve.py`, on four gloo processes, of stories in the folder that REALDATA_DIR
+names. Neither needs a GPU.
 """
 
 import argparse

@@ -322,7 +322,8 @@ class DpoFinetune:
 
     def train(self) -> None:
         """Train all steps; end with the model or adapter on disk, or with a state if stopped."""
-        if self.cfg.checkpoint.save_model and self.lora is None:
+        writes_model = self.lora is None or self.lora.merge_on_save
+        if self.cfg.checkpoint.save_model and writes_model:
             check_room(self.model, self.output / "model", self.world)
         schedule = training.build_lr_schedule(self.cfg, self.data.total_steps)
         with training.TrainingLoop(

@@ -98,6 +98,20 @@ def add_saved(saved: dict[str, SavedTensor], name: str, entry: TensorEntry) -> b
 
 
 @dataclass(frozen=True)
+class SavedParameter:
+    """What an adapter's file has for a parameter of the model."""
+
+    # For the tensor of the base that the parameter is in.
+    tensor: SavedTensor
+    # Where the parameter begins in it; a fused tensor has several.
+    first_row: int
+    # The tokens whose rows are saved, in the order of the rows.
+    token_rows: tuple[int, ...]
+    # The adapter's, factor of the bias of B.
+    scaling: float
+
+
+@dataclass(frozen=True)
 class SavedWeights:
     """The saved tensors of an adapter by the parameters of the model that they are for."""
 
@@ -106,12 +120,8 @@ class SavedWeights:
     # Sizes and kinds of the base with these tensors in place: they may resize its vocabulary, and
     # untie embedding and head.
     spec: ModelSpec
-    # Our parameter -> the tensor saved for it, and its first row there (a fused one has several).
-    parts: Mapping[str, tuple[SavedTensor, int]] = field(default_factory=dict)
-    # Our parameter -> the tokens whose rows are saved, in the order of the rows.
-    token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    # Our bias -> the adapter's scaling, factor of the bias that is added to it.
-    scalings: Mapping[str, float] = field(default_factory=dict)
+    # By our names; those of the model that are not here are the base's own.
+    parameters: Mapping[str, SavedParameter] = field(default_factory=dict)
 
     def read_rows(
         self, name: str, start: int, stop: int, read_base: Callable[[], Tensor]
@@ -123,12 +133,15 @@ class SavedWeights:
         """
         if name == HEAD_WEIGHT and getattr(self.spec, "tied", False):
             name = EMBEDDING_WEIGHT
-        if name not in self.parts:
+        if name not in self.parameters:
             return read_base()
-        tensor, offset = self.parts[name]
+        parameter = self.parameters[name]
+        tensor = parameter.tensor
         # A number has no rows.
         is_number = tensor.replacement is not None and not tensor.replacement[1].shape
-        file_rows = ... if is_number else slice(offset + start, offset + stop)
+        file_rows = (
+            ... if is_number else slice(parameter.first_row + start, parameter.first_row + stop)
+        )
         with safe_open(str(self.path), framework="pt") as file:
             rows = (
                 read_base()
@@ -137,12 +150,12 @@ class SavedWeights:
             )
             if tensor.rows is not None:
                 rows = rows.clone()  # they may be the base's own
-                for index, token in enumerate(self.token_rows[name]):
+                for index, token in enumerate(parameter.token_rows):
                     if start <= token < stop:
                         rows[token - start] = file.get_slice(tensor.rows[0])[index].to(rows)
             if tensor.lora_bias is not None:
                 added = file.get_slice(tensor.lora_bias[0])[file_rows]
-                rows = rows + added.to(rows) * self.scalings[name]
+                rows = rows + added.to(rows) * parameter.scaling
         return rows
 
     @torch.no_grad()
@@ -152,12 +165,12 @@ class SavedWeights:
         The model computes with the latter while its adapters are disabled. Raises CheckpointError
         for a weight that is sharded over ranks, or kept in 4 or 8 bits.
         """
-        if not self.parts:
+        if not self.parameters:
             return
         base: dict[str, nn.Parameter] = {}
         shapes = compute_parameter_shapes(self.spec)
         stored = find_stored_weights(model)
-        for name in self.parts:
+        for name in self.parameters:
             if name in stored:
                 raise CheckpointError(
                     f"{self.path}: {name} is saved as a whole, and cannot be kept in 4 or 8 bits;"
@@ -249,21 +262,19 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
     raise_faults(CheckpointError, faults)
     saved, spec = _settle_vocabulary(adapter, saved, base)
     modules = build_file_modules(base)
-    parts: dict[str, tuple[SavedTensor, int]] = {}
-    token_rows: dict[str, tuple[int, ...]] = {}
-    scalings: dict[str, float] = {}
+    parameters: dict[str, SavedParameter] = {}
     for name, tensor in saved.items():
+        scaling = 1.0
+        if tensor.lora_bias is not None:
+            scaling = config.compute_scaling(modules[name.removesuffix(".bias")])
         for entry in base_tensors[name].entries:
-            parts[entry.our_name] = (tensor, entry.start)
-            if tensor.rows is not None:
-                token_rows[entry.our_name] = _find_token_rows(adapter, name)
-            if tensor.lora_bias is not None:
-                scalings[entry.our_name] = config.compute_scaling(
-                    modules[name.removesuffix(".bias")]
-                )
-    return SavedWeights(
-        path=adapter.path, spec=spec, parts=parts, token_rows=token_rows, scalings=scalings
-    )
+            parameters[entry.our_name] = SavedParameter(
+                tensor,
+                first_row=entry.start,
+                token_rows=_find_token_rows(adapter, name),
+                scaling=scaling,
+            )
+    return SavedWeights(adapter.path, spec, parameters)
 
 
 def _list_base_tensors(base: ModelSpec) -> dict[str, _BaseTensor]:

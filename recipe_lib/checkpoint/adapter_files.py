@@ -332,11 +332,11 @@ def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | N
     """
     adapter = read_adapter(folder)
     saved = check_fits(adapter, spec)
-    if saved.parts:
+    if saved.parameters:
         raise CheckpointError(
-            f"{adapter.path}: brings {min(saved.parts)} along, and only the matrices of adapters"
-            f" are trained further; merge it into its base first (tune export {folder} --merge),"
-            " and train the merged model"
+            f"{adapter.path}: brings {min(saved.parameters)} along, and only the matrices of"
+            f" adapters are trained further; merge it into its base first (tune export {folder}"
+            " --merge), and train the merged model"
         )
     raise_faults(
         CheckpointError, [_find_kind_fault(adapter, cfg), _find_target_fault(adapter, spec, cfg)]

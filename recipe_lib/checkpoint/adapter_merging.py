@@ -368,7 +368,7 @@ class _MergedWeights:
 
         target = get_target(name.removesuffix(".weight"))
         is_linear = name.endswith(".weight") and target not in (None, "router", "embedding", "head")
-        if not is_linear or name in self._saved.parts or not self._is_rounded(*shape):
+        if not is_linear or name in self._saved.parameters or not self._is_rounded(*shape):
             return read
         # The whole matrix at once, as the run quantized it.
         weight = fake_quantize_weight(read(0, shape[0]), self._quantize)

@@ -435,7 +435,9 @@ def stage_folder(
     Raises StorageError or CheckpointError on every rank.
     """
     tokenizer_paths = list_tokenizer_files(side_files.tokenizer_folder)
-    temporary = Path(run_on_rank_0(world, lambda: _begin_folder(out, shards, tokenizer_paths)))
+    temporary = Path(
+        run_on_rank_0(world, lambda: _make_temporary_folder(out, shards, tokenizer_paths))
+    )
 
     def finish() -> None:
         for name, content in contents.items():
@@ -460,7 +462,7 @@ def stage_folder(
         raise
 
 
-def _begin_folder(
+def _make_temporary_folder(
     out: Path, shards: Mapping[str, Sequence[PlannedTensor]], copied: Sequence[Path]
 ) -> str:
     """Check the room on the disk and make a temporary folder next to `out`, on rank 0.

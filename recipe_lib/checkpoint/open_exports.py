@@ -2,8 +2,7 @@
 
 `tune export` compares logits of a fixed prompt: first as this library reads the export
 (`load_model_with_adapter`, `compare_logits`), then as transformers and PEFT do
-(`check_with_transformers`, `check_with_peft`). With `--quantize` it calls `write_quantized`. A
-spec (`ModelSpec`) holds a model's sizes and kinds as its config.json gives them.
+(`check_with_transformers`, `check_with_peft`). With `--quantize` it calls `write_quantized`.
 """
 
 import os
@@ -564,8 +563,8 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
     if not torch.equal(reopened_logits, quantized_logits):
         difference = float((reopened_logits - quantized_logits).abs().max())
         raise CheckpointError(
-            f"{out}: does not compute what was quantized: logits differ by "
-            f"{difference:.2g}; do not use it, and report this"
+            f"{out}: does not compute what was quantized: logits differ by {difference:.2g}; do not"
+            " use it, and report this"
         )
     log_probs = logits.double().log_softmax(-1)
     quantized_log_probs = reopened_logits.double().log_softmax(-1)

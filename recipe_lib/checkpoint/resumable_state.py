@@ -146,7 +146,7 @@ def save_state(
     shard = _plan_shard(tensors, world)
     num_bytes = sum(world.gather_json(sum(tensor.num_bytes for tensor in shard.planned)))
     num_bytes += MIB * (world.size + 1)  # headers, generators, state.json, manifest
-    folder_names = run_on_rank_0(world, lambda: _begin_folder(root, step, num_bytes))
+    folder_names = run_on_rank_0(world, lambda: _make_state_folder(root, step, num_bytes))
     temporary = root / folder_names["temporary"]
     final = root / folder_names["final"]
 
@@ -181,7 +181,7 @@ def save_state(
     return final
 
 
-def _begin_folder(root: Path, step: int, num_bytes: int) -> dict[str, Any]:
+def _make_state_folder(root: Path, step: int, num_bytes: int) -> dict[str, Any]:
     """Check the room on the disk and make a temporary folder, on rank 0.
 
     num_bytes: of the state. Return a dict with the names of the temporary folder (`temporary`) and

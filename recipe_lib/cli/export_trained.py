@@ -449,7 +449,7 @@ def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
     if (
         writes_adapter
         and source.adapter is not None
-        and (parts := check_fits(read_adapter(source.adapter), spec).parts)
+        and (parts := check_fits(read_adapter(source.adapter), spec).parameters)
     ):
         raise CheckpointError(
             f"{source.adapter}: brings {min(parts)} of its base along, which --adapter would not"
@@ -587,7 +587,7 @@ def _print_next_commands(
     )
     # The first is of `tune generate`, the other of vLLM, which loads only A and B: full weights in
     # the file it would ignore or refuse.
-    print_next_commands(commands[:1] if check_fits(adapter_file, spec).parts else commands)
+    print_next_commands(commands[:1] if check_fits(adapter_file, spec).parameters else commands)
     # For an adapter in a run's folder, --merge writes model/ of the run, which must not exist yet.
     is_of_run = source.run is not None and adapter.parent == source.run
     if not (is_of_run and (adapter.parent / "model").exists()):

@@ -212,7 +212,6 @@ class MLP(nn.Module):
         self.activation = spec.activation
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the MLP of `[b, s, d]`."""
         if should_fuse(hidden.device):
             return self.down_proj(
                 gated_activation(self.gate_proj(hidden), self.up_proj(hidden), self.activation)

@@ -23,6 +23,8 @@ from recipe_lib.ops.head_losses import HeadLoss
 
 # (address of this rank's part of a tensor, how often it was written to in place: `_version`)
 WriteMark = tuple[int, int]
+# Packages whose classes a `Decoder` is built of.
+_OUR_PACKAGES = ("recipe_lib.", "torch.")
 
 
 class LanguageModel(nn.Module):
@@ -141,6 +143,20 @@ def get_built_tensors(model: nn.Module) -> frozenset[str] | None:
 def is_external(model: nn.Module) -> bool:
     """Return True for a model whose forward is another library's."""
     return isinstance(model, LanguageModel) and isinstance(model.spec, ExternalSpec)
+
+
+def find_own_forwards(model: nn.Module) -> list[str]:
+    """Return the names of the modules that a recipe has given another forward.
+
+    It is a module's alone, or that of a recipe's class. Of an external model, which has classes of
+    another library, only forwards of single modules are found.
+    """
+    return [
+        name
+        for name, module in model.named_modules()
+        if "forward" in vars(module)
+        or not (is_external(model) or type(module).forward.__module__.startswith(_OUR_PACKAGES))
+    ]
 
 
 def get_modules_elsewhere(model: nn.Module) -> frozenset[str]:

@@ -8,7 +8,7 @@ computed in forward, as in `ops.chunked_heads`.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -99,17 +99,27 @@ class Distillation:
         def sum_loss(head: Head) -> Tensor:
             # [divergence, cross-entropy]
             sums = torch.zeros(2, dtype=widen_dtype(hidden.dtype), device=hidden.device)
+            run_chunks = partial(_run_chunks, self, head, labels=labels, softcap=softcap, sums=sums)
 
+            # Its keywords are all that a teacher's head may have: `run_head_loss` refuses others.
             def compare_in_chunks(
-                hidden: Tensor, weight: Tensor, teacher_labels: Tensor, **head_options: Any
+                hidden: Tensor,
+                weight: Tensor,
+                teacher_labels: Tensor,
+                *,
+                softcap: float | None = None,
+                group: Group | None = None,
+                bias: Tensor | None = None,
             ) -> Tensor:
-                _run_chunks(
-                    self,
-                    head,
-                    TeacherHead(self.divergence, hidden=hidden, weight=weight, **head_options),
-                    labels=labels,
-                    softcap=softcap,
-                    sums=sums,
+                run_chunks(
+                    TeacherHead(
+                        self.divergence,
+                        hidden=hidden,
+                        weight=weight,
+                        softcap=softcap,
+                        group=group,
+                        bias=bias,
+                    )
                 )
                 return hidden.new_zeros(())  # a tensor, as context-parallel ranks add it up
 

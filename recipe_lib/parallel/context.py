@@ -42,13 +42,11 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
     Called after `shard_tensors`, as tensor parallelism divides heads and tokens too: the ranks here
     divide a rank's part of them. The model then takes micro-batches whose length is a multiple of
     `parallel.context * parallel.tensor`. Without context parallelism the model is left as it is.
-    Raise ConfigError for heads that the ranks cannot share evenly, for an external model, and for
-    one that a recipe has changed (`check_context`, `refuse_for_context`).
+    Raise ConfigError for heads that the ranks cannot share evenly (`check_context`).
     """
     group = world.context
     if group is None:
         return
-    refuse_for_context(model)
     check_context(model.spec, parallel)
     for module in model.modules():
         if isinstance(module, Attention):
@@ -75,8 +73,9 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
 def refuse_for_context(model: LanguageModel) -> None:
     """Raise ConfigError for an external model, and for one that a recipe has changed.
 
-    Changes are parameters of a recipe's own, and a class of attention with another forward: code
-    that reads other tokens of a sequence would miss those of other ranks.
+    Changes are parameters of a recipe's own, and an attention with another forward: code that reads
+    other tokens of a sequence would miss those of other ranks. Called before `shard_tensors`, which
+    gives each attention another forward.
     """
     if not isinstance(model, Decoder):
         raise ConfigError(
@@ -86,7 +85,8 @@ def refuse_for_context(model: LanguageModel) -> None:
     changes = [
         f"another forward of {name}"
         for name, module in model.named_modules()
-        if isinstance(module, Attention) and type(module).forward is not Attention.forward
+        if isinstance(module, Attention)
+        and vars(module).get("forward", type(module).forward) is not Attention.forward
     ]
     additions = [*find_extra_tensors(model), *changes]
     if additions:

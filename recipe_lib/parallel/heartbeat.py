@@ -169,8 +169,8 @@ class Heartbeat:
         with Heartbeat(store, rank, size, 60.0) as heartbeat:
             heartbeat.enter("step 1", STEP_TIMEOUTS)
 
-    An `Exception` that leaves the block ends the other ranks too; SystemExit and KeyboardInterrupt
-    do not. With one rank, or without a store, no threads run and nothing is watched.
+    An exception that leaves the block ends the other ranks too, but for `sys.exit(0)`. With one
+    rank, or without a store, no threads run and nothing is watched.
     """
 
     def __init__(
@@ -244,6 +244,8 @@ class Heartbeat:
                 self._end_run(self._failure)
         elif isinstance(error, Exception):
             self._handle_exception(error)
+        elif isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code):
+            self._report_failure(self._describe_error(error))
         self._closed.set()
         self._wake.set()
         for thread in self._threads:
@@ -508,7 +510,7 @@ class Heartbeat:
         if isinstance(error, UserError) and not error.faults:
             time.sleep(PRINTING_SECONDS)  # a launcher that sees a rank end ends the others
 
-    def _describe_error(self, error: Exception) -> Failure:
+    def _describe_error(self, error: BaseException) -> Failure:
         """Return the failure to report for this rank's exception, with the lines for all ranks."""
         if isinstance(error, UserError):
             return Failure(

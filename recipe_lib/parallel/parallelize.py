@@ -23,16 +23,16 @@ from recipe_lib.data import Batch, StepBatches
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.apply_levers import MemoryLevers, apply_memory_levers
 from recipe_lib.models import Decoder, DecoderSpec, find_extra_tensors
-from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.language_model import LanguageModel, find_own_forwards
 from recipe_lib.models.mixture import BalanceLoss, ExpertLoad, Mixture
 from recipe_lib.ops.deferred import linear
-from recipe_lib.parallel.context import shard_sequences
+from recipe_lib.parallel.context import refuse_for_context, shard_sequences
 from recipe_lib.parallel.ddp import Replicas, find_replicas, sum_replica_gradients
 from recipe_lib.parallel.fsdp import Unit, count_parameter_bytes, count_whole_elements, shard_model
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 from recipe_lib.parallel.pipeline.balance import split_layers
 from recipe_lib.parallel.pipeline.driver import Pipeline
-from recipe_lib.parallel.tensor import shard_tensors
+from recipe_lib.parallel.tensor import refuse_for_tensor, shard_tensors
 from recipe_lib.parallel.world import World
 from recipe_lib.units import format_bytes, format_count
 
@@ -127,6 +127,11 @@ def parallelize(
     Raise ConfigError for a model that does not fit the config's sizes and settings, or that a
     recipe has changed in a way that they do not allow.
     """
+    # What a recipe has changed is told before modules get forwards of the ranks.
+    if world.tensor is not None:
+        refuse_for_tensor(model)
+    if world.context is not None:
+        refuse_for_context(model)
     # In this order: each call takes the modules as those before it have left them.
     pipeline = split_pipeline(model, cfg, world)
     tensor_gradients = shard_tensors(model, parallel=cfg.parallel, memory=cfg.memory, world=world)
@@ -315,7 +320,8 @@ def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) 
     if world.pipeline is None:
         return None
     layers = split_layers(model.spec, cfg, world.mesh["data_shard"].size())
-    refuse_for_pipeline(model, layers)
+    splits_backward = SCHEDULES[cfg.parallel.pipeline_schedule].splits  # into input and weights
+    refuse_for_pipeline(model, layers, replaces_linears=splits_backward)
     stages = list_rank_stages(cfg.parallel, world.pipeline.rank)
     # The model's own dtype, as that of the final norm: adapters and quantized weights have others.
     dtype = next(model.get_submodule(model.find_stage_parts().last[0]).parameters()).dtype
@@ -324,7 +330,7 @@ def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) 
         first=0 in stages,
         last=count_stages(cfg.parallel) - 1 in stages,
     )
-    if SCHEDULES[cfg.parallel.pipeline_schedule].splits:  # backward into input and weight gradients
+    if splits_backward:
         for module in model.modules():
             # By type: a subclass, such as a linear with adapters, keeps its forward.
             if type(module) is nn.Linear:
@@ -336,11 +342,25 @@ def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) 
     return pipeline
 
 
-def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
-    """Raise ConfigError for a recipe's own tensors that no stage, or more than one, would have.
+def refuse_for_pipeline(
+    model: LanguageModel, stages: list[range], *, replaces_linears: bool = False
+) -> None:
+    """Raise ConfigError for what a recipe has added that a pipeline would leave out.
 
-    Called while the model still has all stages. stages: of each stage, the indices of its layers.
+    That is an own forward of what stages do not call, and own tensors that no stage, or more than
+    one, would have. Called while the model still has all stages. stages: of each stage, the indices
+    of its layers. replaces_linears: plain linears run by another forward.
     """
+    # A stage of ours calls the layers themselves, that of an external model the class' own forward.
+    replaced = {"", "model"} if isinstance(model, Decoder) else {""}
+    if replaces_linears:
+        replaced |= {name for name, linear in model.named_modules() if type(linear) is nn.Linear}
+    if skipped := [name for name in find_own_forwards(model) if name in replaced]:
+        raise ConfigError(
+            f"parallel.pipeline: found another forward of {skipped[0] or 'the model'}, which the"
+            " recipe added, expected one of a layer, the last norm or the head: stages run these;"
+            " change those, or set parallel.pipeline=1"
+        )
     extras = find_extra_tensors(model)
     if not extras:
         return

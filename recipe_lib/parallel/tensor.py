@@ -28,6 +28,7 @@ from recipe_lib.models.decoder import (
     SandwichLayer,
     WidthNorm,
 )
+from recipe_lib.models.language_model import find_own_forwards
 from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.models.mixture import Experts, Mixture
 from recipe_lib.models.spec import DecoderSpec, ExternalSpec, MixtureSpec
@@ -48,7 +49,8 @@ ROW_PARALLEL = ("o_proj", "down_proj")  # some inputs on a rank
 _MATRICES = (*COLUMN_PARALLEL, *ROW_PARALLEL, "gate_up_proj", "embed_tokens", "lm_head")
 # The forwards of decoder modules that `tensor_forwards` has a replacement for.
 _REPLACED_FORWARDS = tuple(
-    kind.forward for kind in (Attention, MLP, Mixture, DecoderLayer, SandwichLayer, Norm, WidthNorm)
+    kind.forward
+    for kind in (Attention, MLP, Mixture, Experts, DecoderLayer, SandwichLayer, Norm, WidthNorm)
 )
 
 
@@ -63,11 +65,10 @@ def shard_tensors(
     Return by parameter name the kind of its gradient on a rank: `sharded`, the gradient of this
     rank's part, or `partial`, a summand of the whole gradient. Without tensor parallelism the dict
     is empty and the model left as it is. Raise ConfigError for a model that the ranks cannot share
-    evenly, and for one that a recipe has changed (`check_tensor`, `refuse_for_tensor`).
+    evenly (`check_tensor`).
     """
     if world.tensor is None:
         return {}
-    refuse_for_tensor(model)
     if isinstance(model.spec, ExternalSpec):
         return model.spec.shard_tensors(model, parallel, world)
     spec = model.spec
@@ -136,9 +137,9 @@ def shard_tensors(
 def refuse_for_tensor(model: Decoder) -> None:
     """Raise ConfigError for a model that a recipe has changed in ways that the ranks cannot share.
 
-    These are parameters of a recipe's own, and forwards and hooks of attention, MLPs, layers and
-    norms. They would be replaced or skipped, or see inputs of other shapes: a part of the tokens,
-    heads and channels.
+    These are parameters of a recipe's own, forwards of its own, and hooks in attention and MLPs.
+    They would be replaced or skipped, or see inputs of other shapes: a part of the tokens, heads
+    and channels. Called before `split_pipeline` and `shard_tensors`, which give modules forwards.
     """
     additions = [*find_extra_tensors(model), *_list_changes(model)]
     if additions:
@@ -152,17 +153,24 @@ def refuse_for_tensor(model: Decoder) -> None:
 def _list_changes(model: Decoder) -> list[str]:
     """Return the words for each forward that a recipe has replaced, and each hook to be skipped."""
     changes = []
+    own_forwards = set(find_own_forwards(model))
     # Ids of attention, MLPs and the modules in them: `tensor_forwards` uses the weights of most
     # without calling the module, so hooks would not run.
     skipped_ids: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, (Attention, MLP, Mixture)):
             skipped_ids |= {id(child) for child in module.modules()}
-        if id(module) in skipped_ids and (module._forward_hooks or module._forward_pre_hooks):
+        is_skipped = id(module) in skipped_ids
+        if is_skipped and (module._forward_hooks or module._forward_pre_hooks):
             changes.append(f"a hook of {name}")
-        if isinstance(module, (Attention, MLP, Mixture, DecoderLayer, Norm)):
-            if "forward" in vars(module) or type(module).forward not in _REPLACED_FORWARDS:
-                changes.append(f"another forward of {name}")
+        # A layer that stands in this library, but not here, is not ours to replace either.
+        is_replaced = isinstance(module, (Attention, MLP, Mixture, Experts, DecoderLayer, Norm))
+        # What a recipe adds outside of attention and MLPs, without parameters, runs as it is.
+        is_ours = is_skipped or next(module.parameters(), None) is not None
+        if (is_ours and name in own_forwards) or (
+            is_replaced and type(module).forward not in _REPLACED_FORWARDS
+        ):
+            changes.append(f"another forward of {name or 'the model'}")
     return changes
 
 

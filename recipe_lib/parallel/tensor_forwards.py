@@ -400,13 +400,14 @@ def run_score_head(
 def restore_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap a model's forward of tokens `[b, s]` to return its logits `[N, v]` as `[b, s, v]`.
 
-    Other outputs, such as a loss, are returned as they are.
+    Other outputs are returned as they are, and with labels all: the output is a loss then.
     """
 
     def run(tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         output = forward(tokens, *args, **kwargs)
+        has_labels = kwargs.get("labels") is not None
         is_flat = output.dim() == 2 and output.shape[0] == tokens.numel()
-        return output.view(*tokens.shape, -1) if is_flat else output
+        return output.view(*tokens.shape, -1) if is_flat and not has_labels else output
 
     return run
 

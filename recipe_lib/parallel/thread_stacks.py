@@ -12,7 +12,10 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NamedTuple
+
+import torch
 
 # Parts of the names of files of torch and Triton that run while something is compiled, and not in a
 # step after that.
@@ -27,6 +30,10 @@ _COMPILERS = (
     "/_inductor/codegen/",
     "/triton/compiler/",
     "/triton/runtime/autotuner.py",
+)
+# torch's folder, as faulthandler writes it.
+_TORCH = (
+    os.path.join(os.path.dirname(torch.__file__), "").encode("ascii", "backslashreplace").decode()
 )
 # A line that faulthandler writes for a call: file, line and function.
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -64,8 +71,14 @@ def read_stack(thread: WatchedThread) -> list[StackLine]:
     # faulthandler reads the interpreter's frames and makes no objects of them. While the thread is
     # in torch.compile, which runs frames of its own, the objects that `sys._current_frames` makes
     # end the process with a segmentation fault now and then.
-    # The file is in memory, since disks fill up. OSError: there is no file descriptor left.
-    with suppress(OSError), open(os.memfd_create("stacks"), "w+b", buffering=0) as file:
+    # The file is in memory where Linux has such files, since disks fill up. OSError: there is no
+    # file descriptor left, or no room.
+    with (
+        suppress(OSError),
+        open(os.memfd_create("stacks"), "w+b", buffering=0)
+        if hasattr(os, "memfd_create")
+        else TemporaryFile(buffering=0) as file,
+    ):
         if thread.state is None:
             faulthandler.dump_traceback(file, all_threads=True)
             heading = f"Thread 0x{thread.ident:016x} (most recent call first):\n"
@@ -89,7 +102,7 @@ def describe_place(stack: list[StackLine]) -> str:
     Return "" if there is none.
     """
     for call in stack:
-        if "/torch/" not in call.file:
+        if not call.file.startswith(_TORCH):
             return f"at {'/'.join(Path(call.file).parts[-2:])}:{call.line} ({call.function})"
     return ""
 

@@ -497,8 +497,10 @@ def set_seeds(seed: int, world: World, *, alike: bool = False) -> None:
     a column-parallel matrix is of a rank's part of the tokens, before a row-parallel one of its
     part of the channels. Weights and data order draw from streams of their own, derived by name;
     they do not touch these generators. alike: True for ranks with the same batch to have the same
-    stream, because each of them has all of its tokens (external models).
+    stream, because each of them has all of its tokens (external models); but stages of a pipeline
+    have layers of their own, and so streams of their own.
     """
-    stream = derive_seed(seed, "dropout", world.data_rank if alike else world.rank)
+    stage = () if world.pipeline is None else (world.pipeline.rank,)
+    stream = derive_seed(seed, "dropout", *((world.data_rank, *stage) if alike else (world.rank,)))
     random.seed(stream)
     torch.manual_seed(stream)

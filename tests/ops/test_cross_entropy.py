@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipe_lib.ops.chunked_heads import CrossEntropy, Loss, cross_entropy
+from recipe_lib.ops.chunked_heads import CrossEntropy, Loss, cross_entropy, find_label_columns
+from recipe_lib.ops.gathered import Group
 
 N = 37
 D = 24
@@ -321,3 +322,32 @@ def test_validation_keeps_nothing() -> None:
         assert live.now < 64
     assert loss.isfinite()
     assert live.peak < 1.1 * n // chunks * v * 4
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (4, 4, 2)], ids=["even", "uneven"])
+def test_a_label_behind_the_vocabulary_raises_on_one_rank_that_shares_it(
+    sizes: tuple[int, ...],
+) -> None:
+    """Else each rank takes it for another one's, and the loss is that of no label."""
+
+    def look_up(label: int) -> list[str]:
+        found = []
+        for rank, width in enumerate(sizes):
+            labels = torch.tensor([label, -100])
+            group = Group("", len(sizes), rank, columns=4)
+            columns, elsewhere = find_label_columns(labels, labels == -100, width, group)
+            try:
+                torch.zeros(2, width).gather(1, columns)
+            except (IndexError, RuntimeError):
+                found.append("out of range")
+                continue
+            found.append("elsewhere" if elsewhere is not None and elsewhere[0] else "here")
+            assert elsewhere is None or bool(elsewhere[1])
+        return found
+
+    for label in range(sum(sizes)):
+        assert look_up(label) == [
+            "here" if rank == label // 4 else "elsewhere" for rank in range(3)
+        ]
+    for label in (sum(sizes), sum(sizes) + 5):
+        assert look_up(label) == ["elsewhere", "elsewhere", "out of range"]

@@ -11,9 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from recipe_lib.errors import SetupError
 from recipe_lib.ops.distillation import Distillation, Divergence, TeacherStates
 from recipe_lib.ops.gathered import Group
-from recipe_lib.ops.head_losses import OutputAdapter, makes_gradients_in_forward
+from recipe_lib.ops.head_losses import OutputAdapter, makes_gradients_in_forward, run_head_loss
 from tests.distributed.ranks import run_ranks
 from tests.ops.test_cross_entropy import LiveBytes, relative
 
@@ -200,6 +201,20 @@ def test_a_frozen_weight_and_a_validation_keep_nothing() -> None:
         loss_again = loss(heads.hidden, heads.weight, heads.labels)
         torch.autograd.grad(loss_again, heads.hidden, retain_graph=True)
         torch.autograd.grad(loss_again, heads.hidden)
+
+
+@pytest.mark.parametrize("part", ["finish", "adapter"])
+def test_a_teachers_head_with_more_than_a_softcap_and_a_bias_is_refused(part: str) -> None:
+    heads = Heads()
+
+    def run(hidden: Tensor, *, labels: Tensor, head_loss: Any) -> Tensor:
+        weight = heads.teacher_weight
+        options: Any = {part: object()}
+        return run_head_loss(head_loss, hidden, weight, labels, **options)
+
+    loss = Distillation(TeacherStates(heads.of_teacher, run, heads.labels), Divergence(), 0.5, 4)
+    with pytest.raises(SetupError, match=f"an output head that also has {part}, expected"):
+        loss(heads.hidden, heads.weight, heads.labels)
 
 
 @pytest.mark.parametrize("kind", KINDS)

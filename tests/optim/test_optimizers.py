@@ -1,15 +1,19 @@
 """Optimizers: the update rule, the kernels, and the bytes of their states."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
+from recipe_lib.optim.algorithms.adamw import build_adamw
 from recipe_lib.optim.optimizers import (
     build_optimizer,
     count_local_bytes,
     count_optimizer_state_bytes,
+    set_hyperparameters,
     set_learning_rate,
 )
 
@@ -92,6 +96,36 @@ def test_sgd_decays_apart_from_its_momentum(implementation: str, momentum: float
     )
     for ours, expected in zip(trained(cfg), sgd_by_hand(cfg), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_group_has_a_decay_of_its_own(name: str) -> None:
+    """Also after the config's numbers are set again, as for a saved state."""
+    cfg = OptimizerConfig(name=name, lr=1e-2, weight_decay=0.3)
+    params = parameters()
+    optimizer = build_optimizer(cfg, params[:1], CPU)
+    optimizer.add_param_group({"params": params[1:], "weight_decay": 0.0})
+    before = [parameter.detach().clone() for parameter in params]
+    for parameter in params:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(params[0].detach(), before[0] * (1 - 1e-2 * 0.3))
+    assert all(map(torch.equal, params[1:], before[1:]))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    optimizer.param_groups[0]["weight_decay"] = 0.0  # a loaded state's
+    set_hyperparameters(optimizer, cfg)
+    optimizer.step()
+    torch.testing.assert_close(params[0].detach(), before[0] * (1 - 1e-2 * 0.3) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("master_weights", True), ("stochastic_rounding", True), ("state_bits", 8)]
+)
+def test_a_plain_list_has_no_adamw_of_ours(key: str, value: Any) -> None:
+    cfg = OptimizerConfig(**{key: value})
+    with pytest.raises(ConfigError, match=rf"^optimizer\.{key}: found {value} for a plain list"):
+        build_adamw(cfg, list(parameters()), {})
+    assert isinstance(build_adamw(OptimizerConfig(), list(parameters()), {}), torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])

@@ -1,6 +1,7 @@
 """What a thread is at, seen from another one, also while torch.compile runs in it."""
 
 import inspect
+import os
 import subprocess
 import sys
 import threading
@@ -52,6 +53,18 @@ def test_the_stack_of_another_thread() -> None:
     assert describe_place(inner) == f"at parallel/test_heartbeat_stacks.py:{line} (<lambda>)"
     assert not is_compiling(inner)
     assert read_stack(WatchedThread(12345, None)) == []
+
+
+def test_a_users_folder_with_torchs_name_hides_no_place() -> None:
+    torch_file = str(Path(torch.__file__).parent / "nn/modules/module.py")
+    stack = [StackLine(torch_file, 9, "_call"), StackLine("/home/me/torch/mine.py", 3, "train")]
+    assert describe_place(stack) == "at torch/mine.py:3 (train)"
+    assert describe_place(stack[:1]) == ""
+
+
+def test_stacks_are_read_where_no_file_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")  # as on a Mac
+    test_the_stack_of_another_thread()
 
 
 def test_deep_stacks_are_cut_at_their_outer_end() -> None:

@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -33,13 +34,18 @@ def test_streams_differ_by_root_name_and_place_of_the_separator() -> None:
 
 
 def test_set_seeds_repeats_for_a_rank_and_differs_between_ranks() -> None:
-    def draws(rank: int, alike: bool = False) -> tuple[float, float]:
-        set_seeds(
-            42, SimpleNamespace(rank=rank, data_rank=rank // 2), alike=alike
-        )  # two ranks share matrices
+    def draws(rank: int, alike: bool = False, stage: int | None = None) -> tuple[float, float]:
+        pipeline = None if stage is None else SimpleNamespace(rank=stage)
+        # Two ranks share matrices.
+        world: Any = SimpleNamespace(rank=rank, data_rank=rank // 2, pipeline=pipeline)
+        set_seeds(42, world, alike=alike)
         return random.random(), float(torch.rand(()))
 
     first, second = draws(0), draws(1)
     assert draws(0) == first
     assert first[0] != second[0] and first[1] != second[1]
     assert draws(0, alike=True) == draws(1, alike=True) != draws(2, alike=True)
+    # The layers of two stages drop other elements, with ranks that share matrices alike.
+    first_stage, second_stage = (draws(0, alike=True, stage=stage) for stage in (0, 1))
+    assert first_stage != second_stage and first_stage == draws(1, alike=True, stage=0)
+    assert draws(0, stage=1) == first

@@ -28,6 +28,7 @@ from recipe_lib.parallel import (
     shard_tensors,
     start_world,
 )
+from recipe_lib.parallel.tensor_forwards import restore_rows
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.parallel.small_models import LENGTH, VOCABULARY, build_small_spec, start_adapters
 
@@ -251,6 +252,15 @@ def test_losses_gradients_and_norms_are_those_of_the_plain_model(ranks: int) -> 
         wanted += cases(2, fsdp_wrap_policy="memory_efficient")[2::6]
         wanted += cases(2, data_replicate=2)[1::6]
     run_cases(ranks, wanted)
+
+
+def test_logits_are_told_from_losses_of_rows_of_one_token() -> None:
+    tokens = torch.zeros(4, 1, dtype=torch.int64)
+    run = restore_rows(
+        lambda tokens, labels=None: torch.zeros(4, 1)
+    )  # logits of one score, or losses
+    assert run(tokens).shape == (4, 1, 1)
+    assert run(tokens, labels=tokens).shape == (4, 1)
 
 
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:

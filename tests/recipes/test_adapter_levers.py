@@ -21,6 +21,8 @@ from recipe_lib.errors import STORAGE
 from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes.runs import (
+    DISTILL,
+    DPO,
     LORA,
     ROOT,
     find_largest_difference,
@@ -311,21 +313,43 @@ def test_every_key_is_tried_or_said_not_to_be():
     assert set(NOT_LEVERS) <= keys
 
 
+LORA_ROW = {"instruction": "Say red.", "output": "red"}
+PAIR = {"prompt": "Say red.", "chosen": "red", "rejected": "blue"}
+ANSWER = {"prompt": "Say red.", "completion": "red"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "row", "overrides"),
+    [
+        (LORA, LORA_ROW, ()),
+        (DPO, PAIR, ("data.format=preference", "data.template=plain")),
+        (DISTILL, ANSWER, ("distill.trainable=adapters", "distill.teacher={model}")),
+    ],
+    ids=[LORA, DPO, DISTILL],
+)
 def test_room_for_the_merged_model_is_looked_for_before_training(
-    realdata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    realdata: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str,
+    row: dict[str, str],
+    overrides: tuple[str, ...],
 ):
+    model = realdata / "stories260K-hf"
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"instruction": "Say red.", "output": "red"}\n' * 4)
+    rows.write_text((json.dumps(row) + "\n") * 4)
     argv = [
         "--config",
         str(ROOT / "tests/recipes/adapters.yaml"),
-        f"model.path={realdata / 'stories260K-hf'}",
-    ]
-    argv += [
+        f"recipe={recipe}",
+        f"model.path={model}",
         f"data.source={rows}",
         "data.cache=false",
+        "batch_size=2",
         "device=cpu",
         f"output_dir={tmp_path / 'out'}",
+        "lora.merge_on_save=true",
+        *(override.format(model=model) for override in overrides),
     ]
 
     def fill_the_disk(recipe: Any) -> None:
@@ -333,7 +357,7 @@ def test_room_for_the_merged_model_is_looked_for_before_training(
             "shutil.disk_usage", lambda path: SimpleNamespace(total=10**9, free=1000)
         )
 
-    run = run_here([*argv, "lora.merge_on_save=true"], before_training=fill_the_disk, recipe=LORA)
-    assert run.code == STORAGE
+    run = run_here(argv, before_training=fill_the_disk, recipe=recipe)
+    assert run.code == STORAGE, run.said
     assert run.said[-1].startswith(f"error: {tmp_path}: the model at the end of the run needs ")
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("metrics*"))

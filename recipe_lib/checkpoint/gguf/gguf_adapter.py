@@ -524,7 +524,7 @@ def _check_loadable(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights
     faults = {
         "is a DoRA adapter": adapter.config.dora,
         f"has the extra parameter {min(adapter.extras, default=None)}": bool(adapter.extras),
-        f"brings {min(saved.parts, default=None)} of the base along": bool(saved.parts),
+        f"brings {min(saved.parameters, default=None)} of the base along": bool(saved.parameters),
         "adapts the embedding or the output projection of a model that has one matrix for both": (
             spec.tied and (HEAD in adapter.tensors or adapts_embedding)
         ),

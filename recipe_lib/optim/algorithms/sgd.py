@@ -31,17 +31,32 @@ def build_sgd(
     """
     # A group, as torch refuses an empty list of parameters, but not an empty group.
     optimizer = torch.optim.SGD(
-        [{"params": list(params)}], lr=cfg.lr, momentum=cfg.momentum or 0.0, **kernels
+        [{"params": list(params)}],
+        lr=cfg.lr,
+        momentum=cfg.momentum or 0.0,
+        weight_decay=cfg.weight_decay,
+        **kernels,
     )
-    # As a hook: torch's own weight decay is added to the gradient, and so to the momentum.
-    if cfg.weight_decay > 0:
-
-        def decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            for group in optimizer.param_groups:
-                stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-                if stepped:
-                    with torch.no_grad():
-                        torch._foreach_mul_(stepped, 1 - group["lr"] * cfg.weight_decay)
-
-        optimizer.register_step_pre_hook(decay)
+    optimizer.register_step_pre_hook(_decay)
+    optimizer.register_step_post_hook(_restore_decay)
     return optimizer
+
+
+def _decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Apply each group's weight decay before a step, and take it out of the group meanwhile.
+
+    torch's own weight decay is added to the gradient, and so to the momentum.
+    """
+    for group in optimizer.param_groups:
+        rate = group["decoupled_decay"] = group["weight_decay"]
+        group["weight_decay"] = 0.0
+        stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if stepped and rate:
+            with torch.no_grad():
+                torch._foreach_mul_(stepped, 1 - group["lr"] * rate)
+
+
+def _restore_decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Give each group its weight decay again, after a step."""
+    for group in optimizer.param_groups:
+        group["weight_decay"] = group.pop("decoupled_decay")

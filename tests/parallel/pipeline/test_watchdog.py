@@ -104,6 +104,19 @@ def test_a_bug_keeps_its_traceback_and_ends_the_other_rank() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_an_exit_of_one_rank_ends_the_other_rank(kind: type[BaseException]) -> None:
+    def trouble(world: World, what: str, number: int) -> None:
+        if what == "loss" and number == 1:
+            raise kind("the loss is no number")
+
+    found = ended(trouble)
+    assert told(found) == [
+        f"error: rank 1 failed in step 1: {kind.__name__}: the loss is no number"
+    ]
+    assert found[0].startswith("exit code 7") and f"{kind.__name__}: the loss" in found[1]
+
+
 def test_a_users_error_says_where_and_gives_all_ranks_its_code() -> None:
     def trouble(world: World, what: str, number: int) -> None:
         if world.rank == 0 and what == "forward" and number == 2:
