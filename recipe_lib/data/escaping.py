@@ -48,7 +48,6 @@ class SpecialCounts:
 
     @property
     def is_empty(self) -> bool:
-        """Return True if nothing was counted."""
         return not (self.parsed or self.unparsed or self.foreign or self.rendered)
 
     @property

@@ -138,7 +138,6 @@ class IndexedFile(LocalFile):
         return parse_sample(content)
 
     def locate(self, sample_index: int, line: int) -> str:
-        """Return the place of a sample by its index and line."""
         return f"{self.place}:{line}" if line else self.place
 
     def __len__(self) -> int:
