@@ -134,7 +134,6 @@ class IndexedFile(LocalFile):
         """
 
     def decode(self, content: bytes, sample_index: int) -> dict[str, Any] | SampleFault:
-        """Return the sample of these bytes. sample_index: its index in the file."""
         return parse_sample(content)
 
     def locate(self, sample_index: int, line: int) -> str:
