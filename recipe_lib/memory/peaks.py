@@ -57,7 +57,6 @@ class PeakMemory:
             self.resettable = True
 
     def read(self) -> Peaks:
-        """Return the peaks since the last reset, in bytes."""
         if self.device.type != "cpu":
             stats = torch.get_device_module(self.device).memory_stats(self.device)
             active, allocated, reserved = (
