@@ -99,7 +99,6 @@ class DataReport:
 
     @property
     def label_token_fraction(self) -> float:
-        """Return the share of the tokens that the loss counts, 0 to 1."""
         return self.trained_tokens / self.tokens if self.tokens else 0.0
 
     def add(self, other: "DataReport") -> None:

@@ -79,7 +79,6 @@ class BudgetChoice:
     full_seconds: float = 0.0  # the same if layers kept nothing but their inputs
 
     def describe(self) -> str:
-        """Return `layers keep 3.97 GiB: ...` in one line."""
         num_unchecked = sum(operators is None for operators in self.kept.values())
         counts: Counter[str] = Counter()
         for operators in self.kept.values():

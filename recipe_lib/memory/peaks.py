@@ -46,7 +46,6 @@ class PeakMemory:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new measurement, from the bytes that are allocated now."""
         if self.device.type != "cpu":
             torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
             return
