@@ -23,7 +23,8 @@ from recipe_lib.plan.simulated_world.simulated_ranks import (
     enter_simulated_world,
     use_fake_tensors,
 )
-from recipe_lib.plan.tracing.trace import Trace, classify_activations
+from recipe_lib.plan.tracing.activations import classify_activations
+from recipe_lib.plan.tracing.trace import Trace
 from recipe_lib.plan.tracing.tracer import Tracer
 
 MICRO_BATCHES = 3  # of a step that are traced; all leave the memory alike

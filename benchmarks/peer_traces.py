@@ -27,7 +27,8 @@ from recipe_lib.plan.simulated_world.simulated_ranks import (
     enter_simulated_world,
     use_fake_tensors,
 )
-from recipe_lib.plan.tracing.trace import Trace, classify_activations
+from recipe_lib.plan.tracing.activations import classify_activations
+from recipe_lib.plan.tracing.trace import Trace
 from recipe_lib.plan.tracing.trace_rank import pause_collector
 from recipe_lib.plan.tracing.tracer import Tracer
 

@@ -187,7 +187,7 @@ def compare_row(row: PublishedSpeed, folder: Path) -> Compared:
         plan, trace = make_plan(find_recipe_class(find_config_recipe(row.config)), cfg, settings)
     assert plan.time is not None, row.id
     tokens = plan.time.tokens_per_step / row.gpus
-    share = sum_operations(trace) / tokens * row.published / hardware.rate(cfg.dtype)
+    share = sum_operations(trace) / tokens * row.published / hardware.get_rate(cfg.dtype)
     note = next(
         (line for line in plan.assumptions if line.startswith("compile=true is planned without")),
         "",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from recipe_lib.plan.streams.stream_checker import Line, format_line
+from recipe_lib.plan.streams.code_lines import Line, format_line
 from tests.plan.streams.mutations import CASES, check
 
 _MAX_CHARACTERS = 230  # of a message in the table

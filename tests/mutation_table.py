@@ -72,7 +72,7 @@ MUTATIONS = [
     Mutation(
         name="margin_with_the_estimate",
         path="recipe_lib/plan/build_plan.py",
-        old="margin=usable - heaviest.reserved - extra_bytes,",
+        old="margin=usable - heaviest.reserved - not_simulated.bytes,",
         new="margin=usable - heaviest.reserved,",
         harm="a plan shows memory to spare that what it could not simulate takes",
         tests=("tests/plan/test_rank_plans.py",),

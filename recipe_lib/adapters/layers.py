@@ -410,7 +410,6 @@ class QuantizedExperts(QuantizedLinear):
     def forward(  # type: ignore[override]  # ExpertLinear's signature
         self, rows: Tensor, groups: Groups, *, of_tokens: bool = False
     ) -> Tensor:
-        """Return `grouped_product`, `[m, o]`."""
         return self.grouped_product(rows, groups, of_tokens)
 
     def grouped_product(self, rows: Tensor, groups: Groups, of_tokens: bool) -> Tensor:

@@ -223,7 +223,6 @@ def _find_base_folder(
 
 
 def _build_questions(dataset: Dataset, tokenizer: Tokenizer) -> dict[int, Question]:
-    """Return the questions by sequence, and log how many sequences have none."""
     questions = build_questions(dataset, tokenizer.stop_ids)
     if len(questions) < len(dataset):
         get_logger().info(
@@ -237,7 +236,6 @@ def _build_questions(dataset: Dataset, tokenizer: Tokenizer) -> dict[int, Questi
 
 @contextmanager
 def _report_out_of_memory(source: GenerationSource, world: World) -> Iterator[None]:
-    """Turn torch's error of a full device into an OutOfMemoryError with what to try."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -571,7 +571,6 @@ def _check_adapter(
 def _print_next_commands(
     source: ExportSource, arguments: argparse.Namespace, *, spec: ModelSpec, adapter: Path
 ) -> None:
-    """Print the commands that a user may run next on an adapter's folder."""
     adapter_file = read_adapter(adapter)
     # `extras`: parameters that a recipe added, which vLLM and PEFT cannot load.
     if adapter_file.extras:

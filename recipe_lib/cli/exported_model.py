@@ -225,8 +225,6 @@ def export_quantized(arguments: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class _QatSettings:
-    """The settings of a run's quantization-aware training."""
-
     kind: str  # as the config key `qat`: int4, int8 or fp8
     group_size: int  # weights that share a scale; counts for int4 alone
 

@@ -6,7 +6,7 @@ with a reference to another key (`${optimizer.lr}`) waits in `pending` until eve
 (`fill_pending`). `find_hint` suggests a key in place of an unknown one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError
 from typing import Any
@@ -77,7 +77,7 @@ class Pending:
     # Of its key in the file, counted from 1; 1 for an override.
     line: int
     # Whether it is from an override. Errors begin with the override's text, which names the key.
-    typed: bool
+    from_override: bool
 
 
 @dataclass
@@ -208,16 +208,19 @@ def check_value(
     *,
     source: Source,
     line: int = 1,
-    typed: bool = False,
+    from_override: bool = False,
     written: str | None = None,
 ) -> None:
     """Check a key's value and store it; one with references waits for `fill_pending`.
 
-    typed: the value is an override's, whose text in an error names the key. written: text of the
-    value before its references were filled in, empty for a list or mapping; None: it had none.
+    from_override: the value is an override's, whose text in an error names the key. written: text
+    of the value before its references were filled in, empty for a list or mapping; None: it had
+    none.
     """
     if written is None and value.has_reference:
-        checked.pending[key.name] = Pending(value, source=source, line=line, typed=typed)
+        checked.pending[key.name] = Pending(
+            value, source=source, line=line, from_override=from_override
+        )
         return
     if key.section_class is not None and value.kind == "list":
         check_items(checked, key, value, source=source, line=line)
@@ -227,12 +230,12 @@ def check_value(
         return
     try:
         # A value that was filled in has lost its quotes: it is read like one of the command line.
-        converted = convert(value, key, typed=typed or written is not None)
+        converted = convert(value, key, from_override=from_override or written is not None)
     except MismatchError as mismatch:
         beginning = f"found {quote(written)}, which is " if written else "found "
         checked.add_fault(
             source.format_fault_place(line),
-            "" if typed else key.name,
+            "" if from_override else key.name,
             str(mismatch).replace("found ", beginning, 1),
         )
         checked.mark_doubtful(key.name)
@@ -273,7 +276,7 @@ def fill_pending(checked: CollectedSettings) -> None:
             node,
             source=value.source,
             line=value.line,
-            typed=value.typed,
+            from_override=value.from_override,
             written=value.node.text,
         )
         if key in checked.settings:
@@ -319,7 +322,9 @@ def _refers_to_doubtful_key(checked: CollectedSettings, names: list[str]) -> boo
 def _refuse_pending(
     checked: CollectedSettings, key: str, value: Pending, fault: str, *, line: int
 ) -> None:
-    checked.add_fault(value.source.format_fault_place(line), "" if value.typed else key, fault)
+    checked.add_fault(
+        value.source.format_fault_place(line), "" if value.from_override else key, fault
+    )
     checked.mark_doubtful(key)
 
 
@@ -409,24 +414,29 @@ def report_unknown_key(
     *,
     source: Source,
     line: int = 1,
-    typed: bool = False,
+    from_override: bool = False,
 ) -> None:
     """Add a fault for a key that the schema does not have, with a hint at the key that was meant.
 
-    value: of the key; None: of no use for a hint. typed: the key is an override's.
+    value: of the key; None: of no use for a hint. from_override: the key is an override's.
     """
     if value is not None and value.entries and _normalize(name) in read_aliases().sections:
         # A section of other tools, such as torchtitan's `training`: its keys may have a name here,
         # the section itself has none.
         for word, (inner_line, inner) in value.entries.items():
             report_unknown_key(
-                checked, f"{name}.{word}", inner, source=source, line=inner_line, typed=typed
+                checked,
+                f"{name}.{word}",
+                inner,
+                source=source,
+                line=inner_line,
+                from_override=from_override,
             )
         return
-    hint, meant_keys = find_hint(name, checked.schema, in_file=not typed)
+    hint, meant_keys = find_hint(name, checked.schema, in_file=not from_override)
     checked.add_fault(
         source.format_fault_place(line),
-        "" if typed else (name or "''"),
+        "" if from_override else (name or "''"),
         f"unknown key{hint}",
         doubt=False,
     )
@@ -521,7 +531,7 @@ def _find_similar_keys(word: str, keys: list[str], *, in_section: bool) -> list[
     return [key for key in keys if key.rpartition(".")[2] == similar_word]
 
 
-def find_misspelled_name(written: str, valid: Iterable[str]) -> str | None:
+def find_misspelled_name(written: str, valid: Collection[str]) -> str | None:
     """Return the valid name that `written` is a misspelling of; None: of none.
 
     The cutoff, a ratio of difflib, is higher than for choices: among so many keys, one is always

@@ -52,15 +52,16 @@ class MismatchError(Exception):
     """A value does not fit its key. The text is `found ..., expected ...`, and often a remedy."""
 
 
-def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
+def convert(node: YamlNode, key: Key, *, from_override: bool = False) -> Any:
     """Return the value of a node in the type of its key. Raises MismatchError if it does not fit.
 
-    typed: the value is from a command line, where text that looks like a number needs no quotes.
+    from_override: the value is from a command line, or was filled in: text that looks like a number
+    needs no quotes.
     None is returned for null, if the key may be null.
     """
     _refuse_references_in_names(node)
     # `key:` in a file is null, as in YAML; `key=` on a command line is an empty text.
-    if is_null(node) and not (typed and node.is_empty):
+    if is_null(node) and not (from_override and node.is_empty):
         if key.optional:
             return None
         raise MismatchError(
@@ -74,7 +75,7 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
     first_mismatch: MismatchError | None = None
     for kind in _sort_by_likeness(node, key.kinds):
         try:
-            value = _convert_to_kind(node, kind=kind, key=key, typed=typed)
+            value = _convert_to_kind(node, kind=kind, key=key, from_override=from_override)
             return _convert_path(value, key) if key.limits.get("path") else value
         except MismatchError as mismatch:
             # The error of the likeliest type says the most.
@@ -103,20 +104,24 @@ def _convert_path(value: str, key: Key) -> str:
     )
 
 
-def _convert_to_kind(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
+def _convert_to_kind(node: YamlNode, kind: Any, key: Key, from_override: bool) -> Any:
     """Return the value of a node as one of the key's types, `kind`.
 
-    typed: as for `convert`, also in the functions below. Each raises MismatchError if the node does
-    not fit.
+    from_override: as for `convert`, also in the functions below. Each raises MismatchError if the
+    node does not fit.
     """
     origin = get_origin(kind)
     if origin is list:
-        return _convert_list(node, item_kind=get_args(kind)[0], key=key, typed=typed)
+        return _convert_list(
+            node, item_kind=get_args(kind)[0], key=key, from_override=from_override
+        )
     if origin is dict:
-        return _convert_mapping(node, value_kind=get_args(kind)[1], key=key, typed=typed)
+        return _convert_mapping(
+            node, value_kind=get_args(kind)[1], key=key, from_override=from_override
+        )
     if kind is Any:
         return read_untyped(node)
-    value = _convert_scalar(node, kind=kind, key=key, typed=typed, is_choice=True)
+    value = _convert_scalar(node, kind=kind, key=key, from_override=from_override, is_choice=True)
     if kind is bool:  # choices and bounds belong to the key's other types
         return value
     # Of a key that takes text or a number, bounds are the number's.
@@ -127,7 +132,9 @@ def _convert_to_kind(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
     return value
 
 
-def _convert_scalar(node: YamlNode, kind: Any, key: Key, typed: bool, *, is_choice: bool) -> Any:
+def _convert_scalar(
+    node: YamlNode, kind: Any, key: Key, from_override: bool, *, is_choice: bool
+) -> Any:
     """Return the value of a scalar node, of type `kind`; its limits are not checked here.
 
     is_choice: False for a part of a value, to which the key's choices do not apply. Where they do,
@@ -142,7 +149,7 @@ def _convert_scalar(node: YamlNode, kind: Any, key: Key, typed: bool, *, is_choi
     if kind is float:
         return _convert_float(node, key)
     has_choices = is_choice and ("choices" in key.limits or "kind" in key.limits)
-    text = _convert_text(node, key, typed or has_choices)
+    text = _convert_text(node, key, from_override or has_choices)
     return Path(text) if kind is Path else text
 
 
@@ -214,14 +221,16 @@ def _convert_text(node: YamlNode, key: Key, any_word: bool) -> str:
     return text
 
 
-def _convert_list(node: YamlNode, item_kind: Any, key: Key, typed: bool) -> list[Any]:
+def _convert_list(node: YamlNode, item_kind: Any, key: Key, from_override: bool) -> list[Any]:
     # A list of sections is not converted here, but by `check_settings.check_items`.
     if node.kind != "list" or dataclasses.is_dataclass(item_kind):
         raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
     # If the key takes a scalar as well as a list, its choices and bounds belong to the scalar.
     is_only_type = len(key.kinds) == 1
     values = [
-        _convert_scalar(item, kind=item_kind, key=key, typed=typed, is_choice=is_only_type)
+        _convert_scalar(
+            item, kind=item_kind, key=key, from_override=from_override, is_choice=is_only_type
+        )
         for item in node.items
     ]
     for value, item in zip(values, node.items, strict=True):
@@ -238,7 +247,9 @@ def _convert_list(node: YamlNode, item_kind: Any, key: Key, typed: bool) -> list
     return values
 
 
-def _convert_mapping(node: YamlNode, value_kind: Any, key: Key, typed: bool) -> dict[str, Any]:
+def _convert_mapping(
+    node: YamlNode, value_kind: Any, key: Key, from_override: bool
+) -> dict[str, Any]:
     # A node's entries are name -> (line, value).
     if node.kind != "mapping":
         raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
@@ -246,7 +257,9 @@ def _convert_mapping(node: YamlNode, value_kind: Any, key: Key, typed: bool) -> 
         if not name or _UNPRINTABLE.search(name):
             raise MismatchError(f"found the name {quote(name)}, expected {describe_expected(key)}")
     return {
-        name: _convert_scalar(value, kind=value_kind, key=key, typed=typed, is_choice=False)
+        name: _convert_scalar(
+            value, kind=value_kind, key=key, from_override=from_override, is_choice=False
+        )
         for name, (_, value) in node.entries.items()
     }
 
@@ -355,7 +368,7 @@ def describe_expected(key: Key) -> str:
 def _describe_kind(kind: Any, key: Key) -> str:
     origin = get_origin(kind)
     if origin is list:
-        return _describe_list(get_args(kind)[0], key, only=len(key.kinds) == 1)
+        return _describe_list(get_args(kind)[0], key, is_only_type=len(key.kinds) == 1)
     if origin is dict:
         return f"a mapping {{name: {_NOUNS[get_args(kind)[1]][0]}}}"
     choices = _list_choices(kind, key)
@@ -368,20 +381,20 @@ def _describe_kind(kind: Any, key: Key) -> str:
     return singular + (describe_bounds(key.limits) if kind in (int, float) else "")
 
 
-def _describe_list(item: Any, key: Key, *, only: bool) -> str:
+def _describe_list(item: Any, key: Key, *, is_only_type: bool) -> str:
     """Return a text on the lists that a key takes.
 
-    item: the type of the list's items. only: the key takes nothing but a list.
+    item: the type of the list's items. is_only_type: the key takes nothing but a list.
     """
     limits = key.limits
     if dataclasses.is_dataclass(item):
         return f"a list of sections ({', '.join(field.name for field in dataclasses.fields(item))})"
-    if only and (choices := _list_choices(item, key)) is not None:
+    if is_only_type and (choices := _list_choices(item, key)) is not None:
         return f"a list [...] of {', '.join(choices)}"
     if "items" in limits:
         return f"a list [...] of {', '.join(limits['items'])}"
     length = f"{limits['length']} " if "length" in limits else ""
-    bounds = describe_bounds(limits) if only else ""
+    bounds = describe_bounds(limits) if is_only_type else ""
     return f"a list [...] of {length}{_NOUNS[item][1]}{f', each{bounds}' if bounds else ''}"
 
 

@@ -90,7 +90,6 @@ def format_markdown(*schemas: type) -> str:
 
 
 def _format_table(keys: list[Key]) -> str:
-    """Return a table with one row for each key; the last cell is what other tools call it."""
     rows = ["| key | default | legal values | what it does | elsewhere |", "|---|---|---|---|---|"]
     for key in keys:
         cells = (

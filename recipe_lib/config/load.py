@@ -320,7 +320,7 @@ def _format_file(source: str | Path, path: Path) -> str:
     a shipped name by its file, relative if that is inside the current folder.
     """
     if path == expand_home(source):
-        return quote(str(source))[1:-1]
+        return show(str(source))
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -461,7 +461,7 @@ def _set_key(checked: CollectedSettings, name: str, text: str, *, source: Source
     elif name in schema.sections and name:
         _set_section(checked, name, value, source=source)
     elif name in schema.keys:
-        check_value(checked, schema.keys[name], value, source=source, typed=True)
+        check_value(checked, schema.keys[name], value, source=source, from_override=True)
     elif item := _ITEM.fullmatch(name):
         _set_in_item(checked, item, value, source=source)
     elif outer:
@@ -474,7 +474,7 @@ def _set_key(checked: CollectedSettings, name: str, text: str, *, source: Source
             f"overrides have no {name[0]} in front; write {show(name.lstrip('-+'))}={show(text)}",
         )
     else:
-        report_unknown_key(checked, name, value, source=source, typed=True)
+        report_unknown_key(checked, name, value, source=source, from_override=True)
 
 
 def _read_value(checked: CollectedSettings, text: str, place: str) -> YamlNode:
@@ -518,7 +518,7 @@ def _set_entry(
     """
     earlier_setting = checked.settings.get(outer)
     node = YamlNode("mapping", 1, entries={inner: (1, value)})
-    check_value(checked, checked.schema.keys[outer], node, source=source, typed=True)
+    check_value(checked, checked.schema.keys[outer], node, source=source, from_override=True)
     new_setting = checked.settings.get(outer)
     # If it is the same object, the value had a fault and was not stored.
     if new_setting is not None and new_setting is not earlier_setting:
@@ -536,7 +536,7 @@ def _set_in_item(
     number = int(index)
     key = checked.schema.keys.get(name)
     if key is None or key.section_class is None:
-        report_unknown_key(checked, item[0], source=source, typed=True)
+        report_unknown_key(checked, item[0], source=source, from_override=True)
         return
     earlier_setting = checked.settings.get(name)
     items = list(earlier_setting.value if earlier_setting else key.default)
@@ -554,9 +554,9 @@ def _set_in_item(
     inner = CollectedSettings(build_item_schema(key, number), faults=checked.faults)
     num_faults = len(checked.faults)
     if item[0] in inner.schema.keys:
-        check_value(inner, inner.schema.keys[item[0]], value, source=source, typed=True)
+        check_value(inner, inner.schema.keys[item[0]], value, source=source, from_override=True)
     else:
-        report_unknown_key(inner, item[0], source=source, typed=True)
+        report_unknown_key(inner, item[0], source=source, from_override=True)
     if len(checked.faults) > num_faults:
         checked.mark_doubtful(name)
         return
@@ -590,7 +590,7 @@ def _reset_key(checked: CollectedSettings, name: str, source: Source) -> None:
             f"~ goes back to the default and takes no value; write ~{bare}",
         )
     elif name not in schema.keys and (name not in schema.sections or not name):
-        report_unknown_key(checked, name, source=source, typed=True)
+        report_unknown_key(checked, name, source=source, from_override=True)
     else:
         for values in (checked.settings, checked.pending):
             for key in [key for key in values if key == name or key.startswith(f"{name}.")]:

@@ -17,16 +17,28 @@ FARTHEST = 2.0
 # A mean in bf16 may stay as it is in a step that changes it by less than this share of itself.
 _LOST_IN_BF16 = 1 / 256
 
-# Name of a state that is a mean -> (what it is called, the key of its decay d, the same share in 8
-# bits). momentum_buffer is a mean but for a factor.
-# The shares: 8-bit states have dynamic levels (arXiv:2110.02861, optim/low_bit_adamw.py). From a
-# tenth of a block's largest number to that number they are (1 - 0.1) / 128 of it apart, or 0.9 / 64
-# for states with a sign. A number that is half of the largest loses at most half that distance:
-# (0.9 / 64 / 2) / 0.5 = 0.9 / 64 of itself.
+
+@dataclass(frozen=True)
+class _Mean:
+    """A state of an optimizer that is a mean."""
+
+    # Its name in messages.
+    title: str
+    # Key of the section `optimizer` that has its decay d.
+    decay_key: str
+    # The share of itself that a mean in 8 bits may lose in a step. 8-bit states have dynamic levels
+    # (arXiv:2110.02861, optim/low_bit_adamw.py). From a tenth of a block's largest number to that
+    # number they are (1 - 0.1) / 128 of it apart, or 0.9 / 64 for states with a sign. A number that
+    # is half of the largest loses at most half that distance: (0.9 / 64 / 2) / 0.5 = 0.9 / 64 of
+    # itself.
+    lost_in_8_bits: float
+
+
+# By the state's name. momentum_buffer is a mean but for a factor.
 _MEANS = {
-    "exp_avg": ("the gradients' mean", "betas[0]", 0.9 / 64),
-    "exp_avg_sq": ("the second moment", "betas[1]", 0.9 / 128),
-    "momentum_buffer": ("the momentum", "momentum", 0.9 / 64),
+    "exp_avg": _Mean("the gradients' mean", "betas[0]", lost_in_8_bits=0.9 / 64),
+    "exp_avg_sq": _Mean("the second moment", "betas[1]", lost_in_8_bits=0.9 / 128),
+    "momentum_buffer": _Mean("the momentum", "momentum", lost_in_8_bits=0.9 / 64),
 }
 
 
@@ -65,20 +77,21 @@ def describe_stalled_means(cfg: Any) -> list[str]:
     lines = []
     # layer_matrix_states: those of the layers' matrices, if an optimizer keeps others for these.
     for state in dict.fromkeys((*facts.states, *(facts.layer_matrix_states or ()))):
-        name, setting, lost_in_8_bits = _MEANS.get(state, ("", "", 0.0))
-        # A state that is no mean has no setting, and is passed over here too.
-        if setting.partition("[")[0] not in facts.keys:
+        mean = _MEANS.get(state)
+        if mean is None or mean.decay_key.partition("[")[0] not in facts.keys:
             continue
-        decay = float(decays[setting] or 0)
+        decay = float(decays[mean.decay_key] or 0)
         # The mean rests where x / m is within 1 +- deviation.
-        deviation = (lost_in_8_bits if bits == 8 else _LOST_IN_BF16) / (1 - decay)
-        if deviation >= 1 - 1 / FARTHEST:
-            highest = f"or stay at {1 / (1 - deviation):.2g} times it" if deviation < 1 else ""
-            lines.append(
-                f"optimizer.{setting}={decay:g}: {name} in {bits} bits may rest at"
-                f" {1 / (1 + deviation):.2g} of its value, {highest or 'and not come down again'};"
-                f" {remedy}"
-            )
+        deviation = (mean.lost_in_8_bits if bits == 8 else _LOST_IN_BF16) / (1 - decay)
+        if deviation < 1 - 1 / FARTHEST:
+            continue
+        highest = "and not come down again"
+        if deviation < 1:
+            highest = f"or stay at {1 / (1 - deviation):.2g} times it"
+        lines.append(
+            f"optimizer.{mean.decay_key}={decay:g}: {mean.title} in {bits} bits may rest at"
+            f" {1 / (1 + deviation):.2g} of its value, {highest}; {remedy}"
+        )
     return lines
 
 

@@ -73,7 +73,6 @@ class YamlNode:
 
     @property
     def has_reference(self) -> bool:
-        """Return True if it, or a part of it, refers to another key: `${section.key}`."""
         return any("${" in text for text in self.collect_texts())
 
     def list_inner(self) -> list["YamlNode"]:
@@ -152,7 +151,6 @@ def parse(text: str) -> YamlDocument:
 
 
 def _explain_error(error: Any, text: str) -> YamlError:
-    """Return a parser's error in plain words, at the line that a user has to look at."""
     # PyYAML says what it was doing (`context`) and what is wrong (`problem`), each with a place.
     message = f"{error.context or ''} {error.problem or ''}"
     opened = _find_open_bracket(text) if "flow node" in message else None

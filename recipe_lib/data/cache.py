@@ -217,7 +217,6 @@ def _convert_os_errors() -> Iterator[None]:
 
 
 def _hash_json(content: Any) -> str:
-    """Return the SHA-256 of JSON values, in hex."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

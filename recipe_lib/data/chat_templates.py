@@ -451,7 +451,6 @@ class RenderedChat:
         return require_text(self._renderings[request])
 
     def split_into_tokens(self, text: str) -> list[str]:
-        """Return the tokens of a rendering as texts, for error lines."""
         tokenizer = self.template.tokenizer
         ids = encode_escaped(tokenizer, [text], self.escape)[0]
         return [tokenizer.get_token_bytes(token_id).decode(errors="replace") for token_id in ids]

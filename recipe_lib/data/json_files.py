@@ -49,7 +49,6 @@ class JsonFile(IndexedFile):
 
     @property
     def keys_beside(self) -> dict[str, str]:
-        """Return {key beside the list `data`: the kind of its value}; "" if it changes nothing."""
         len(self)  # scans the file, if that was not done yet
         return self._beside
 

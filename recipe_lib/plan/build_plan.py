@@ -108,8 +108,7 @@ class PlanSettings:
     timed: bool = True
 
     def __post_init__(self) -> None:
-        """Set on the device how many ranks share its machine."""
-        # object.__setattr__, since the dataclass is frozen.
+        # The ranks that share a machine. object.__setattr__, since the dataclass is frozen.
         object.__setattr__(
             self,
             "hardware",
@@ -149,14 +148,14 @@ def make_plan(
     outside = settings.outside or _find_largest_outside(hardware, simulated)
     usable = hardware.memory - outside.total
     steps_of_run = settings.steps or settings.sequence.steps
-    # Bytes that micro-batches and steps that were not simulated may add, and why: the most of any
-    # rank.
-    extra_bytes, estimate = max(
+    # The most that micro-batches and steps that were not simulated may add on any rank.
+    not_simulated = max(
         estimate_not_simulated(simulation, steps_of_run) for simulation in simulated.values()
     )
     verdict = decide_verdict(trace, heaviest, usable=usable, hardware=hardware)
-    verdict = lower_verdict(verdict, extra_bytes, heaviest=heaviest, usable=usable)
-    if not judge_host(cfg, hardware, trace)[0]:
+    verdict = lower_verdict(verdict, not_simulated.bytes, heaviest=heaviest, usable=usable)
+    host_verdict = judge_host(cfg, hardware, trace)
+    if host_verdict is not None and not host_verdict.is_enough:
         verdict = DOES_NOT_FIT
     plan = Plan(
         recipe=settings.recipe,
@@ -168,7 +167,7 @@ def make_plan(
         device=_describe_device(hardware, cfg.dtype, usable=usable),
         sequence={name: getattr(settings.sequence, name) for name in _SEQUENCE_FACTS},
         verdict=verdict,
-        margin=usable - heaviest.reserved - extra_bytes,
+        margin=usable - heaviest.reserved - not_simulated.bytes,
         rank_plans=planned.plans,
         outside=outside,
         layers=_build_layers(planned),
@@ -189,7 +188,7 @@ def make_plan(
             *list_assumptions(cfg, settings, heaviest_simulated),
         ],
         not_modeled=list_not_modeled(cfg, settings.ranks, trace),
-        estimate=estimate,
+        estimate=not_simulated.reason,
         ranks_per_node=hardware.ranks_per_node,
         dimensions=build_dimension_plans(
             heaviest_simulated.mesh,
@@ -225,7 +224,7 @@ def _describe_device(hardware: Hardware, dtype: str, usable: int) -> DeviceFacts
         memory=hardware.memory,
         usable=usable,
         architecture=hardware.architecture,
-        flops=hardware.rate(dtype),
+        flops=hardware.get_rate(dtype),
         bandwidth=hardware.bandwidth,
         link=hardware.link.kind,
         link_bandwidth=hardware.link.bandwidth,
@@ -233,7 +232,7 @@ def _describe_device(hardware: Hardware, dtype: str, usable: int) -> DeviceFacts
 
 
 def _find_largest_outside(hardware: Hardware, simulated: dict[int, Simulated]) -> OutsideTorch:
-    """Return the largest memory outside of torch of the ranks, which differ in communicators."""
+    # Ranks differ in their communicators.
     return max(
         (
             estimate_outside_torch(hardware, list_group_sizes(simulation.trace))
@@ -244,7 +243,7 @@ def _find_largest_outside(hardware: Hardware, simulated: dict[int, Simulated]) -
 
 
 def _build_layers(planned: PlannedRanks) -> list[LayerRow]:
-    """Return the rows of the model's modules; in a pipeline each rank has some of them."""
+    # In a pipeline each rank has some of the modules.
     if planned.step.pipeline:
         return merge_layer_rows(list(map(build_layer_rows, planned.simulated.values())))
     return build_layer_rows(planned.simulated[planned.heaviest.rank])
@@ -389,7 +388,8 @@ def list_assumptions(cfg: Any, settings: PlanSettings, simulated: Simulated) -> 
         )
     if cfg.parallel.pipeline > 1:
         lines += _list_pipeline_assumptions(cfg, len(traced))
-    lines += judge_host(cfg, settings.hardware, simulated.trace)[1]
+    if host_verdict := judge_host(cfg, settings.hardware, simulated.trace):
+        lines.append(host_verdict.sentence)
     if not simulated.repeats and not simulated.step_growth:
         lines.append(
             "the second step left less memory than the first: later steps may differ from it"
@@ -398,7 +398,6 @@ def list_assumptions(cfg: Any, settings: PlanSettings, simulated: Simulated) -> 
 
 
 def _describe_kernels(cfg: Any, hardware: Hardware) -> str:
-    """Return a text on the kernels that are simulated."""
     if hardware.architecture == "cpu":
         kernels = "a CPU's"
     else:
@@ -418,7 +417,7 @@ def _describe_kernels(cfg: Any, hardware: Hardware) -> str:
 
 def _list_pipeline_assumptions(cfg: Any, simulated_ranks: int) -> list[str]:
     """Return what the figures of a pipeline rest on. simulated_ranks: their number."""
-    count = compute_micro_batches(cfg)[1]
+    _, count = compute_micro_batches(cfg)
     traced = max(count_micro_batches_to_trace(cfg, place) for place in range(cfg.parallel.pipeline))
     lines = [
         "pipeline: every rank computes as fast as its trace says; a transfer begins when both ranks"

@@ -65,7 +65,7 @@ class Hardware:
     architecture: str
     # Total bytes of memory, as CUDA reports them.
     memory: int
-    # Dtype, such as `bf16` -> dense operations per second; `rate` reads it.
+    # Dtype, such as `bf16` -> dense operations per second; `get_rate` reads it.
     flops: Mapping[str, float]
     # Bandwidth of its memory, bytes per second.
     bandwidth: float
@@ -105,7 +105,7 @@ class Hardware:
         """Return the bytes per second of a rank's optimizer on the CPU while all ranks step."""
         return min(HOST_MEMORY_OF_ONE, HOST_MEMORY / self.ranks_here)
 
-    def rate(self, dtype: str) -> float:
+    def get_rate(self, dtype: str) -> float:
         """Return dense operations per second in `dtype`; in fp32 for a dtype that is not listed."""
         # Eight bits are twice bf16 where they are not listed, as the specifications have it: int8
         # from Ampere on, fp8 from Ada on. int8 of GeForce cards is faster still by theirs.

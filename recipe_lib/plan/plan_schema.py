@@ -50,7 +50,6 @@ class Volume:
         )
 
     def multiply(self, factor: int) -> "Volume":
-        """Return the volume of `factor` times as many calls."""
         return Volume(self.operations * factor, self.bytes * factor, self.wire_bytes * factor)
 
     def divide(self, count: int) -> "Volume":
@@ -158,7 +157,6 @@ class OutsideTorch:
 
     @property
     def total(self) -> int:
-        """Return the sum."""
         return self.context + self.nccl + self.reserve
 
 
@@ -187,17 +185,14 @@ class RankPlan:
 
     @property
     def reserved(self) -> int:
-        """Return the most that is reserved in any phase, default allocator."""
         return max(peak.reserved for peak in self.peaks)
 
     @property
     def reserved_expandable(self) -> int:
-        """Return the most that is reserved in any phase with expandable segments."""
         return max(peak.reserved_expandable for peak in self.peaks)
 
     @property
     def host(self) -> int:
-        """Return the most host memory of any phase."""
         return max(peak.host for peak in self.peaks)
 
 
@@ -498,31 +493,30 @@ class Plan:
         return max(self.rank_plans, key=lambda rank: rank.reserved)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as dicts, lists, strings and numbers for JSON."""
         plain = {"schema": SCHEMA_VERSION, **asdict(self)}
         del plain["seconds"]
         return plain
 
     @classmethod
-    def from_json(cls, data: Any, place: str = "plan") -> "Plan":
+    def from_json(cls, data: Any, location: str = "plan") -> "Plan":
         """Return the plan that `to_json` wrote; keys that this version lacks are ignored.
 
-        place: the file, for errors. Raises ConfigError if the schema is of another version, a key
-        is missing, a value has another type, or there is no rank or no phase.
+        location: the file, for errors. Raises ConfigError if the schema is of another version, a
+        key is missing, a value has another type, or there is no rank or no phase.
         """
         if not isinstance(data, Mapping) or "schema" not in data:
             raise ConfigError(
-                f"{place}: found no `schema`; expected a plan, written by `tune plan --json`"
+                f"{location}: found no `schema`; expected a plan, written by `tune plan --json`"
             )
         if data["schema"] != SCHEMA_VERSION:
             raise ConfigError(
-                f"{place}: found schema {show(str(data['schema']))}, expected {SCHEMA_VERSION};"
+                f"{location}: found schema {show(str(data['schema']))}, expected {SCHEMA_VERSION};"
                 " plan the run again"
             )
-        plan = read_typed(cls, data, place)
+        plan = read_typed(cls, data, location)
         if not plan.rank_plans or not all(rank.peaks for rank in plan.rank_plans):
             raise ConfigError(
-                f"{place}: found a plan without peaks; expected at least one rank and phase"
+                f"{location}: found a plan without peaks; expected at least one rank and phase"
             )
         return plan
 
@@ -545,10 +539,10 @@ def read_plan(path: Path) -> Plan:
 _LARGEST = 2**63  # no size that is planned or measured is larger, nor is NaN less
 
 
-def read_typed(declared: Any, value: Any, place: str) -> Any:
+def read_typed(declared: Any, value: Any, location: str) -> Any:
     """Return a JSON value as the type `declared`: a dataclass, a list, a dict, a union or a scalar.
 
-    place: where the value stands, for errors. Keys that a dataclass does not have are ignored.
+    location: where the value stands, for errors. Keys that a dataclass does not have are ignored.
     A union is a type or None. Raises ConfigError for a value of another type, a number of 2^63 or
     more, and a missing key without a default.
     """
@@ -556,21 +550,22 @@ def read_typed(declared: Any, value: Any, place: str) -> Any:
     arguments = get_args(declared)
     # NaN is refused as well: it compares as less than no number.
     if isinstance(value, int | float) and not abs(value) < _LARGEST:
-        raise ConfigError(f"{place}: found {show(str(value))}, expected a number below 2^63")
+        raise ConfigError(f"{location}: found {show(str(value))}, expected a number below 2^63")
     if declared is Any:
         return value
     if origin in (Union, types.UnionType):
         member_type = next(part for part in arguments if part is not type(None))
-        return None if value is None else read_typed(member_type, value, place)
+        return None if value is None else read_typed(member_type, value, location)
     if is_dataclass(declared) and isinstance(value, Mapping):
-        return _read_fields(declared, value, place)
+        return _read_fields(declared, value, location)
     if origin is list and isinstance(value, list):
         return [
-            read_typed(arguments[0], item, f"{place}[{index}]") for index, item in enumerate(value)
+            read_typed(arguments[0], item, f"{location}[{index}]")
+            for index, item in enumerate(value)
         ]
     if origin is dict and isinstance(value, Mapping):
         return {
-            str(name): read_typed(arguments[1], item, f"{place}.{name}")
+            str(name): read_typed(arguments[1], item, f"{location}.{name}")
             for name, item in value.items()
         }
     # JSON may write a float without its point.
@@ -581,22 +576,24 @@ def read_typed(declared: Any, value: Any, place: str) -> Any:
         return value
     name = getattr(origin or declared, "__name__", str(declared))
     raise ConfigError(
-        f"{place}: found {quote(str(value))}, expected"
+        f"{location}: found {quote(str(value))}, expected"
         f" {'an object' if is_dataclass(declared) else name}"
     )
 
 
-def _read_fields(schema: Any, value: Mapping[str, Any], place: str) -> Any:
+def _read_fields(schema: Any, value: Mapping[str, Any], location: str) -> Any:
     """Return the dataclass `schema` with its fields from a JSON object.
 
-    place: as in `read_typed`.
+    location: as in `read_typed`.
     """
     types_by_name = get_type_hints(schema)
     arguments = {}
     for entry in fields(schema):
         name = entry.name
         if name in value:
-            arguments[name] = read_typed(types_by_name[name], value[name], f"{place}: {name}")
+            arguments[name] = read_typed(types_by_name[name], value[name], f"{location}: {name}")
         elif entry.default is MISSING and entry.default_factory is MISSING:
-            raise ConfigError(f"{place}: found no `{name}`; expected all keys of {schema.__name__}")
+            raise ConfigError(
+                f"{location}: found no `{name}`; expected all keys of {schema.__name__}"
+            )
     return schema(**arguments)

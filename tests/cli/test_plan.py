@@ -258,7 +258,9 @@ def test_the_fused_sgd_is_planned_and_padding_is_said(capsys: pytest.CaptureFixt
     }
     assert alive["optimizer"] == 4 * sum(row.parameters for row in list_outermost(plan.layers))
     assert (
-        plan.device.flops == find_hardware("24GB").rate("fp32") < find_hardware("24GB").rate("bf16")
+        plan.device.flops
+        == find_hardware("24GB").get_rate("fp32")
+        < find_hardware("24GB").get_rate("bf16")
     )
     assert any(
         said.startswith("sequences of 30 tokens, padded to 64 ") for said in plan.assumptions

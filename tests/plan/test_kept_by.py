@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from recipe_lib.plan.plan_schema import LayerRow
-from recipe_lib.plan.tracing.trace import ALLOC, OP, Op, Storage, Trace, give_to_children
+from recipe_lib.plan.tracing.activations import give_to_children
+from recipe_lib.plan.tracing.trace import ALLOC, OP, Op, Storage, Trace
 from tests.plan.apart import build_settings, call_in_fork
 from tests.plan.test_pipeline import MLP, ROWS, SHAPE, TOKENS, TYPED, VOCABULARY, WIDTH
 

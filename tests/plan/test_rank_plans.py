@@ -6,6 +6,7 @@ from typing import Any
 
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, RISKY
 from recipe_lib.plan.summary.rank_memory import (
+    NotSimulated,
     build_rank_plan,
     estimate_not_simulated,
     lower_verdict,
@@ -66,7 +67,7 @@ def left_over() -> tuple[int, int, str]:
     """
     from recipe_lib.plan import build_plan
 
-    build_plan.estimate_not_simulated = lambda found, steps: (GIB, "a GiB is left out")
+    build_plan.estimate_not_simulated = lambda found, steps: NotSimulated(GIB, "a GiB is left out")
     plan: Any = build_plan.make_plan(*build_settings("demo/full", 1, "device=auto"))[0]
     return plan.margin, plan.device.usable - plan.heaviest.reserved, plan.verdict
 

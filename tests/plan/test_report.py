@@ -277,13 +277,6 @@ def test_nothing_is_said_twice():
     assert " ".join(render(plan, width=120).split()).count("not in the hub cache") == 1
 
 
-def test_headline_names_the_allocator_whose_peak_it_takes():
-    plan = build_example_plan()
-    assert "peak reserved 9" in render(plan, width=120).splitlines()[0]
-    plan.margin = plan.device.usable - plan.heaviest.reserved_expandable
-    assert "peak reserved (expandable segments) 8.49" in render(plan, width=120).splitlines()[0]
-
-
 @pytest.mark.parametrize("width", [80, 100])
 def test_phases(width: int):
     plan = build_example_plan()

@@ -24,7 +24,7 @@ _TWO_STAGES_WITHOUT_ACCUMULATION = (
 
 
 def _streams_trained_layers(cfg: Any) -> bool:
-    """Return True if the layers that are streamed are trained: with adapters they are frozen."""
+    # With adapters the layers are frozen.
     return bool(cfg.memory.stream_layers) and getattr(cfg, "trained_adapters", None) is None
 
 

@@ -74,7 +74,7 @@ def read_torchtune_file(path: str) -> TorchtuneFile:
         )
     if not file.exists():
         raise ConfigError(f"{show(path)}: no such file; expected a config of torchtune's")
-    shown = quote(path)[1:-1]  # escaped, without the quotes: a line number may follow
+    shown = show(path)
     document = read_file(file, shown)
     raise_faults(ConfigError, (f"{shown}:{line}: {fault}" for line, fault in document.faults))
     if document.top.kind != "mapping":
@@ -241,7 +241,6 @@ class ConfigImport:
         return not is_off(self.get_value(key))
 
     def is_any_on(self, section: str) -> bool:
-        """Return True if `is_on` holds for a key, or for any key of a section, of the file."""
         return any(self.is_on(key) for key in self.theirs.list_keys(section))
 
     def carry(

@@ -332,7 +332,6 @@ def _convert_split(section: DatasetSection, key: str, source: str | None) -> Non
 
 
 def _convert_labels(section: DatasetSection, key: str) -> None:
-    """Note train_on_input, by which prompts are label tokens too."""
     train_on = "all" if section.conversion.get_value(key) else "assistant"
     if section.dataset.format == "text":
         section.conversion.drop(key, "every token of a text is trained on")

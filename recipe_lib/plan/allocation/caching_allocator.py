@@ -80,7 +80,6 @@ class Pool:
         self.blocks: dict[int, Block] = {}  # those of `free` and `unmapped`, by address
 
     def insert(self, block: Block) -> None:
-        """Add a block that is free, or has no memory."""
         if block.mapped:
             insort(self.free, (block.size, block.address))
         else:
@@ -88,7 +87,6 @@ class Pool:
         self.blocks[block.address] = block
 
     def remove(self, block: Block) -> None:
-        """Remove a block of the pool."""
         if block.mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
@@ -291,7 +289,6 @@ class CachingAllocator:
             self._count_stream_done(block)
 
     def _count_stream_done(self, block: Block) -> None:
-        """Note that one of the streams that a freed block waits for is done with it."""
         block.num_pending_streams -= 1
         if not block.num_pending_streams:
             self._complete_free(block)
@@ -310,7 +307,6 @@ class CachingAllocator:
                     self._release_segment(block)
 
     def reset_peaks(self) -> None:
-        """Set the peaks to what is in use now."""
         self.peaks = MemoryPeaks(
             requested=self.requested,
             allocated=self.allocated,

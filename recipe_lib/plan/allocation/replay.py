@@ -35,12 +35,10 @@ class Replay:
 
     @property
     def reserved(self) -> int:
-        """Return the most bytes that are reserved in any phase."""
         return max((phase.reserved for phase in self.phases.values()), default=0)
 
     @property
     def active(self) -> int:
-        """Return the most bytes that are active in any phase."""
         return max((phase.active for phase in self.phases.values()), default=0)
 
 

@@ -15,7 +15,14 @@ from typing import Any
 from recipe_lib.config.suggest import quote
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import Hardware, find_hardware, find_reported_hardware
-from recipe_lib.plan.timing.cost import OPERATIONS, Calibration, Links, count_wire_bytes
+from recipe_lib.plan.timing.cost import (
+    OPERATIONS,
+    Calibration,
+    CollectiveTime,
+    Links,
+    MatmulRate,
+    count_wire_bytes,
+)
 from recipe_lib.reading import describe_fault, read_json
 
 VERSION = 1  # of the file's format
@@ -150,13 +157,13 @@ def _read_links(place: str, values: Any) -> Links | None:
     """
     if values is None:
         return None
-    points: dict[str, tuple[tuple[float, float], ...]] = {}
+    points: dict[str, tuple[CollectiveTime, ...]] = {}
     try:
         ranks = values["ranks"]
         backend = str(values["backend"])
         for operation in OPERATIONS:
-            # (bytes that one rank sends, seconds), small ones first.
-            pairs = sorted(
+            # Small ones first.
+            pairs: list[CollectiveTime] = sorted(
                 (count_wire_bytes(operation, point["bytes"], ranks), point["seconds"])
                 for point in values[operation]
             )
@@ -174,10 +181,8 @@ def _read_links(place: str, values: Any) -> Links | None:
     return Links(ranks, backend, points)
 
 
-def _read_matmuls(
-    place: str, matmul: Any
-) -> dict[str, tuple[tuple[tuple[int, int, int], float], ...]]:
-    """Return pairs of a shape (m, n, k) and operations a second by dtype, small shapes first.
+def _read_matmuls(place: str, matmul: Any) -> dict[str, tuple[MatmulRate, ...]]:
+    """Return the rates of matmuls by dtype, small shapes first.
 
     matmul: the file's value. place: the name of the file in errors. Raises ConfigError for a value
     of another form.
@@ -202,7 +207,6 @@ def _read_matmuls(
 
 
 def _is_positive(value: Any) -> bool:
-    """Return True for a positive finite number."""
     # A bool is an int in Python, and JSON may hold NaN and infinities.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 

@@ -72,7 +72,7 @@ class Receipt:
     errors: dict[str, float] = field(default_factory=dict)  # planned / measured - 1
 
     def __post_init__(self) -> None:
-        """Compute the errors anew, so that those of a line that was read fit its figures."""
+        # Anew, so that the errors of a line that was read fit its figures.
         self.errors = {
             name: planned / self.measured[name] - 1
             for name, planned in self.planned.items()

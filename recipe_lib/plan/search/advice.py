@@ -11,7 +11,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recipe_lib.config.mesh import MODEL_DIMS, compute_micro_batches, count_same_batch_ranks
@@ -22,9 +22,9 @@ from recipe_lib.plan.hardware import HARDWARE
 from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS, Advice, Plan
 from recipe_lib.plan.search.lever_table import (
     LENGTH_KEY,
+    MICRO_BATCHES_KEY,
     PACKING_KEY,
     RANKS_KEY,
-    TURNS_KEY,
     Lever,
     list_levers,
 )
@@ -46,16 +46,24 @@ from recipe_lib.units import format_bytes, format_duration
 
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # as typed before a command
 # Strategies, as values of `parallel.strategy`: sharded parameters, or a copy on each rank.
-SHARDS = "fsdp"
-COPIES = "ddp"
+FSDP = "fsdp"
+DDP = "ddp"
 MIN_CHANGE = 0.002  # share of the peak or of the seconds; a smaller change counts as none
 _MOST_LARGER = 3  # how often the number of ranks is doubled in search of one that fits
 # Kinds of memory that do not grow with the batch size.
 _FIXED = ("parameters", "gradients", "optimizer", "gathered", "communication")
 
 
-# A lever, and the estimate of the run with it.
-Tried = tuple[Lever, Estimate]
+Tried = tuple[Lever, Estimate]  # a lever, and the estimate of the run with it
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A lever, with the config and the settings that have its changes."""
+
+    lever: Lever
+    cfg: Any
+    settings: PlanSettings
 
 
 def try_levers(
@@ -66,20 +74,21 @@ def try_levers(
     Levers that cannot be estimated are left out. Call this before the run's own plan is made: once
     this process has simulated anything, it cannot be forked, and the trials run one by one.
     """
-    jobs = [(Lever(), cfg, settings)]  # (lever, config with it, settings with it); first: no lever
+    trials = [Trial(Lever(), cfg, settings)]  # the first without changes
     for lever in list_levers(cfg, settings):
         # The number of ranks is an option of the launcher, no key of the config.
         changes = {key: value for key, value in lever.changes.items() if key != RANKS_KEY}
         changed_cfg = apply_changes(cfg, changes)
         if changed_cfg is not None:
-            jobs.append(
-                (lever, changed_cfg, _apply_to_settings(settings, lever.changes, changed_cfg))
-            )
+            changed_settings = _apply_to_settings(settings, lever.changes, changed_cfg)
+            trials.append(Trial(lever, changed_cfg, changed_settings))
     base, *estimates = run_in_processes(
-        lambda job: try_estimate(recipe_class, job[1], job[2]), jobs, "trying levers"
+        lambda trial: try_estimate(recipe_class, trial.cfg, trial.settings),
+        trials,
+        "trying levers",
     )
-    tried = zip(jobs[1:], estimates, strict=True)
-    return base, [(lever, estimate) for (lever, _, _), estimate in tried if estimate]
+    tried = zip(trials[1:], estimates, strict=True)
+    return base, [(trial.lever, estimate) for trial, estimate in tried if estimate]
 
 
 def _apply_to_settings(settings: PlanSettings, changes: Changes, cfg: Any) -> PlanSettings:
@@ -104,8 +113,7 @@ def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice
 
     Levers with which the run fits come first. Among them, those that make a fitting run faster or
     make room for a long sequence lead, by seconds; the others follow by the bytes that they save.
-    A lever that saves neither bytes nor seconds is left out, unless it is `weighed`: shown for its
-    other effects.
+    A lever that saves neither bytes nor seconds is left out, unless it `is_always_shown`.
 
     Args:
         plan: of the run as it is.
@@ -140,7 +148,7 @@ def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice
             and plan.verdict != DOES_NOT_FIT
             and seconds_change < -MIN_CHANGE * base.seconds
         )
-        if not (is_faster or lever.weighed or bytes_change < -MIN_CHANGE * base.active):
+        if not (is_faster or lever.is_always_shown or bytes_change < -MIN_CHANGE * base.active):
             continue
         row = Advice(
             override=format_overrides(lever.changes).replace(f"{RANKS_KEY}=", f"{RANKS_KEY} "),
@@ -149,7 +157,7 @@ def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice
             fits=fits,
             note="; ".join(filter(None, [lever.note, *_describe_traffic(lever, estimate, base)])),
         )
-        by_time = is_faster or (lever.sends and fits)
+        by_time = is_faster or (lever.shows_traffic and fits)
         ranked.append(((not fits, not by_time, seconds_change if by_time else bytes_change), row))
     return [row for _, row in sorted(ranked, key=lambda pair: pair[0])]
 
@@ -160,7 +168,7 @@ def _describe_traffic(lever: Lever, estimate: Estimate, base: Estimate) -> list[
     estimate: with the lever. base: without.
     """
     texts = []
-    if lever.sends:
+    if lever.shows_traffic:
         texts.append(
             f"sends {format_bytes(estimate.sent)} a step (without it {format_bytes(base.sent)}), to"
             f" and from the host {format_bytes(estimate.copied)} ({format_bytes(base.copied)})"
@@ -240,7 +248,7 @@ def _name_larger_batch(plan: Plan, cfg: Any) -> str:
     if factor > 1:
         changes: Changes = {
             "batch_size": cfg.batch_size * factor,
-            TURNS_KEY: num_micro_batches // factor,
+            MICRO_BATCHES_KEY: num_micro_batches // factor,
         }
         meaning = "the same sequences a step, in fewer micro-batches"
     elif plan.time is not None and plan.time.steps == 1:  # there may be no more sequences
@@ -316,7 +324,7 @@ def add_fewest_ranks(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSet
                 return False
 
     plan.fewest_ranks = find_fewest(
-        plan.ranks, count_least_ranks(cfg), good=plan.verdict == FITS, fits=check_ranks
+        plan.ranks, count_least_ranks(cfg), fits=plan.verdict == FITS, check_ranks=check_ranks
     )
     plan.tried_ranks = sorted(tried_ranks)
 
@@ -330,19 +338,22 @@ def count_least_ranks(cfg: Any) -> int:
     return int(count_same_batch_ranks(cfg.parallel) * copies)
 
 
-def find_fewest(ranks: int, least: int, good: bool, fits: Callable[[int], bool]) -> int | None:
+def find_fewest(
+    ranks: int, least: int, fits: bool, check_ranks: Callable[[int], bool]
+) -> int | None:
     """Return the fewest ranks of `least`, twice `least` and so on that fit; None: none tried does.
 
-    ranks: the plan's own number. good: whether the run fits on `ranks`. fits: tries a number.
+    ranks: the plan's own number. fits: True if the run fits on `ranks`. check_ranks: returns True
+    for a number of ranks that it fits on.
     """
     # More ranks never take more memory per rank: a bisection of the smaller numbers finds the
     # fewest, and if `ranks` are too few, only larger numbers are tried.
     rank_counts = [least << power for power in range(32)]  # up to more ranks than any cluster has
-    if good:
+    if fits:
         smaller = [number for number in rank_counts if number < ranks]
-        return [*smaller, ranks][bisect.bisect_left(smaller, True, key=fits)]
+        return [*smaller, ranks][bisect.bisect_left(smaller, True, key=check_ranks)]
     larger = [number for number in rank_counts if number > ranks][:_MOST_LARGER]
-    return next((number for number in larger if fits(number)), None)
+    return next((number for number in larger if check_ranks(number)), None)
 
 
 def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) -> None:
@@ -357,7 +368,7 @@ def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) 
     sizes = dict.fromkeys(("data_replicate", *MODEL_DIMS), 1)
     alone_cfg.parallel = replace(
         alone_cfg.parallel,
-        strategy=SHARDS,
+        strategy=FSDP,
         data_shard=-1,
         pipeline_microbatches=None,
         **sizes,
@@ -383,10 +394,10 @@ def choose_strategy(
     cfg: the config as a simulation takes it. expandable: whether the run's allocator has expandable
     segments. Raises UserErrors of the recipe and of rules on config keys.
     """
-    configs = {name: apply_changes(cfg, {STRATEGY_KEY: name}) for name in (SHARDS, COPIES)}
-    strategy = SHARDS
-    reason = f"{COPIES} does not go with other settings of the run"
-    if configs[COPIES] is not None:
+    configs = {name: apply_changes(cfg, {STRATEGY_KEY: name}) for name in (FSDP, DDP)}
+    strategy = FSDP
+    reason = f"{DDP} does not go with other settings of the run"
+    if configs[DDP] is not None:
         sharded, copied = run_in_processes(
             lambda name: try_estimate(recipe_class, configs[name], settings),
             list(configs),
@@ -406,7 +417,7 @@ def decide_strategy(
     """
     where = f"{settings.ranks} x {settings.hardware.name}"
     if sharded is None or copied is None:
-        return SHARDS, f"no estimate could be made of both for {where}"
+        return FSDP, f"no estimate could be made of both for {where}"
     sharded_bytes = sharded.reserved_expandable if expandable else sharded.reserved
     copied_bytes = copied.reserved_expandable if expandable else copied.reserved
     limit = copied.usable * (1 - RESERVED_TOLERANCE)
@@ -415,20 +426,20 @@ def decide_strategy(
     share = f"of the {format_bytes(copied.usable)} that {where} can give each rank"
     if not sharded_fits and not copied_fits:
         return (
-            SHARDS,
+            FSDP,
             f"it takes least, about {format_bytes(sharded_bytes)} {share}, which is tight",
         )
     if not copied_fits:
-        return SHARDS, f"{COPIES} would take about {format_bytes(copied_bytes)} {share}"
+        return FSDP, f"{DDP} would take about {format_bytes(copied_bytes)} {share}"
     sharded_step = format_duration(sharded.seconds)
     copied_step = format_duration(copied.seconds)
     # Copies gather nothing, and sum the trained gradients once a step: they are often the faster.
     if sharded_fits and sharded.seconds <= copied.seconds:
-        return SHARDS, (
-            f"a step is estimated at {sharded_step}, with {COPIES} at {copied_step}; about"
+        return FSDP, (
+            f"a step is estimated at {sharded_step}, with {DDP} at {copied_step}; about"
             f" {format_bytes(sharded_bytes)} {share}"
         )
-    return COPIES, (
-        f"a step is estimated at {copied_step}, with {SHARDS} at {sharded_step}; about"
+    return DDP, (
+        f"a step is estimated at {copied_step}, with {FSDP} at {sharded_step}; about"
         f" {format_bytes(copied_bytes)} {share}"
     )

@@ -154,7 +154,6 @@ def search(
 
 
 def _find_closest(candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the candidate that lacks the fewest bytes; None if there are no candidates."""
     return min(candidates, key=lambda candidate: candidate.shortfall, default=None)
 
 
@@ -221,7 +220,6 @@ def _confirm_fastest(state: SearchState, group: list[Changes], splits: bool, wan
 def _plan_candidate(
     recipe_class: type, cfg: Any, settings: PlanSettings, candidate: Candidate
 ) -> Candidate:
-    """Return a candidate with the figures of its whole plan."""
     changed_cfg = apply_changes(cfg, candidate.changes)
     assert changed_cfg is not None
     plan, _ = make_plan(recipe_class, changed_cfg, replace(settings, timed=False))

@@ -3,11 +3,12 @@
 `list_levers(cfg, settings)` is the one table for all questions. `tune plan --advice` tries each
 lever alone (`advice.try_levers`), a plan's "next" line names the first lever that lowers the
 largest kind of memory (`advice.name_next_lever`), and a search for the fastest settings takes
-those with a `resort` where nothing fits without them (`trial_order.list_groups`).
+those with a `search_group` where nothing fits without them (`trial_order.list_groups`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from recipe_lib.config.mesh import count_same_batch_ranks
@@ -34,12 +35,8 @@ from recipe_lib.plan.summary.step_time import get_mixture
 RANKS_KEY = "--nproc_per_node"  # an option of the launcher, no config key; shown as it is typed
 LENGTH_KEY = "max_seq_len"
 PACKING_KEY = "data.packing"
-TURNS_KEY = "gradient_accumulation_steps"  # micro-batches of a step
+MICRO_BATCHES_KEY = "gradient_accumulation_steps"  # micro-batches of a step
 RESHARD_KEY = "parallel.reshard_after_forward"
-# Groups of levers in the order in which a search takes them, each only if nothing fits with those
-# before: another model in memory (a teacher, a reference), quantized frozen weights, optimizer
-# states, host memory.
-OTHER_MODEL, ROUNDING, STATES, HOST = range(1, 5)
 MAX_LOSS_CHUNKS = 64  # of the logits; the advice goes no further
 
 # Kinds of memory (`trace.STORAGE_KINDS`) that grow with the micro-batch, and those of gathered
@@ -50,6 +47,15 @@ _SAME_SEQUENCES = "the same sequences a step"  # a note
 _EXPERTS = "experts"  # in `lora.target_modules`: the matrices of all experts
 
 
+class SearchGroup(Enum):
+    """Levers that a search takes together, each group only if nothing fits with those before."""
+
+    OTHER_MODEL = 1  # less memory for another model, such as a teacher or a reference
+    FEWER_BITS = 2  # frozen weights are quantized
+    OPTIMIZER_STATES = 3
+    HOST_MEMORY = 4
+
+
 @dataclass(frozen=True)
 class Lever:
     """One change of a config to try; without changes, the config as it is."""
@@ -58,17 +64,17 @@ class Lever:
     changes: Changes = field(default_factory=dict)
     # Text: what it costs, or does besides.
     note: str = ""
-    # Whether it makes sense for this run; else it is left out of the list.
+    # True: it makes sense for this run; False: it is left out of the list.
     when: bool = True
     # Kinds of memory that it lowers.
     lowers: tuple[str, ...] = ()
-    # Group in which a search takes it if nothing fits without: `OTHER_MODEL` to `HOST`; 0: never.
-    resort: int = 0
-    # Whether advice shows it even if it saves neither memory nor time.
-    weighed: bool = False
-    # Whether it makes room for a long sequence by sending to other ranks or copying to the host;
+    # Group in which a search takes it if nothing fits without; None: a search never takes it.
+    search_group: SearchGroup | None = None
+    # True: advice shows it even if it saves neither memory nor time.
+    is_always_shown: bool = False
+    # True: it makes room for a long sequence by sending to other ranks or copying to the host, and
     # advice shows these bytes.
-    sends: bool = False
+    shows_traffic: bool = False
 
 
 def list_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
@@ -90,15 +96,15 @@ def list_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
 
 
 def _list_values(
-    cfg: Any, key: str, values: Mapping[Any, str], lowers: str, resort: int
+    cfg: Any, key: str, values: Mapping[Any, str], lowers: str, search_group: SearchGroup
 ) -> list[Lever]:
     """Return a lever for each value of a key.
 
     values: value -> note on what it costs, least memory first. lowers: the kind of memory that
-    values before the config's own lower. resort: `Lever.resort` of the same values.
+    values before the config's own lower. search_group: of the same values.
     """
     levers = []
-    saving_fields: dict[str, Any] = {"lowers": (lowers,), "resort": resort}
+    saving_fields: dict[str, Any] = {"lowers": (lowers,), "search_group": search_group}
     for value, note in values.items():
         # The config's own value and those after it take as much memory, or more.
         if value == get_value(cfg, key):
@@ -108,7 +114,6 @@ def _list_values(
 
 
 def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
-    """Return the levers of the micro-batch, and of the activations and logits that it makes."""
     batch_size = cfg.batch_size
     num_micro_batches = cfg.gradient_accumulation_steps
     is_long_run = is_long(cfg)
@@ -123,12 +128,15 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
     median_tokens = max(1, (sequence.histogram or {}).get("p50", cfg.max_seq_len))
     return [
         Lever(
-            {"batch_size": smaller_size, TURNS_KEY: num_micro_batches * batch_size // smaller_size},
+            {
+                "batch_size": smaller_size,
+                MICRO_BATCHES_KEY: num_micro_batches * batch_size // smaller_size,
+            },
             _SAME_SEQUENCES,
             lowers=_OF_BATCH,
         ),
         Lever(
-            {"batch_size": 2 * batch_size, TURNS_KEY: num_micro_batches // 2},
+            {"batch_size": 2 * batch_size, MICRO_BATCHES_KEY: num_micro_batches // 2},
             _SAME_SEQUENCES,
             when=num_micro_batches % 2 == 0,
         ),
@@ -152,8 +160,8 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
             {"memory.activation_offload": True},
             "kept in host memory meanwhile",
             lowers=("activations",),
-            weighed=is_long_run,
-            sends=is_long_run,
+            is_always_shown=is_long_run,
+            shows_traffic=is_long_run,
         ),
         Lever(
             {LENGTH_KEY: half_tokens},
@@ -173,7 +181,6 @@ def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
 
 
 def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
-    """Return the levers of how ranks share the model and sequences, and of the number of ranks."""
     parallel = cfg.parallel
     num_micro_batches = cfg.gradient_accumulation_steps
     several = ranks > 1
@@ -181,7 +188,7 @@ def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
     twice_the_copies = 2 * parallel.data_replicate
     more_ranks: Changes = {RANKS_KEY: 2 * ranks}
     return [
-        *_list_ways_to_share(cfg, ranks),
+        *_list_context_and_tensor_levers(cfg, ranks),
         Lever({RESHARD_KEY: True}, when=several, lowers=_GATHERED),
         Lever({RESHARD_KEY: False}, when=several),
         Lever(
@@ -224,7 +231,7 @@ def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
             when=several and parallel.reduce_dtype == "fp32" and cfg.dtype == "bf16",
         ),
         Lever(
-            more_ranks | {TURNS_KEY: num_micro_batches // 2},
+            more_ranks | {MICRO_BATCHES_KEY: num_micro_batches // 2},
             _SAME_SEQUENCES,
             when=takes_any_ranks and num_micro_batches % 2 == 0,
         ),
@@ -234,28 +241,33 @@ def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
     ]
 
 
-def _list_ways_to_share(cfg: Any, ranks: int) -> list[Lever]:
-    """Return the levers of context parallelism and, for long sequences, of tensor parallelism."""
+def _list_context_and_tensor_levers(cfg: Any, ranks: int) -> list[Lever]:
     num_micro_batches = cfg.gradient_accumulation_steps
     is_long_run = is_long(cfg)
     sizes = list_contexts(cfg, ranks)
     # Fewer ranks have batches of their own: each has more micro-batches, for the same step.
     context_levers = [
         Lever(
-            {CONTEXT_KEY: size, TURNS_KEY: num_micro_batches * size // cfg.parallel.context},
+            {
+                CONTEXT_KEY: size,
+                MICRO_BATCHES_KEY: num_micro_batches * size // cfg.parallel.context,
+            },
             f"each rank has 1/{size} of every sequence; {_SAME_SEQUENCES}",
-            weighed=is_long_run,
-            sends=is_long_run,
+            is_always_shown=is_long_run,
+            shows_traffic=is_long_run,
         )
         for size in (sizes if is_long_run else sizes[:1])
     ]
     tensor_levers = [
         Lever(
-            {"parallel.tensor": cfg.parallel.tensor * size, TURNS_KEY: num_micro_batches * size},
+            {
+                "parallel.tensor": cfg.parallel.tensor * size,
+                MICRO_BATCHES_KEY: num_micro_batches * size,
+            },
             f"each rank has 1/{cfg.parallel.tensor * size} of every matrix and sequence",
             when=is_long_run and cfg.parallel.context == 1,
-            weighed=True,
-            sends=True,
+            is_always_shown=True,
+            shows_traffic=True,
         )
         for size in sizes
     ]
@@ -288,7 +300,11 @@ def _list_adapter_levers(cfg: Any) -> list[Lever]:
     }
     return [
         *_list_values(
-            cfg, QUANTIZE_KEY, values=notes_by_type, lowers="parameters", resort=ROUNDING
+            cfg,
+            QUANTIZE_KEY,
+            values=notes_by_type,
+            lowers="parameters",
+            search_group=SearchGroup.FEWER_BITS,
         ),
         Lever(
             {"lora.rank": adapters.rank // 2},
@@ -299,25 +315,25 @@ def _list_adapter_levers(cfg: Any) -> list[Lever]:
             {"lora.target_modules": targets},
             f"adapters {'without' if has_experts else 'with'} those of all experts",
             when=bool(targets) and adapters.adapter_path is None and get_mixture(cfg) is not None,
-            weighed=True,
+            is_always_shown=True,
         ),
     ]
 
 
 def _list_other_model_levers(cfg: Any) -> list[Lever]:
-    """Return the levers of a run that has another model in memory, such as a teacher."""
     levers: list[Lever] = []
     for key, values in cfg.other_model_levers.items():
         if len(values) > 1:  # as many bits as the config may choose
-            levers += _list_values(cfg, key, values=values, lowers="parameters", resort=OTHER_MODEL)
+            levers += _list_values(
+                cfg, key, values=values, lowers="parameters", search_group=SearchGroup.OTHER_MODEL
+            )
         else:  # a switch, such as streaming its layers
             ((value, note),) = values.items()
-            levers.append(Lever({key: value}, note, resort=OTHER_MODEL))
+            levers.append(Lever({key: value}, note, search_group=SearchGroup.OTHER_MODEL))
     return levers
 
 
 def _list_weight_levers(cfg: Any) -> list[Lever]:
-    """Return the levers of the trained weights: which ones, their dtype and their optimizer."""
     is_full = cfg.trained_adapters is None
     is_adamw = cfg.optimizer.name == "adamw"
     return [
@@ -339,7 +355,9 @@ def _list_weight_levers(cfg: Any) -> list[Lever]:
             "states are rounded to 8 bits",
             when=is_adamw and cfg.optimizer.state_bits is None,
             lowers=("optimizer",),
-            resort=STATES if is_full else 0,  # adapters have few states
+            search_group=SearchGroup.OPTIMIZER_STATES
+            if is_full
+            else None,  # adapters have few states
         ),
         Lever(
             {"optimizer.name": "sgd"},
@@ -356,7 +374,6 @@ def _list_weight_levers(cfg: Any) -> list[Lever]:
 
 
 def _list_host_levers(cfg: Any, ranks: int) -> list[Lever]:
-    """Return the levers that keep optimizer states or layers in host memory between their uses."""
     is_full = cfg.trained_adapters is None
     stream_note = "layers are in host memory, and copied one ahead of the one that computes"
     if is_full:
@@ -366,27 +383,26 @@ def _list_host_levers(cfg: Any, ranks: int) -> list[Lever]:
             {OFFLOAD_KEY: True},
             "offloaded optimizer states",
             lowers=("optimizer",),
-            resort=STATES,
+            search_group=SearchGroup.OPTIMIZER_STATES,
         ),
         Lever(
             stream_layers(cfg),
             stream_note,
             when=cfg.memory.stream_layers is not True,
             lowers=("parameters",) if ranks == 1 and not cfg.memory.cpu_offload else (),
-            resort=0 if is_full else HOST,
+            search_group=None if is_full else SearchGroup.HOST_MEMORY,
         ),
         Lever({STREAM_KEY: False}),
         Lever(
             {"memory.cpu_offload": True},
             "the optimizer runs on the CPU and parameters cross PCIe",
             lowers=("parameters",),
-            resort=HOST,
+            search_group=SearchGroup.HOST_MEMORY,
         ),
         Lever({"memory.cpu_offload": False}),
     ]
 
 
 def _describe_not_done_in_backward(cfg: Any) -> str:
-    """Return a note on what a step gives up if parameters are stepped in backward."""
     fewer = ", and a step has fewer sequences" if cfg.gradient_accumulation_steps > 1 else ""
     return f"gradients are not clipped{fewer}"

@@ -25,12 +25,9 @@ from recipe_lib.logs import get_logger
 from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.search.lever_table import (
-    HOST,
-    OTHER_MODEL,
+    MICRO_BATCHES_KEY,
     RESHARD_KEY,
-    ROUNDING,
-    STATES,
-    TURNS_KEY,
+    SearchGroup,
     list_contexts,
     list_levers,
 )
@@ -64,7 +61,7 @@ from recipe_lib.units import format_bytes, format_count
 HOST_KEY = "memory.cpu_offload"
 # Sequences of a micro-batch, and micro-batches of a step: they change together, so that a step
 # keeps its batch.
-SIZE_KEYS = {"batch_size", TURNS_KEY}
+SIZE_KEYS = {"batch_size", MICRO_BATCHES_KEY}
 PIPELINE_KEY = "parallel.pipeline"
 SCHEDULE_KEY = "parallel.pipeline_schedule"
 COPIES_KEY = "parallel.data_replicate"
@@ -127,7 +124,6 @@ class SearchState:
     configs: dict[str, Any] = field(default_factory=dict)
 
     def get_config(self, changes: Changes) -> Any:
-        """Return the config with changes; None where they do not go together."""
         key = make_key(changes)
         # A changed config is checked against all rules of the schema, which takes a while.
         if key not in self.configs:
@@ -141,7 +137,6 @@ class SearchState:
         return changes | set_micro_batch(self.cfg, changes, batch_size)
 
     def list_fitting(self) -> list[Candidate]:
-        """Return the candidates that may fit, fastest first, each once."""
         # By the candidates' own keys, not those of `tried`: a trial may add changes to what it was
         # asked for (`OUTSIDE_LAYERS`), so that two trials end with one candidate.
         candidates = {make_key(trial.changes): trial for trial in self.tried.values() if trial}
@@ -153,7 +148,6 @@ class SearchState:
         return sorted(fitting, key=lambda candidate: (-candidate.speed, candidate.estimate.active))
 
     def plan_in_full(self, candidates: Iterable[Candidate]) -> None:
-        """Make the whole plans of candidates, as many at a time as there are workers."""
         # All are submitted before the first is waited for.
         submitted = [(candidate, self.submit(candidate)) for candidate in candidates]
         self.plans |= {
@@ -161,14 +155,12 @@ class SearchState:
         }
 
     def list_confirmed(self) -> list[Candidate]:
-        """Return the candidates that fit by their whole plan, fastest first."""
         return sorted(
             (candidate for candidate in self.plans.values() if candidate.may_fit),
             key=lambda candidate: -candidate.speed,
         )
 
     def format_changes(self, changes: Changes) -> str:
-        """Return the changes as typed on a command line; `as it is` if none differs."""
         return format_overrides(find_differing(self.cfg, changes)) or "as it is"
 
 
@@ -209,7 +201,6 @@ def run_trials(state: SearchState, sequences: Iterable[TrialSequence]) -> None:
 
 
 def _report_trial(state: SearchState, changes: Changes, candidate: Candidate | None) -> None:
-    """Log the outcome of a trial, and the best candidate so far if it became a faster one."""
     state.progress.advance(1)
     if candidate is None:
         get_logger().info(f"refused: {state.format_changes(changes)}")
@@ -416,7 +407,7 @@ def set_micro_batch(cfg: Any, changes: Changes, batch_size: int) -> Changes:
     changes: those made otherwise.
     """
     sequences = count_changed_sequences(cfg, changes)
-    return {"batch_size": batch_size, TURNS_KEY: sequences // batch_size}
+    return {"batch_size": batch_size, MICRO_BATCHES_KEY: sequences // batch_size}
 
 
 def list_micro_batch_sizes(cfg: Any, changes: Changes) -> list[int]:
@@ -451,32 +442,34 @@ def list_groups(
     # Begin without offload, unless the user has fixed it; then its other kinds are fixed as well.
     base: Changes = {} if HOST_KEY in fixed else {HOST_KEY: False}
     fixed = {*fixed, OFFLOAD_KEY, STREAM_KEY} if HOST_KEY in fixed else set(fixed)
-    resorts: dict[int, list[Changes]] = defaultdict(list)  # `Lever.resort` -> the levers' changes
+    # Group -> the changes of its levers.
+    changes_by_group: dict[SearchGroup | None, list[Changes]] = defaultdict(list)
     # Reversed: of each key the value with the most memory first.
     for lever in reversed(list_levers(apply_changes(cfg, base) or cfg, settings)):
         if not fixed & set(lever.changes):
-            resorts[lever.resort].append(lever.changes)
+            changes_by_group[lever.search_group].append(lever.changes)
     adapters = cfg.trained_adapters
     is_quantized = (
         adapters is not None and adapters.quantize_base != "none" and QUANTIZE_KEY not in fixed
     )
     # Quantized weights save memory and cost time: the run is tried without as well.
     yield [base, base | {QUANTIZE_KEY: "none"}] if is_quantized else [base]
-    if resorts[OTHER_MODEL]:
-        yield [base | changes for changes in resorts[OTHER_MODEL]]
-    for changes in resorts[OTHER_MODEL]:
+    if changes_by_group[SearchGroup.OTHER_MODEL]:
+        yield [base | changes for changes in changes_by_group[SearchGroup.OTHER_MODEL]]
+    for changes in changes_by_group[SearchGroup.OTHER_MODEL]:
         ((key, _),) = changes.items()  # such a lever changes one key
         # A key of several values is one of bits: the fewest, which come last, stay in all groups
         # that follow, as they were not enough alone.
         if len(cfg.other_model_levers[key]) > 1:
             base = base | changes
-    if resorts[ROUNDING]:
-        yield [base | changes for changes in resorts[ROUNDING]]
-    for resort in (STATES, HOST):
-        if resorts[resort]:
+    quantizing = changes_by_group[SearchGroup.FEWER_BITS]
+    if quantizing:
+        yield [base | changes for changes in quantizing]
+    for group in (SearchGroup.OPTIMIZER_STATES, SearchGroup.HOST_MEMORY):
+        if changes_by_group[group]:
             yield [
-                base | changes | rounding
-                for changes, rounding in product(resorts[resort], resorts[ROUNDING] or [{}])
+                base | changes | quantized
+                for changes, quantized in product(changes_by_group[group], quantizing or [{}])
             ]
 
 

@@ -8,7 +8,6 @@ estimate. `fastest_settings.py` calls `try_settings` through `open_workers`, `ad
 
 import copy
 import functools
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -29,7 +28,7 @@ from recipe_lib.parallel.world import count_communicator_ranks
 from recipe_lib.plan.allocation.caching_allocator import round_size
 from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch
 from recipe_lib.plan.build_plan import PlanSettings, plan_ranks
-from recipe_lib.plan.simulated_world.simulated_device import NAME
+from recipe_lib.plan.simulated_world.simulated_device import is_registered
 from recipe_lib.plan.summary.module_paths import list_outermost
 from recipe_lib.plan.summary.step_time import find_rank_of_each_place
 from recipe_lib.plan.timing.cost import compute_least_op_seconds, count_wire_bytes
@@ -263,11 +262,10 @@ def apply_changes(cfg: Any, changes: Changes) -> Any | None:
         owner = functools.reduce(getattr, section.split(".") if section else [], changed_cfg)
         setattr(owner, name, value)
     # Rules that the config breaks already do not count against the changes.
-    return None if _list_refusals(changed_cfg) - _list_refusals(cfg) else changed_cfg
+    return None if _list_config_faults(changed_cfg) - _list_config_faults(cfg) else changed_cfg
 
 
-def _list_refusals(cfg: Any) -> set[Any]:
-    """Return the rules that a config breaks, and the keys that it sets without effect."""
+def _list_config_faults(cfg: Any) -> set[Any]:
     schema: type = type(cfg)
     keys = read_schema(schema).keys
     idle_keys = {
@@ -426,10 +424,8 @@ def open_workers(
     SetupError if a fork is killed.
     """
     # A simulation in this process has started threads of autograd, which a fork would lack: the
-    # work is then done here, one piece after the other. A simulation is known by the name that it
-    # gives torch's device for private use.
-    has_simulated = sys.modules["torch"]._C._get_privateuse1_backend_name() == NAME
-    workers = 1 if has_simulated else count_workers(processes)
+    # work is then done here, one piece after the other.
+    workers = 1 if is_registered() else count_workers(processes)
     if workers == 1:
         yield functools.partial(_run_now, work), 1
         return
@@ -444,7 +440,6 @@ def open_workers(
 
 
 def _run_now(work: Callable[[Piece], Result], piece: Piece) -> Future[Result]:
-    """Return a future that has the result of `work` already; raise what `work` raises."""
     future: Future[Result] = Future()
     future.set_result(work(piece))
     return future

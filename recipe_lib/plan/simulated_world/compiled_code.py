@@ -70,7 +70,6 @@ class CompiledCode:
     faults: list[str] = field(default_factory=list)
 
     def describe(self) -> str:
-        """Return a line for a report."""
         kernel = "" if MODULE.kernels == "cpu" else ", with the attention kernel of the device"
         return (
             f"compiled code: {pluralize(self.graphs, 'graph')}, fused and with the buffers of"

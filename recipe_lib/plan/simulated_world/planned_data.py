@@ -326,7 +326,6 @@ class PlannedData:
         yield self._make_step(self._cfg.validation.batch_size or self._cfg.batch_size, 1)
 
     def report(self) -> list[str]:
-        """Return no lines for the log, as nothing was read."""
         return []
 
     def identity(self) -> dict[str, Any]:

@@ -224,14 +224,12 @@ def read_spec(cfg: Any) -> ModelSpec:
 
 @cache
 def _make_folder() -> str:
-    """Return a temporary folder, made once and removed when this process ends."""
     folder = tempfile.mkdtemp(prefix="tune-plan-")
     atexit.register(_remove, folder, os.getpid())
     return folder
 
 
-def _remove(folder: str, maker: int) -> None:
-    """Remove a folder, if this process made it. maker: id of the process that did."""
+def _remove(folder: str, maker_pid: int) -> None:
     # A forked process runs the exit handlers too, and may end before the one that made the folder.
-    if os.getpid() == maker:
+    if os.getpid() == maker_pid:
         shutil.rmtree(folder, ignore_errors=True)

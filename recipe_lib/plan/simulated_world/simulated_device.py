@@ -44,26 +44,21 @@ class Stream:
         self._before: list[Stream] = []
 
     def wait_event(self, event: "Event") -> None:
-        """Let what is issued on this stream later wait for the event."""
         event.wait(self)
 
     def wait_stream(self, other: "Stream") -> None:
-        """Let what is issued here later wait for all that was issued on another stream so far."""
         other.record_event().wait(self)
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        """Record an event (None: a new one) behind all that was issued here, and return it."""
         event = event or Event()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Tell the listener that the host would wait; nothing runs."""
         MODULE.listener.synchronize("Stream.synchronize", self.number, None)
 
     def query(self) -> bool:
-        """Return True: all is done."""
-        return True
+        return True  # all is done, as nothing runs
 
     def is_capturing(self) -> bool:
         """Return False: no CUDA graph is captured. torch's optimizers ask from 2.15 on."""
@@ -87,25 +82,20 @@ class Event:
         self.number = -1
 
     def record(self, stream: Stream | None = None) -> None:
-        """Record the event behind all that was issued on a stream; None: on the current one."""
         self.number = next(MODULE.events)
         MODULE.listener.record((stream or MODULE.stream_now).number, self.number)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait for the event; None: the current one."""
         MODULE.listener.wait((stream or MODULE.stream_now).number, self.number)
 
     def synchronize(self) -> None:
-        """Tell the listener that the host would wait; nothing runs."""
         MODULE.listener.synchronize("Event.synchronize", None, self.number)
 
     def query(self) -> bool:
-        """Return True: all is done."""
-        return True
+        return True  # all is done, as nothing runs
 
     def elapsed_time(self, other: "Event") -> float:
-        """Return 0: no time passes."""
-        return 0.0
+        return 0.0  # no time passes
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
@@ -138,12 +128,10 @@ class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
         )
 
     def reset(self) -> None:
-        """Set the state of a device with one stream, no events and no listener."""
         self.__init__()  # type: ignore[misc]
         self.stream_now = Stream()
 
     def current_stream(self, device: Any = None) -> Stream:
-        """Return the stream that operators are issued on."""
         return self.stream_now
 
     def stream(self, stream: Stream | None) -> Any:
@@ -151,15 +139,12 @@ class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
         return stream or nullcontext()
 
     def device(self, device: Any) -> Any:
-        """Return a context that does nothing: there is one device."""
-        return nullcontext()
+        return nullcontext()  # there is one device
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
-        """Return the compute capability of the GPU that it stands for."""
         return self.capability
 
     def synchronize(self, device: Any = None) -> None:
-        """Tell the listener that the host would wait; nothing runs."""
         self.listener.synchronize("synchronize", None, None)
 
     # They have no effect: there is one device, nothing is cached or random, and peaks of memory are
@@ -171,16 +156,20 @@ class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
         return torch.zeros(16, dtype=torch.uint8)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the types that autocast supports on CUDA."""
-        return [torch.float16, torch.bfloat16]
+        return [torch.float16, torch.bfloat16]  # as on CUDA
 
 
 MODULE = SimulatedModule()
 
 
+def is_registered() -> bool:
+    """Return True if this process has registered the device, as every simulation does."""
+    return torch._C._get_privateuse1_backend_name() == NAME
+
+
 def register_device() -> torch.device:
     """Register the device with torch, once a process, reset its state, and return it."""
-    if torch._C._get_privateuse1_backend_name() != NAME:
+    if not is_registered():
         _setup_privateuseone_for_python_backend(NAME, MODULE, hook=_Hook())
     MODULE.reset()
     return torch.device(NAME, 0)
@@ -215,7 +204,6 @@ def pin_kernels(like_cpu: bool, capability: tuple[int, int] = (8, 0)) -> None:
 
 @cache  # which keeps the library alive: without it torch forgets the registrations
 def _register_kernels() -> torch.library.Library:
-    """Register the kernels with torch, once a process."""
     library = torch.library.Library("aten", "IMPL")
     kernels = {
         "scaled_dot_product_attention": dispatch_attention,

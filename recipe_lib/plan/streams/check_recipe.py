@@ -20,8 +20,9 @@ from recipe_lib.plan.simulated_world.shape_only_model import (
     limit_layers,
 )
 from recipe_lib.plan.simulated_world.simulated_device import NAME
+from recipe_lib.plan.streams.code_lines import format_line
 from recipe_lib.plan.streams.collective_order import CollectiveCall, list_order_faults
-from recipe_lib.plan.streams.stream_checker import StreamChecker, format_line
+from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.summary.step_time import list_first_ranks
 from recipe_lib.units import pluralize
 
@@ -63,7 +64,6 @@ class StreamCheck:
 
     @property
     def is_clean(self) -> bool:
-        """Return True if there is no race, no unneeded wait, and all collectives meet."""
         return not self.faults and not any(rank.faults or rank.unneeded for rank in self.ranks)
 
 
@@ -77,7 +77,7 @@ def check_streams(
     """
     cfg = replace(cfg, compile=False)  # operators are followed one by one
     settings = replace(settings, phases=())  # without loading, validation and saving
-    num_micro_batches = compute_micro_batches(cfg)[1]
+    _, num_micro_batches = compute_micro_batches(cfg)
     traced = min(num_micro_batches, _MICRO_BATCHES * count_stages(cfg.parallel))
 
     def follow(rank: int) -> RankCheck:

@@ -6,117 +6,22 @@ by two streams, or a stream and the host, without a wait between them. Vector cl
 `torch.cuda._sanitizer`, which does not cover reuse by the caching allocator, host memory and waits.
 """
 
-import sys
-import sysconfig
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from recipe_lib.plan.streams.code_lines import Line, find_code_line, format_line
 from recipe_lib.plan.streams.collective_order import CollectiveCall
+from recipe_lib.plan.streams.operator_accesses import find_accesses
+from recipe_lib.plan.streams.vector_clocks import Clock, VectorClocks
 from recipe_lib.plan.timing.stream_schedule import is_transfer
 from recipe_lib.plan.tracing.operator_costs import is_blocking, list_tensors
 from recipe_lib.plan.tracing.trace import HOST, Op, Storage
-
-# The line of code that an operator comes from. Frames of torch (but for its FSDP), of Python's
-# standard library and of the planner, which runs the simulation, are passed over.
-
-Line = tuple[str, int]  # (path of the file, number of the line from 1 on)
-
-# Folders, by which files are told apart.
-_PACKAGE = Path(__file__).parents[2]  # recipe_lib
-_TORCH = str(Path(torch.__file__).parent)
-_FSDP = str(Path(_TORCH, "distributed", "fsdp"))
-_STANDARD = sysconfig.get_paths()["stdlib"]  # Python's standard library
-_PACKAGES = sysconfig.get_paths()["purelib"]  # site-packages, which may lie inside of it
-_PLAN = str(_PACKAGE / "plan")
-
-
-def find_code_line() -> Line:
-    """Return the line of the innermost frame that is not passed over; ("", 0): there is none."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and not _is_shown(frame.f_code.co_filename):
-        frame = frame.f_back
-    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-
-
-@cache
-def _is_shown(file: str) -> bool:
-    """Return True if a frame of this file is reported, not passed over."""
-    if file.startswith(_TORCH):
-        return file.startswith(_FSDP)
-    is_standard = file.startswith(_STANDARD) and not file.startswith(_PACKAGES)
-    return not is_standard and not file.startswith((_PLAN, "<"))  # `<string>`: generated code
-
-
-def is_of_user(file: str) -> bool:
-    """Return True if a file is neither recipe_lib's nor of an installed package or Python."""
-    return not file.startswith((str(_PACKAGE), _TORCH, _STANDARD, _PACKAGES, "<"))
-
-
-def format_line(line: Line) -> str:
-    """Return a line as text: `recipe_lib/memory/activation_offload.py:250` or `unknown line`."""
-    file, number = line
-    # Relative to site-packages, to this checkout or to the working folder, for a short path.
-    for root in (_PACKAGES, str(_PACKAGE.parent), str(Path.cwd())):
-        file = file.removeprefix(f"{root}/")
-    return f"{file}:{number}" if file else "unknown line"
-
-
-Clock = dict[int, int]  # stream -> number of its last operator that is known to be done
-
-
-class VectorClocks:
-    """Vector clocks (Mattern, 1989): which operators are done before which, on streams and host.
-
-    A work is an operator, known by its number: they count up from 1 in the order in which the host
-    issues them. A stream runs its works in order. Streams are numbers, `HOST` is the host. Who
-    waits for a snapshot of a stream comes after all that the stream had issued or waited for.
-    """
-
-    def __init__(self) -> None:
-        self._num_issued = 0
-        self.last: Clock = {}  # stream -> its last issued work
-        self._known: dict[int, Clock] = defaultdict(dict)  # stream -> the works it has waited for
-
-    def issue(self, stream: int) -> int:
-        """Issue a work on a stream (`HOST`: the host does it itself) and return its number."""
-        self._num_issued += 1
-        self.last[stream] = self._num_issued
-        return self._num_issued
-
-    def is_before(self, stream: int, work: int, waiter: int) -> bool:
-        """Return True if a work of `stream` is done before what `waiter` does next."""
-        # The host has done its works before it issues the next one.
-        return stream == HOST or self.find_last_done(stream, waiter) >= work
-
-    def find_last_done(self, stream: int, waiter: int) -> int:
-        """Return the last work of `stream` that is done before what `waiter` does next; 0: none."""
-        if stream == waiter:
-            return self.last.get(stream, 0)
-        # Whatever the host has waited for comes before all that it issues later.
-        return max(self._known[HOST].get(stream, 0), self._known[waiter].get(stream, 0))
-
-    def take_snapshot(self, waiter: int) -> Clock:
-        """Return the works that are done when all issued on stream `waiter` so far are done."""
-        # Without the host: its works are done before it issues the next one.
-        return {
-            source: self.find_last_done(source, waiter) for source in self.last if source != HOST
-        }
-
-    def wait(self, waiter: int, clock: Clock) -> None:
-        """Let what a stream (or the host) does next come after the works of a snapshot."""
-        waited_works = self._known[waiter]
-        for stream, work in clock.items():
-            waited_works[stream] = max(work, waited_works.get(stream, 0))
-
 
 _COMMUNICATORS = 10_000  # communicators' streams have numbers from here on, others smaller ones
 _NUMBER = torch.ops.aten._local_scalar_dense.default  # what `.item()` calls
@@ -129,7 +34,7 @@ class Access:
     """A use of memory by an operator."""
 
     stream: int  # HOST: the host uses it
-    work: int  # number of the operator among the works of `VectorClocks`
+    op_number: int  # the operator's, as `VectorClocks` counts them
     does: str  # `reads`, `writes`, or `has`: the stream was given the memory by the allocator
     op: Op  # the operator; for `has` and a saved state one that only names what happens
     line: Line  # of the code that called the operator
@@ -151,10 +56,10 @@ class _Memory:
 
 
 @dataclass
-class _Work:
+class PendingCollective:
     """An asynchronous collective that was not waited for: the `Work` of torch.distributed."""
 
-    clock: Clock  # works that are done when the collective is
+    clock: Clock  # operators that are done when the collective is
     storages: list[int]  # indices of the storages that it holds until it is waited for
     operator: str  # name of the operator, such as `c10d::allreduce_`
     line: Line  # of the code that called it
@@ -172,20 +77,20 @@ class StreamChecker:
     def __init__(self, device: str) -> None:
         self.device = device  # type of the accelerator, as in `tensor.device.type`
         # Key of `_compare` (both operators and their lines) -> a sentence on the first such race.
-        self.races: dict[Any, str] = {}
+        self.races: dict[tuple[Any, ...], str] = {}
         # Waits of the host in the last `train_step`: (how it waits, such as `.item()`; the line).
         self.waits: list[tuple[str, Line]] = []
         # Lines that wait for an event that nothing has recorded, which CUDA lets pass; ordered.
         self.unrecorded: dict[Line, None] = {}
         self.counts_waits = False  # True inside of `follow_step`
         self.calls: list[CollectiveCall] = []  # all collectives on the device, as issued
-        # Stream -> (work, index into `calls`) of each of its collectives.
+        # Stream -> (number of the operator, index into `calls`) of each of its collectives.
         self._issued: dict[int, list[tuple[int, int]]] = {}
         self._clocks = VectorClocks()
         self._memory: dict[int, _Memory] = {}  # index of a storage -> its uses
         # Stream whose pool freed memory went back to -> stream -> its last use of such memory.
         self._freed: dict[int, dict[int, Access]] = {}
-        self._events: dict[int, Clock] = {}  # event -> works that are done when it is reached
+        self._events: dict[int, Clock] = {}  # event -> operators that are done then
         # Stream -> its name in words; a stream without one is shown by its number.
         self._stream_names = {HOST: "on the host"}
         # (mesh dimension, ranks, is it for send and receive, is it on the host) of a communicator
@@ -193,12 +98,12 @@ class StreamChecker:
         self._communicators: dict[tuple[Any, ...], int] = {}
         # Functional collectives (`_c10d_functional`) that were not waited for, by the index of the
         # storage of their result.
-        self._results: dict[int, _Work] = {}
+        self._results: dict[int, PendingCollective] = {}
         # Other collectives that were not waited for, by the id of torch's `Work` object, which the
         # simulation keeps alive.
-        self._works: dict[int, _Work] = {}
+        self._by_work_object: dict[int, PendingCollective] = {}
         # A collective that was issued and whose object has not been returned to its caller yet.
-        self._last_work: _Work | None = None
+        self._last_collective: PendingCollective | None = None
         self._num_on_device = 0  # operators that were issued to the device
         # (line of the host's last wait, `_num_on_device` at that time).
         self._last_wait: tuple[Line, int] = (("", 0), -1)
@@ -221,7 +126,7 @@ class StreamChecker:
                     index,
                     Access(
                         stream=stream,
-                        work=self._clocks.issue(stream),
+                        op_number=self._clocks.issue(stream),
                         does="reads",
                         op=Op("saving a state"),
                         line=find_code_line(),
@@ -230,11 +135,13 @@ class StreamChecker:
 
     def list_faults(self) -> list[str]:
         """Return a sentence for each race, collective never waited for and wait for no event."""
-        unfinished_works = dict.fromkeys(
-            (work.operator, work.line) for work in (*self._works.values(), *self._results.values())
+        unfinished_collectives = dict.fromkeys(
+            (collective.operator, collective.line)
+            for collective in (*self._by_work_object.values(), *self._results.values())
         )
         never_waited_for = [
-            f"{name} at {format_line(line)} is never waited for" for name, line in unfinished_works
+            f"{name} at {format_line(line)} is never waited for"
+            for name, line in unfinished_collectives
         ]
         passed_waits = [
             f"{format_line(line)} waits for an event that nothing has recorded, which CUDA lets"
@@ -256,7 +163,7 @@ class StreamChecker:
             memory.before.append(
                 Access(
                     stream=pool,
-                    work=self._clocks.last.get(pool, 0),
+                    op_number=self._clocks.last.get(pool, 0),
                     does="has",
                     op=Op("what was issued before", part=storage.part),
                     line=find_code_line(),
@@ -265,13 +172,12 @@ class StreamChecker:
             unfinished = [
                 use
                 for use in self._freed.get(pool, {}).values()
-                if not self._clocks.is_before(use.stream, use.work, pool)
+                if not self._clocks.is_before(use.stream, use.op_number, pool)
             ]
             self._freed[pool] = {use.stream: use for use in unfinished}
             memory.before += unfinished
 
     def note_free(self, index: int) -> None:
-        """Note that a storage was freed."""
         memory = self._memory.get(index)
         if memory is not None:
             memory.freed = True
@@ -291,8 +197,8 @@ class StreamChecker:
             # The allocator waits for recorded streams before it gives the memory out again.
             if use.stream in memory.recorded or use.stream == HOST or use.does == "has":
                 continue
-            # A stream's last work ends after its others, so it is enough to keep that one.
-            if use.stream not in unfinished or unfinished[use.stream].work < use.work:
+            # A stream's last operator ends after its others, so it is enough to keep that one.
+            if use.stream not in unfinished or unfinished[use.stream].op_number < use.op_number:
                 unfinished[use.stream] = use
 
     def note_record_stream(self, index: int, stream: int) -> None:
@@ -303,7 +209,6 @@ class StreamChecker:
     # Streams and the host
 
     def note_record(self, stream: int, event: int) -> None:
-        """Note that an event was recorded on a stream."""
         self._events[event] = self._clocks.take_snapshot(stream)
 
     def note_wait(self, stream: int, event: int) -> None:
@@ -311,7 +216,7 @@ class StreamChecker:
         self._clocks.wait(stream, self._find_clock(event))
 
     def _find_clock(self, event: int) -> Clock:
-        """Return the works that are done at an event; {} for one that was not recorded."""
+        """Return the operators that are done at an event; {} for one that was not recorded."""
         if event not in self._events:
             self.unrecorded[find_code_line()] = None
         return self._events.get(event, {})
@@ -330,13 +235,14 @@ class StreamChecker:
         # A wait for work that was all waited for before takes no time and does not count. One for
         # the whole device always counts.
         is_held_up = any(
-            self._clocks.find_last_done(done_by, HOST) < work for done_by, work in clock.items()
+            self._clocks.find_last_done(done_by, HOST) < op_number
+            for done_by, op_number in clock.items()
         )
         if is_held_up or (stream, event) == (None, None):
             self._note_host_wait(call, clock)
 
     def _note_host_wait(self, call: str, clock: Clock) -> None:
-        """Note that the host waits for the works of `clock`. call: how it waits, in words."""
+        """Note that the host waits for the operators of `clock`. call: how it waits, in words."""
         self._clocks.wait(HOST, clock)
         line = find_code_line()
         # Waits of one line with nothing issued to the device between them count as one.
@@ -387,12 +293,12 @@ class StreamChecker:
         is_sent = op.collective is not None and (not op.collective.waits or is_transfer(op))
         if is_sent:
             stream = self._find_communicator(op, stream)
-        work = self._clocks.issue(stream)
+        op_number = self._clocks.issue(stream)
         line = find_code_line()
         if op.collective is not None and on_device:
-            self._note_call(op, stream=stream, work=work, line=line)
+            self._note_call(op, stream=stream, op_number=op_number, line=line)
         for does, indices in (("reads", read), ("writes", written)):
-            access = Access(stream=stream, work=work, does=does, op=op, line=line)
+            access = Access(stream=stream, op_number=op_number, does=does, op=op, line=line)
             for index in indices:
                 memory = self._memory.get(index)
                 # A kernel gets a host tensor's value as it is issued: the host reads it then.
@@ -402,7 +308,7 @@ class StreamChecker:
             held_storages = [index for index in {**read, **written} if index in self._memory]
             for index in held_storages:
                 self._memory[index].num_sent += 1
-            self._last_work = _Work(
+            self._last_collective = PendingCollective(
                 clock=self._clocks.take_snapshot(stream),
                 storages=held_storages,
                 operator=op.name,
@@ -410,21 +316,20 @@ class StreamChecker:
                 on_host=not on_device,
             )
             if op.name.startswith("_c10d_functional"):
-                self._results |= dict.fromkeys(list_storage_indices(result), self._last_work)
-                self._last_work = None
+                self._results |= dict.fromkeys(list_storage_indices(result), self._last_collective)
+                self._last_collective = None
         reason = ""
         if func is _NUMBER and on_device:
             reason = ".item()"
-        elif op.name in _INDEX_PUTS and self._has_mask(args[1]):
+        elif op.name in _INDEX_PUTS and self._has_device_mask(args[1]):
             reason = "indexing by a mask"
         elif op.transfer:
             reason = self._explain_copy_wait(args, kwargs=kwargs, op=op, indices=[*read, *written])
         if reason:
             self._note_host_wait(reason, self._clocks.take_snapshot(stream))
 
-    def _has_mask(self, indices: Sequence[Tensor | None]) -> bool:
-        """Return True if an index is a mask on the device, whose True elements the host counts."""
-        # uint8 is torch's older type of a mask.
+    def _has_device_mask(self, indices: Sequence[Tensor | None]) -> bool:
+        # The host counts the True elements of a mask. uint8 is torch's older type of one.
         return any(
             index.dtype in (torch.bool, torch.uint8) and index.device.type == self.device
             for index in list_tensors(indices)
@@ -472,7 +377,7 @@ class StreamChecker:
 
         reused: they are of two storages that have the same memory one after the other.
         """
-        if self._clocks.is_before(earlier.stream, earlier.work, access.stream):
+        if self._clocks.is_before(earlier.stream, earlier.op_number, access.stream):
             return
         first = self._describe(earlier)
         second = self._describe(access)
@@ -523,10 +428,10 @@ class StreamChecker:
         self._clocks.wait(stream, self._clocks.take_snapshot(after))
         return stream
 
-    def _note_call(self, op: Op, stream: int, work: int, line: Line) -> None:
+    def _note_call(self, op: Op, stream: int, op_number: int, line: Line) -> None:
         """Add a collective to `calls`, which `collective_order.py` compares among ranks.
 
-        stream: that it runs on. work: its number among the works of `VectorClocks`.
+        stream: that it runs on. op_number: as `VectorClocks` counts operators.
         """
         collective: Any = op.collective
         is_exchange = is_transfer(op)
@@ -539,7 +444,7 @@ class StreamChecker:
             after=self._list_done_calls(stream),
             host_after=self._list_done_calls(HOST),
         )
-        self._issued.setdefault(stream, []).append((work, len(self.calls)))
+        self._issued.setdefault(stream, []).append((op_number, len(self.calls)))
         self.calls.append(call)
 
     def _list_done_calls(self, stream: int) -> tuple[int, ...]:
@@ -550,7 +455,7 @@ class StreamChecker:
         last_calls = []
         for issued_on, calls in self._issued.items():
             last_done = self._clocks.find_last_done(issued_on, stream)
-            # A stream's works are in ascending order: `count` of them are done.
+            # A stream's operators are in ascending order: `count` of them are done.
             count = bisect_right(calls, last_done, key=lambda call: call[0])
             if count:
                 last_calls.append(calls[count - 1][1])
@@ -558,82 +463,24 @@ class StreamChecker:
 
     def note_start(self, work: Any) -> None:
         """Note the `Work` object that the call of the last asynchronous collective returns."""
-        if self._last_work is not None:
-            self._works[id(work)] = self._last_work
-            self._last_work = None
+        if self._last_collective is not None:
+            self._by_work_object[id(work)] = self._last_collective
+            self._last_collective = None
 
     def note_work_wait(self, work: Any, stream: int) -> None:
         """Note that a stream waits for a collective. work: the one given to `note_start`."""
-        self._finish(self._works.pop(id(work), None), stream)
+        self._finish(self._by_work_object.pop(id(work), None), stream)
 
-    def _finish(self, work: _Work | None, stream: int) -> None:
+    def _finish(self, collective: PendingCollective | None, stream: int) -> None:
         """Let a stream go on after a collective, and release the storages that it held.
 
-        work: None for a collective that was waited for before, or that ran at once.
+        collective: None for one that was waited for before, or that ran at once.
         """
-        if work is None:
+        if collective is None:
             return
-        self._clocks.wait(HOST if work.on_host else stream, work.clock)
-        for index in work.storages:
+        self._clocks.wait(HOST if collective.on_host else stream, collective.clock)
+        for index in collective.storages:
             if index in self._memory:
                 self._memory[index].num_sent -= 1
                 self._give_back(index)
-        work.storages.clear()
-
-
-# Operators whose schema does not say what they write -> index of the argument that they write.
-_WRITES = {
-    "c10d::_allgather_base_": 0,
-    "c10d::allgather_": 0,
-    "c10d::allgather_into_tensor_coalesced_": 0,
-    "c10d::allgather_coalesced_": 0,
-    "c10d::_reduce_scatter_base_": 0,
-    "c10d::reduce_scatter_": 0,
-    "c10d::reduce_scatter_tensor_coalesced_": 0,
-    "c10d::allreduce_": 0,
-    "c10d::allreduce_coalesced_": 0,
-    "c10d::broadcast_": 0,
-    "c10d::reduce_": 0,
-    "c10d::alltoall_base_": 0,
-    "c10d::alltoall_": 0,
-    "c10d::gather_": 0,
-    "c10d::scatter_": 0,
-    "c10d::recv_": 0,
-    "c10d::recv_any_source_": 0,
-    "fsdp::all_gather_copy_in": 1,
-}
-# Operators that do not read the arguments that they write.
-_ONLY_WRITES = frozenset(
-    {"aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy_", "aten::_foreach_zero_"}
-)
-
-
-def find_accesses(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (tensors that an operator reads, tensors that it writes).
-
-    func: the `OpOverload`. Results count as written. An argument that is changed in place counts as
-    both, unless the operator is one of `_ONLY_WRITES`.
-    """
-    names = [argument.name for argument in func._schema.arguments]
-    # strict=False: arguments with defaults may be missing at the end of `args`.
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
-    written_names = _find_written(func)
-    unread_names = written_names if func._schema.name in _ONLY_WRITES else frozenset()
-    read = list_tensors([value for name, value in values.items() if name not in unread_names])
-    written = list_tensors([value for name, value in values.items() if name in written_names])
-    return read, [*written, *list_tensors(result)]
-
-
-@cache
-def _find_written(func: Any) -> frozenset[str]:
-    """Return the names of the arguments that an operator writes into."""
-    arguments = func._schema.arguments
-    if func._schema.name in _WRITES:
-        return frozenset({arguments[_WRITES[func._schema.name]].name})
-    return frozenset(
-        argument.name
-        for argument in arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+        collective.storages.clear()

@@ -8,8 +8,8 @@ coordinate in a pipeline.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import replay
@@ -186,11 +186,15 @@ def decide_verdict(trace: Trace, heaviest: RankPlan, usable: int, hardware: Hard
     return RISKY if survives else DOES_NOT_FIT
 
 
-def estimate_not_simulated(simulated: Simulated, steps: int | None) -> tuple[int, str]:
-    """Return (bytes that a run may take beyond those that were simulated, the reason).
+class NotSimulated(NamedTuple):
+    """What a run may take beyond what was simulated."""
 
-    Return (0, "") where nothing is left out. steps: of the run; None: not known.
-    """
+    bytes: int
+    reason: str  # empty: nothing is left out
+
+
+def estimate_not_simulated(simulated: Simulated, steps: int | None) -> NotSimulated:
+    """Return what a run may take beyond what was simulated. steps: of the run; None: not known."""
     extra_bytes = simulated.untraced_bytes
     reasons = [simulated.estimate] if simulated.estimate else []
     if simulated.step_growth:
@@ -198,7 +202,7 @@ def estimate_not_simulated(simulated: Simulated, steps: int | None) -> tuple[int
         extra_bytes += simulated.step_growth * max(0, (steps or 0) - 2)
         growth = f"the second step left {format_bytes(simulated.step_growth)} more than the first"
         reasons.append(f"{growth}, and so are the later ones taken to do")
-    return extra_bytes, "; ".join(reasons)
+    return NotSimulated(extra_bytes, "; ".join(reasons))
 
 
 def lower_verdict(verdict: str, more: int, heaviest: RankPlan, usable: int) -> str:
@@ -209,20 +213,29 @@ def lower_verdict(verdict: str, more: int, heaviest: RankPlan, usable: int) -> s
     return RISKY if more and verdict == FITS else verdict
 
 
-def judge_host(cfg: Any, hardware: Hardware, trace: Trace) -> tuple[bool, list[str]]:
-    """Return (True if the config's limit of host memory is enough, a sentence that says so).
+@dataclass(frozen=True)
+class HostVerdict:
+    """Whether a config's limit of host memory is enough."""
 
-    The limit is for all ranks of a machine. Return (True, []) where there is none. trace: of the
-    heaviest rank, as which all others are taken to be.
+    is_enough: bool
+    sentence: str
+
+
+def judge_host(cfg: Any, hardware: Hardware, trace: Trace) -> HostVerdict | None:
+    """Return whether the config's limit of host memory is enough; None where there is no limit.
+
+    The limit is for all ranks of a machine. trace: of the heaviest rank, as which all others are
+    taken to be.
     """
     allowed = cfg.memory.host_memory_limit_gib
     if allowed is None:
-        return True, []
+        return None
     ranks = hardware.ranks_here
     most = ranks * max(trace.find_active_peaks(device=False).values(), default=0)
     is_enough = most <= allowed * GIB
-    return is_enough, [
+    return HostVerdict(
+        is_enough,
         f"{HOST_ALLOWS} {allowed:g} GiB for {ranks} rank{'s' if ranks > 1 else ''} of a machine,"
         f" which take {format_bytes(most)}:"
-        f" {'enough' if is_enough else 'too little, a run is refused'}"
-    ]
+        f" {'enough' if is_enough else 'too little, a run is refused'}",
+    )

@@ -43,6 +43,10 @@ COMPARED = ("a100-40gb", "a100-80gb", "h100", "rtx4090")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")  # collectives that are measured
 
 
+CollectiveTime = tuple[float, float]  # (bytes that a rank sends, seconds)
+MatmulRate = tuple[tuple[int, int, int], float]  # ((m, n, k), operations per second)
+
+
 @dataclass(frozen=True)
 class Links:
     """Measured seconds of collectives by size."""
@@ -51,8 +55,8 @@ class Links:
     ranks: int
     # Backend of the process group that measured, such as `nccl`.
     backend: str
-    # Operation -> (bytes that a rank sends, seconds), fewest bytes first.
-    points: Mapping[str, tuple[tuple[float, float], ...]]
+    # Operation -> its times, fewest bytes first.
+    points: Mapping[str, tuple[CollectiveTime, ...]]
 
     def interpolate_seconds(self, operation: str, sent: float) -> float:
         """Return the seconds of a collective in which each rank sends `sent` bytes.
@@ -82,8 +86,8 @@ class Calibration:
     torch: str
     # Date of the measurement.
     date: str
-    # Dtype -> ((m, n, k), operations per second) of matmuls `[m, k] @ [k, n]`, smallest first.
-    matmul: dict[str, tuple[tuple[tuple[int, int, int], float], ...]]
+    # Dtype -> rates of matmuls `[m, k] @ [k, n]`, smallest first.
+    matmul: dict[str, tuple[MatmulRate, ...]]
     # Operations per second of one causal forward and backward of ATTENTION. Masked scores are
     # counted, too.
     attention: float
@@ -221,7 +225,7 @@ def _compute_arithmetic_seconds(
     # A rate is that of `kernel_rates.py` for the shape, scaled by what a calibration measured.
     if is_attention(op):
         if len(op.shape) != 5:  # no shape was traced: at the device's full rate
-            return op.flops / hardware.rate(op.dtype)
+            return op.flops / hardware.get_rate(op.dtype)
         seconds = compute_attention_seconds(hardware, op.name, dtype=op.dtype, shape=op.shape)
         return seconds * _compute_attention_scale(
             hardware, calibration, choose_attention_kernel(hardware, op.name, op.shape[-1])
@@ -364,7 +368,7 @@ def compute_model_flops_utilization(
     That is the MFU of arXiv 2204.02311, appendix B; 0 for a step that takes no time. flops: of one
     rank, from `count_model_flops`.
     """
-    return flops / (hardware.rate(dtype) * seconds) if seconds > 0 else 0.0
+    return flops / (hardware.get_rate(dtype) * seconds) if seconds > 0 else 0.0
 
 
 def describe_error(hardware: Hardware, calibration: Calibration | None) -> str:

@@ -41,10 +41,19 @@ MATMUL_SHARES = {
     "a100-80gb": 0.82, "a100-40gb-pcie": 0.78, "a100-80gb-pcie": 0.78, "h100": 0.73, "h100-pcie":
     0.64, "h100-nvl": 0.73, "h200": 0.73, "b200": 0.70,
 }  # fmt: skip
-_UNKNOWN_MATMUL = 0.75  # the same for a card that is not in the table
+_UNKNOWN_CARD_SHARE = 0.75  # the same for a card that is not in the table
 # Cards whose clocks fall most in a run of minutes, and the share of the rate of a burst of
 # milliseconds that a run keeps, as said above: on these cards, and on others.
-_HOT = {"rtx3090", "rtx3090ti", "rtx4090", "rtx5090", "h100", "h100-nvl", "h200", "b200"}
+_HOT_CARDS = {
+    "rtx3090",
+    "rtx3090ti",
+    "rtx4090",
+    "rtx5090",
+    "h100",
+    "h100-nvl",
+    "h200",
+    "b200",
+}
 _HOT_SHARE = 0.90
 _COOL_SHARE = 0.96
 
@@ -57,7 +66,7 @@ _TILE_START = 128
 # Dtype -> factor from the share in bf16 to that in this dtype: fp32 by torch.mm as above (RTX 4090
 # 54 of 82.6, A10G 23 of 35, H100 52 of 66.9, A100 17.6 of 19.5); eight bits by MAMF (H100 1,402 of
 # 1,979 in fp8).
-_OF_BF16 = {"fp32": 0.9, "tf32": 0.85, "int8": 0.88, "fp8": 0.88}
+_FACTORS_OF_BF16 = {"fp32": 0.9, "tf32": 0.85, "int8": 0.88, "fp8": 0.88}
 
 
 @dataclass(frozen=True)
@@ -91,12 +100,12 @@ _ATTENTION = {
     "cpu": AttentionRates(1.0, 1.0, 0),
 }
 # The same for cuDNN's kernels: FlashAttention 3's paper, 315 to 539 TFLOP/s.
-_CUDNN = {"sm90": AttentionRates(0.56, 0.45, 400)}
+_CUDNN_ATTENTION = {"sm90": AttentionRates(0.56, 0.45, 400)}
 # Head width that takes as long as what a kernel does besides matmuls: RTX 4090 127, 142 and 151
 # TFLOP/s at widths 32, 64 and 128.
-_WIDTH = 12
+_EXTRA_WIDTH = 12
 # Rate of torch's memory-efficient kernel as a share of flash's: assumed, as no figure is published.
-_EFFICIENT = 0.6
+_EFFICIENT_SHARE = 0.6
 
 # Architecture -> share of the memory's rate that kernels reach which only move bytes, 64 MB or
 # more. GB/s: sm80 1,380 of 1,555 and 1,616 of 2,039; sm86: A6000 656 of 768, 3090 Ti 860 of 1,008;
@@ -121,14 +130,14 @@ _LARGE_CACHE = {
 # issue 4). It is assumed that half of what a kernel moves is there: it reads what was just written
 # and writes what is read next.
 _CACHE_SPEED = 3.9
-_CACHED = 0.5
+_CACHED_SHARE = 0.5
 
 # Architecture -> bytes a second that torch's fused Adam moves for each multiprocessor: it waits for
 # memory with too few loads under way. The model of github.com/pytorch/pytorch/pull/117872, Llama 2
 # in bf16 (taken to be 7B), took 49.935 ms on an H100 with 132 of them: weight, gradient and two
 # states are read, all but the gradient written. No figure was found for other architectures: they
 # get the memory's rate.
-_ADAM = {"sm90": 7 * 2 * 6_738_415_616 / 49.935e-3 / 132}
+_ADAM_BANDWIDTH = {"sm90": 7 * 2 * 6_738_415_616 / 49.935e-3 / 132}
 
 
 def compute_matmul_rate(
@@ -139,12 +148,12 @@ def compute_matmul_rate(
     shape: (matrices, m, k, n); (): that of a very large one. splits: as for `compute_tile_share`.
     """
     if hardware.architecture == "cpu":
-        return hardware.rate(dtype)
+        return hardware.get_rate(dtype)
     name = hardware.rates_of or hardware.name
-    share = MATMUL_SHARES.get(name, _UNKNOWN_MATMUL)
+    share = MATMUL_SHARES.get(name, _UNKNOWN_CARD_SHARE)
     if dtype not in ("bf16", "fp16"):
-        share = min(1.0, share * _OF_BF16.get(dtype, 0.9))
-    rate = share * hardware.rate(dtype)
+        share = min(1.0, share * _FACTORS_OF_BF16.get(dtype, 0.9))
+    rate = share * hardware.get_rate(dtype)
     if not shape:
         return rate
     return rate * compute_tile_share(*shape, MULTIPROCESSORS.get(name, 108), splits)
@@ -154,7 +163,7 @@ def get_run_share(hardware: Hardware) -> float:
     """Return the share of a matmul's rate in a short measurement that it keeps in a run."""
     if hardware.architecture == "cpu":
         return 1.0
-    return _HOT_SHARE if (hardware.rates_of or hardware.name) in _HOT else _COOL_SHARE
+    return _HOT_SHARE if (hardware.rates_of or hardware.name) in _HOT_CARDS else _COOL_SHARE
 
 
 @lru_cache(maxsize=4096)
@@ -214,12 +223,14 @@ def compute_attention_seconds(
     rates = _ATTENTION.get(architecture, _ATTENTION["sm80"])
     kernel = choose_attention_kernel(hardware, name, width)
     if kernel == "cudnn":
-        rates = _CUDNN.get(architecture, rates)
+        rates = _CUDNN_ATTENTION.get(architecture, rates)
     share = rates.backward if backward else rates.forward
-    share *= keys / (keys + rates.start) * width / (width + _WIDTH) * (128 + _WIDTH) / 128
+    share *= (
+        keys / (keys + rates.start) * width / (width + _EXTRA_WIDTH) * (128 + _EXTRA_WIDTH) / 128
+    )
     if kernel == "efficient" and architecture != "sm75":
-        share *= _EFFICIENT
-    return flops / (share * hardware.rate(dtype))
+        share *= _EFFICIENT_SHARE
+    return flops / (share * hardware.get_rate(dtype))
 
 
 def compute_bandwidth(hardware: Hardware, num_bytes: int) -> float:
@@ -227,7 +238,7 @@ def compute_bandwidth(hardware: Hardware, num_bytes: int) -> float:
     rate = hardware.bandwidth * _BANDWIDTH.get(hardware.architecture, 0.8)
     cache = _LARGE_CACHE.get(hardware.rates_of or hardware.name, 0)
     if num_bytes < 0.6 * cache:  # it fits beside other data
-        rate /= 1 - _CACHED + _CACHED / _CACHE_SPEED
+        rate /= 1 - _CACHED_SHARE + _CACHED_SHARE / _CACHE_SPEED
     return rate
 
 
@@ -237,5 +248,5 @@ def compute_adam_bandwidth(hardware: Hardware, num_bytes: int) -> float:
     multiprocessors = MULTIPROCESSORS.get(hardware.rates_of or hardware.name, 108)
     return min(
         compute_bandwidth(hardware, num_bytes),
-        _ADAM.get(hardware.architecture, math.inf) * multiprocessors,
+        _ADAM_BANDWIDTH.get(hardware.architecture, math.inf) * multiprocessors,
     )

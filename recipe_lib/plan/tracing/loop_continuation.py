@@ -37,7 +37,6 @@ class LoopItems:
     targets: list[int] = field(default_factory=list)
 
     def add(self, key: int, numbers: tuple[int, ...] = (), target: int = -1) -> None:
-        """Add an item."""
         self.keys.append(key)
         self.numbers.append(numbers)
         self.targets.append(target)

@@ -9,10 +9,9 @@ later calls only add the allocations and operators of that call to the trace.
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
-from unittest import mock
 
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from recipe_lib.plan.simulated_world.cached_fake_mode import (
     make_key,
     remember,
 )
+from recipe_lib.plan.simulated_world.simulated_ranks import Patch, apply_patches
 from recipe_lib.plan.tracing.operator_costs import list_tensors
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP
 from recipe_lib.plan.tracing.tracer import Tracer
@@ -74,13 +74,14 @@ def repeat_shaped_work(tracer: Tracer) -> Iterator[None]:
 
         return run
 
-    with ExitStack() as stack:
-        # SHAPED_WORK: marked function -> `decisive` above. Callers find a function as an attribute
-        # of its module or class, so that is where it is replaced.
-        for function, decisive in SHAPED_WORK.items():
-            *path, name = function.__qualname__.split(".")
-            owner = functools.reduce(getattr, path, sys.modules[function.__module__])
-            stack.enter_context(mock.patch.object(owner, name, repeat(function, decisive)))
+    patches: list[Patch] = []
+    # SHAPED_WORK: marked function -> `decisive` above. Callers find a function as an attribute of
+    # its module or class, so that is where it is replaced.
+    for function, decisive in SHAPED_WORK.items():
+        *path, name = function.__qualname__.split(".")
+        owner = functools.reduce(getattr, path, sys.modules[function.__module__])
+        patches.append((owner, name, repeat(function, decisive)))
+    with apply_patches(patches):
         yield
 
 

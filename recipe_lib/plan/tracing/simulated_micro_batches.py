@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from recipe_lib.config import ParallelConfig, list_loaded_plugins
 from recipe_lib.config.mesh import compute_micro_batches, count_stages, list_rank_stages
@@ -99,7 +99,8 @@ def count_micro_batches_to_simulate(recipe_class: type, cfg: Any) -> int:
     """
     if is_declared_uniform(recipe_class):
         return count_micro_batches_to_trace(cfg)
-    return compute_micro_batches(cfg)[1]  # of (sequences of one, micro-batches of a step)
+    _, count = compute_micro_batches(cfg)
+    return count
 
 
 def compare_micro_batches(
@@ -253,9 +254,19 @@ _MOST_FOR_A_STAGE = 8
 # micro-batches that a stage can hold, so that a sum of bytes tells how many each stage has.
 _BASE = 2**32
 
-# State of a rank at an action, as `_find_states` makes it: the action, and how many micro-batches
-# of each kind (kept for backward, deferred weight gradients, ...) are alive before and after it.
-_State = tuple[Any, ...]
+
+class _State(NamedTuple):
+    """The state of a rank's memory at an action, as `_find_states` counts it."""
+
+    stage: int
+    kind: str  # of the action, such as `F` for a forward
+    previous: tuple[Any, ...]  # (stage, kind) of the action before; (): there is none
+    with_gradients: tuple[tuple[int, str], ...]  # (stage, kind) of actions that have made some
+    # How many micro-batches of each kind (kept for backward, deferred weight gradients, ...) are
+    # alive before and after the action.
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    reduces: bool  # True: the action reduces the gradients of its stage
 
 
 def follow_actions(tracer: Tracer) -> list[Patch]:
@@ -286,7 +297,7 @@ def count_micro_batches_to_trace(cfg: Any, pipeline_rank: int = 0) -> int:
     is the fewest whose actions on this rank can stand for those of all (`find_stand_ins`).
     pipeline_rank: position of the rank in its pipeline, here and below.
     """
-    count = compute_micro_batches(cfg)[1]
+    _, count = compute_micro_batches(cfg)
     if cfg.parallel.pipeline == 1:
         return min(ALIKE_FROM + is_last_different(cfg), count)
     return count_pipeline_micro_batches(
@@ -422,28 +433,28 @@ def _find_states(
         if action.kind in MAKING_GRADIENTS and reduces_once(parallel)
     }
     states: dict[_State, list[Action]] = defaultdict(list)
-    before: _State = ()  # what is alive before the action
-    previous: _State = ()  # (stage, kind) of the action before
+    before: tuple[int, ...] = ()  # what is alive before the action
+    previous: tuple[Any, ...] = ()  # (stage, kind) of the action before
     made_gradients: set[tuple[int, str]] = set()  # (stage, kind) of actions that have made some
     # Send -> index of the action before which the rank waits until the tensor has been taken.
     taken = find_taken(times, order=order, rank=pipeline_rank, parallel=parallel)
     for live in compute_live_bytes(order, parallel=parallel, stages=sizes, boundary=1, taken=taken):
         action = live.action
         after = (live.kept, live.deferred, live.received, live.handed, live.waiting, live.sent)
-        state = (
-            action.stage,
-            action.kind,
-            previous,
-            tuple(sorted(made_gradients)),
-            before,
-            after,
-            action == reducing.get(action.stage),
+        state = _State(
+            stage=action.stage,
+            kind=action.kind,
+            previous=previous,
+            with_gradients=tuple(sorted(made_gradients)),
+            before=before,
+            after=after,
+            reduces=action == reducing.get(action.stage),
         )
         states[state].append(action)
         before = after
         previous = (action.stage, action.kind)
         if action.kind in MAKING_GRADIENTS:
-            made_gradients.add(previous)
+            made_gradients.add((action.stage, action.kind))
     return dict(states)
 
 

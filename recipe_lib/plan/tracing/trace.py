@@ -1,12 +1,10 @@
 """Define the trace of a run: its allocations, operators and waits, as plain numbers.
 
 `tracer.Tracer` records one. The models of the allocator and of a step's time read it, and so do the
-reports. A trace has no times: events are in the order in which the host issues them. `trace_rank`
-calls `classify_activations` and `give_to_children` on a complete one, for the activations and the
-modules that keep them. No torch in here.
+reports. A trace has no times: events are in the order in which the host issues them. In a complete
+one, `activations.py` finds what is kept for backward and by which module. No torch in here.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +24,8 @@ STORAGE_KINDS = (
     "temporary",  # everything else: intermediate results that are live for some operators only
 )
 
-# Parts of a step. Recompute is a forward inside of backward (activation checkpointing).
-PARTS = ("setup", "forward", "backward", "recompute", "optimizer", "other")
+# Parts of a step: `forward`, `backward`, `recompute` (a forward inside of backward, by activation
+# checkpointing), `optimizer` and `other`.
 
 # Kinds of events. An event is (kind, index into the list of the trace that `_LISTS` names).
 # ALLOC, FREE: a storage was taken or released. OP: an operator was issued. RECORD: a stream
@@ -61,7 +59,7 @@ class Storage:
     module: str = ""  # dotted path of the module that was running; "": outside of modules
     label: str = ""  # name of the parameter that it belongs to; "": none is known
     op: str = ""  # name of the operator that made it
-    part: str = "other"  # part of the step that made it, one of PARTS
+    part: str = "other"  # part of the step that made it, such as `forward`
     phase: int = 0  # index into `Trace.phases`
     pinned: bool = False  # page-locked host memory, which copies without blocking the host
 
@@ -93,7 +91,7 @@ class Op:
 
     name: str  # with its namespace, such as `aten::mm`
     stream: int = 0  # number of the stream that it was issued on
-    part: str = "other"  # part of the step, one of PARTS
+    part: str = "other"  # part of the step, such as `forward`
     module: str = ""  # dotted path of the module that was running; "": outside of modules
     phase: int = 0  # index into `Trace.phases`
     flops: int = 0  # of a matmul or attention, a multiply and an add counted as two; else 0
@@ -235,116 +233,3 @@ class Trace:
         if peak < 0:  # where the phase begins
             peak = self.events.index((PHASE, self.phases.index(phase)))
         return next(list(alive) for index, *_, alive in self.walk() if index == peak)
-
-
-# The modules that activations belong to.
-#
-# A tensor belongs to the module that was running when it was made. But a fused function, or a
-# parent that multiplies by its children's weights itself, calls no child: all that is kept would be
-# the parent's. So `give_to_children` gives a tensor to the child whose output it is, or else to the
-# one whose input it is. A child lies inside the parent, so that sums over the parent do not change.
-
-
-def classify_activations(trace: Trace) -> None:
-    """Set the kind `activations` of what forward or recomputation keeps for backward.
-
-    It is the memory of the kind `temporary` that is alive when the next operator of backward runs.
-    """
-    alive: dict[int, None] = {}  # indices of such storages, as an ordered set
-    for kind, index in trace.events:
-        if kind == ALLOC:
-            storage = trace.storages[index]
-            if storage.kind == "temporary" and storage.part in ("forward", "recompute"):
-                alive[index] = None
-        elif kind == FREE:
-            alive.pop(index, None)
-        elif kind == OP and trace.ops[index].part == "backward":
-            for activation in alive:
-                trace.storages[activation].kind = "activations"
-            alive.clear()
-        elif kind == PHASE:
-            alive.clear()
-
-
-def give_to_children(trace: Trace) -> None:
-    """Change `module` of activations to the child module that they belong to.
-
-    An output of a child is made from its weight, or from tensors of that child alone, such as
-    queries before they are rotated. An input of a child is multiplied only by that child's weights,
-    an adapter's among them. A tensor that several children read stays the parent's.
-    """
-    owners = {_find_owner(storage) for storage in trace.storages} - {""}  # modules with parameters
-    makers: dict[int, str] = {}  # index of a storage -> the child whose output it is
-    # Index of a storage -> the modules whose weights it is multiplied by.
-    readers: dict[int, set[str]] = defaultdict(set)
-    for kind, index in trace.events:
-        op = trace.ops[index] if kind == OP else None
-        if op is None or not op.makes:
-            continue
-        # Modules whose weights are among the arguments.
-        weights = {_find_owner(trace.storages[read]) for read in op.reads} - {""}
-        if op.flops and weights:  # a matmul: its arguments are inputs of these modules
-            for read in op.reads:
-                readers[read] |= weights
-        child = _find_child(op, trace.storages, weights=weights, makers=makers, owners=owners)
-        if child:
-            makers |= dict.fromkeys(op.makes, child)
-    for index, storage in enumerate(trace.storages):
-        if storage.kind != "activations" or storage.part not in ("forward", "recompute"):
-            continue
-        read_by = {_find_child_above(storage.module, reader) for reader in readers[index]}
-        child = makers.get(index) or (read_by.pop() if len(read_by) == 1 else "")
-        if child in owners and _find_child_above(storage.module, child):
-            storage.module = child
-
-
-def _find_owner(storage: Storage) -> str:
-    """Return the module whose parameter a storage holds; "": it holds none, or that of several."""
-    # A label that ends in `*` is that of memory which several parameters share.
-    has_owner = storage.kind in ("parameters", "gathered") and not storage.label.endswith("*")
-    return storage.label.rpartition(".")[0] if has_owner else ""
-
-
-def _find_child(
-    op: Op,
-    storages: list[Storage],
-    *,
-    weights: set[str],
-    makers: dict[int, str],
-    owners: set[str],
-) -> str:
-    """Return the only child of the running module that an operator's arguments come from, or "".
-
-    They are its weights, or tensors that it made. weights: modules of the weights among the
-    arguments. makers: as in `give_to_children`. owners: modules that have parameters; the child has
-    to be one of them.
-    """
-    children = {child for weight in weights if (child := _find_child_above(op.module, weight))}
-    largest_other = 0
-    for read in op.reads:
-        storage = storages[read]
-        if _find_owner(storage):
-            continue
-        if child := _find_child_above(op.module, makers.get(read) or storage.module):
-            children.add(child)
-        # Tensors that modules around the running one made for all layers, such as cosines and sines
-        # of rotary embeddings, do not count.
-        elif not _find_child_above(storage.module, op.module) and storage.module:
-            largest_other = max(largest_other, storage.bytes)
-    only_child = children.pop() if len(children) == 1 else ""
-    if only_child not in owners or not only_child:
-        return ""
-    # Without a weight of the child, the result has to be larger than the other tensors read: a sum
-    # of a norm's output and the residual stream is not the norm's.
-    smallest_result = min(storages[result].bytes for result in op.makes)
-    return only_child if weights or largest_other < smallest_result else ""
-
-
-def _find_child_above(module: str, inside: str) -> str:
-    """Return the child of `module` that `inside` is or lies in; "" if `inside` is not in `module`.
-
-    Both are dotted paths.
-    """
-    if not module or not inside.startswith(f"{module}."):
-        return ""
-    return f"{module}.{inside[len(module) + 1 :].partition('.')[0]}"

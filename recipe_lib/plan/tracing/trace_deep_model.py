@@ -27,7 +27,7 @@ from recipe_lib.plan.simulated_world.shape_only_model import (
     limit_layers,
 )
 from recipe_lib.plan.simulated_world.simulated_ranks import Patch, apply_patches
-from recipe_lib.plan.streams.stream_checker import format_line, is_of_user
+from recipe_lib.plan.streams.code_lines import format_line, is_of_user
 from recipe_lib.plan.tracing.loop_continuation import LoopItems, continue_items
 from recipe_lib.plan.tracing.simulated_micro_batches import is_declared_uniform
 from recipe_lib.plan.tracing.trace import (

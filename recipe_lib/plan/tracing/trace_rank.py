@@ -42,6 +42,7 @@ from recipe_lib.plan.simulated_world.simulated_ranks import (
     use_fake_tensors,
 )
 from recipe_lib.plan.streams.stream_checker import StreamChecker
+from recipe_lib.plan.tracing.activations import classify_activations, give_to_children
 from recipe_lib.plan.tracing.recipe_models import (
     label_models,
     label_sums,
@@ -66,7 +67,7 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
     repeat_last_by_parts,
     repeat_last_micro_batch,
 )
-from recipe_lib.plan.tracing.trace import Trace, classify_activations, give_to_children
+from recipe_lib.plan.tracing.trace import Trace
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
 
 # Names of phases.
@@ -243,7 +244,7 @@ def _run_phases(
     None: the fewest that can count for all. stands_alone: True if they count only for themselves.
     """
     notes: list[str] = []
-    tracer.groups = _name_groups(world)
+    tracer.groups = _map_groups_to_dims(world)
     tracer.begin_phase("setup")
     recipe = cast(Any, recipe_class(cfg, world))
     models = _set_up(recipe, cfg, tracer=tracer, phases=phases, steps=steps, notes=notes)
@@ -252,15 +253,14 @@ def _run_phases(
     if tracer.cached_mode is not None:
         traced = num_micro_batches or count_micro_batches_to_trace(cfg, pipeline_rank)
 
-    # Returns (events so far, bytes alive on the device). It is called between two micro-batches,
-    # when sums of gradients can be found and labeled.
-    def read_position() -> tuple[int, int]:
+    # Called between two micro-batches, when sums of gradients can be found.
+    def label_sums_and_read_position() -> tuple[int, int]:
         label_sums(tracer, recipe, models)
         return len(tracer.trace.events), tracer.count_alive_bytes()
 
-    marks = MicroBatchMarks(read_position)
+    marks = MicroBatchMarks(label_sums_and_read_position)
     # Of the mismatched answers for KTO's KL estimate, which are a second loop of a step.
-    mismatched_marks = MicroBatchMarks(read_position)
+    mismatched_marks = MicroBatchMarks(label_sums_and_read_position)
     tracer.between_actions = lambda: label_sums(tracer, recipe, models)
     recipe.data = PlannedData(
         cfg,
@@ -302,7 +302,7 @@ def _run_phases(
         mesh=add_context_dim(cfg.parallel, dict(zip(dims, world.mesh.shape, strict=True))),
         tokens=tokens,
         repeats=step_growth == 0,
-        stages=_find_stages(recipe),
+        stages=_find_stage_layers(recipe),
         notes=notes,
         step_growth=max(0, step_growth),
         traced=traced,
@@ -310,8 +310,7 @@ def _run_phases(
     )
 
 
-def _name_groups(world: World) -> dict[str, str]:
-    """Return the name of a process group -> the mesh dimension that it is of."""
+def _map_groups_to_dims(world: World) -> dict[str, str]:
     dims = world.mesh.mesh_dim_names or ()
     groups = {world.mesh.get_group(dim).group_name: dim for dim in dims}
     # Context parallelism is no dimension of torch's mesh: its ranks are a part of a data
@@ -321,8 +320,7 @@ def _name_groups(world: World) -> dict[str, str]:
     return groups
 
 
-def _find_stages(recipe: Any) -> dict[int, range]:
-    """Return the layers of each pipeline stage on this rank; {} without a pipeline."""
+def _find_stage_layers(recipe: Any) -> dict[int, range]:
     parallels = [value for value in vars(recipe).values() if isinstance(value, Parallel)]
     # Recipes set up a reference model or a teacher first: the last one is the trained model's.
     pipelines = [parallel.pipeline for parallel in parallels if parallel.pipeline]
@@ -338,7 +336,6 @@ def _run_other_phases(
     phases: Sequence[str],
     notes: list[str],
 ) -> None:
-    """Run validation and the gathering of a save, where `phases` names them."""
     if "validation" in phases and cfg.validation.source is not None:
         _try_phase("validation", run=recipe.validate, tracer=tracer, notes=notes)
         # A validation that was not run to its end leaves models in evaluation mode.
@@ -359,7 +356,7 @@ def _repeat_micro_batches(
     The marks say where micro-batches begin, if backward ran between them; else it is guessed from
     the parts of the step.
     """
-    count = compute_micro_batches(cfg)[1]
+    _, count = compute_micro_batches(cfg)
     num_different = int(is_last_different(cfg))
     if cfg.parallel.pipeline > 1:
         repeat_actions(trace, cfg.parallel, pipeline_rank=pipeline_rank, traced=traced, count=count)
@@ -491,7 +488,6 @@ class _CollectorPause:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Keep the collector from running inside the block."""
         # It would take a third of the time, and free memory at moments that differ from run to run.
         # Simulations leave millions of objects, mostly without a cycle: the collector ignores them
         # (`gc.freeze`) until there are _MANY_OBJECTS.

@@ -155,7 +155,6 @@ def _build_node(name: str, entries: list[_Entry], *, join: bool = True) -> Node:
 
 
 def _sum_entries(name: str, entries: list[_Entry], children: Sequence[Node] = ()) -> Node:
-    """Return a branch with the sums of entries."""
     return Node(
         name,
         bytes=sum(num_bytes for _, num_bytes, _ in entries),

@@ -191,7 +191,6 @@ def _describe_all(plan: Plan, tree: Section, trace: Trace | None = None) -> list
 
 
 def _format_tree_title(plan: Plan) -> str:
-    """Return the title of the tree: the rank, and the phase, step part and module of its peak."""
     peak = plan.heaviest.peak
     return (
         f"live at the peak of {format_rank(plan, plan.heaviest)}: phase {peak.phase},"
@@ -227,7 +226,11 @@ MOST_POINTS = 2000  # points of a timeline: twice as many as it is pixels wide
 # Sizes of pictures in pixels.
 _WIDTH = 1000
 _HEIGHT = 376  # of the timeline
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 60, 40  # margins around the axes of the timeline
+# Margins around the axes of the timeline.
+_LEFT = 64
+_RIGHT = 12
+_TOP = 60
+_BOTTOM = 40
 _LETTER = 7.0  # mean width of a letter, by which names of phases are kept apart
 # The line of usable memory is drawn if it is at most so many times as high as the highest point.
 # Farther up it would flatten the curve: then the note below the picture says it.
@@ -412,9 +415,12 @@ _ACTIONS = {
     "I": ("backward: gradient of the input", "k3"),
     "W": ("backward: gradients of the weights", "k2"),
 }
-_NAMES, _AXIS = 150, 8  # pixels: room for names at the left of a pipeline's boxes, and above them
-_ROW, _GAP = 30, 8  # pixels: height of a row of boxes, and between two rows
-_DIGIT = 6.0  # pixels; a box that is narrower than the digits of its number has none
+# Of the picture of a pipeline, in pixels.
+_NAMES_WIDTH = 150  # room for names at the left of the boxes
+_ABOVE_ROWS = 8
+_ROW_HEIGHT = 30
+_ROW_GAP = 8
+_DIGIT_WIDTH = 6.0  # a box that is narrower than the digits of its number has none
 
 
 def draw_pipeline(plan: PipelinePlan) -> Figure | None:
@@ -430,22 +436,32 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
     ]
     chart = Chart(
         width=_WIDTH,
-        height=_AXIS + len(plan.places) * (_ROW + _GAP) + _BOTTOM,
+        height=_ABOVE_ROWS + len(plan.places) * (_ROW_HEIGHT + _ROW_GAP) + _BOTTOM,
         label="what each rank computes over a step",
-        left=_NAMES,
+        left=_NAMES_WIDTH,
         right=_RIGHT,
-        top=_AXIS,
+        top=_ABOVE_ROWS,
         bottom=_BOTTOM,
         x=Scale("planned time of the step", 0, high=plan.seconds, ticks=times),
     )
     # Place -> y of the top of its row, pixels.
-    row_tops = {place.place: _AXIS + row * (_ROW + _GAP) for row, place in enumerate(plan.places)}
+    row_tops = {
+        place.place: _ABOVE_ROWS + row * (_ROW_HEIGHT + _ROW_GAP)
+        for row, place in enumerate(plan.places)
+    }
     stage_indexes: dict[int, int] = {}  # stage -> its index among those of its rank
     for place in plan.places:
         y = row_tops[place.place]
         chart.put("text", text=f"rank {place.rank}, idle {place.idle:.1%}", x=0, y=y + 13)
         chart.put("text", text=f"layers {format_layers(place)}", x=0, y=y + 27)
-        chart.put("rect", "idle", x=_NAMES, y=y, width=_WIDTH - _NAMES - _RIGHT, height=_ROW)
+        chart.put(
+            "rect",
+            "idle",
+            x=_NAMES_WIDTH,
+            y=y,
+            width=_WIDTH - _NAMES_WIDTH - _RIGHT,
+            height=_ROW_HEIGHT,
+        )
         stage_indexes |= {stage: index for index, stage in enumerate(place.stages)}
     for span in plan.spans:
         _draw_box(chart, span, y=row_tops[span.place], stage_index=stage_indexes.get(span.stage, 0))
@@ -483,10 +499,10 @@ def _draw_box(chart: Chart, span: ActionSpan, y: int, stage_index: int) -> None:
         x=x,
         y=top,
         width=max(width, 0.1),  # a box without width would not be seen
-        height=_ROW - (top - y),
+        height=_ROW_HEIGHT - (top - y),
     )
     text = str(span.micro_batch)
-    if width >= _DIGIT * len(text) + 1:
+    if width >= _DIGIT_WIDTH * len(text) + 1:
         chart.put("text", "mark", text, x=x + width / 2, y=y + 23)
 
 
@@ -494,7 +510,7 @@ def _draw_box(chart: Chart, span: ActionSpan, y: int, stage_index: int) -> None:
 
 # Title of a section -> name of a figure -> the figure as a cell (`Bytes`, `Seconds`, `Count` or
 # text); None where it was not planned.
-Figures = dict[str, dict[str, Any]]
+ComparedFigures = dict[str, dict[str, Any]]
 _COMMUNICATION = "communication of a step, one rank"
 # Names of sums, which stand last in their sections.
 _SUMS = ("active", "all, one rank: wire", "all, all ranks: wire")
@@ -552,7 +568,7 @@ def _compare(a: Any, b: Any, title: str) -> list[Any]:
     return ["-" if a is None else a, "-" if b is None else b, change]
 
 
-def _collect_figures(plan: Plan) -> Figures:
+def _collect_figures(plan: Plan) -> ComparedFigures:
     """Return all figures of a plan that are compared; every plan has the same sections."""
     reserved = compute_planned_reserved(plan)
     outside = plan.outside.total
@@ -561,7 +577,7 @@ def _collect_figures(plan: Plan) -> Figures:
     for peak in plan.heaviest.peaks:
         for field, name in _PHASE_COLUMNS.items():
             peaks[f"{peak.phase}: {name}"] = Bytes(getattr(peak, field))
-    figures: Figures = {
+    figures: ComparedFigures = {
         "verdict": {
             "verdict": plan.verdict,
             "reserved": Bytes(reserved),
@@ -576,11 +592,12 @@ def _collect_figures(plan: Plan) -> Figures:
     }
     for (dim, size), rows in group_by_dim(plan.communication).items():
         for operation in dict.fromkeys(row.operation for row in rows):
-            count, _, wire, _ = sum_traffic(row for row in rows if row.operation == operation)
+            traffic = sum_traffic([row for row in rows if row.operation == operation])
             name = f"{operation}, {dim}[{size}]"
-            figures[_COMMUNICATION] |= {f"{name}: count": Count(count), f"{name}: wire": wire}
+            figures[_COMMUNICATION][f"{name}: count"] = Count(traffic.count)
+            figures[_COMMUNICATION][f"{name}: wire"] = traffic.wire_bytes
     if plan.communication:
-        wire = sum_traffic(plan.communication)[2]
+        wire = sum_traffic(plan.communication).wire_bytes
         figures[_COMMUNICATION] |= {
             "all, one rank: wire": wire,
             "all, all ranks: wire": Bytes(wire * plan.ranks),

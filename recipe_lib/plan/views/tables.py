@@ -8,6 +8,7 @@ coordinate in a pipeline, whose ranks have the same stages. Imports no torch.
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -150,14 +151,36 @@ def build_stage_table(plan: Plan) -> Table | None:
         for place in plan.pipeline.places
         if place.rank in ranks  # --rank may leave places out
     ]
-    columns = "rank, layers, parameters, in flight, active, states, activations, other, reserved"
-    optional = "parameters, sends, other, computes, reserved, layers, states, activations, idle"
     return Table(
         title="stages of the pipeline, at the peak of each",
-        header=[*columns.split(", "), "computes", "idle", "sends", ""],
+        header=[
+            "rank",
+            "layers",
+            "parameters",
+            "in flight",
+            "active",
+            "states",
+            "activations",
+            "other",
+            "reserved",
+            "computes",
+            "idle",
+            "sends",
+            "",
+        ],
         rows=rows,
         left=("rank", "layers", ""),
-        optional=tuple(optional.split(", ")),
+        optional=(
+            "parameters",
+            "sends",
+            "other",
+            "computes",
+            "reserved",
+            "layers",
+            "states",
+            "activations",
+            "idle",
+        ),
         notes=(
             "In flight: micro-batches between forward and backward, each stage counted; + those"
             " with deferred weight gradients. States: parameters, gradients and optimizer states at"
@@ -218,7 +241,6 @@ def build_layer_table(plan: Plan) -> Table | None:
         for name, group in zip(names, groups.values(), strict=True)
     ]
     rows.append(["total", "", "", "", *_sum_layers(list_outermost(plan.layers))])
-    columns = "module, weights, type, modules, parameters, trained, full model, this rank, kept"
     note = "Kept: activations saved for backward on this rank"
     if plan.pipeline:
         note += ". With a pipeline, this rank is for each module a rank that has it"
@@ -226,7 +248,17 @@ def build_layer_table(plan: Plan) -> Table | None:
         note += ". Weights: as this rank computes with them, gathered"
     return Table(
         title="layers: the full model and one rank's share",
-        header=columns.split(", "),
+        header=[
+            "module",
+            "weights",
+            "type",
+            "modules",
+            "parameters",
+            "trained",
+            "full model",
+            "this rank",
+            "kept",
+        ],
         rows=rows,
         left=("module", "weights", "type"),
         optional=("type", "modules", "trained", "full model", "parameters"),
@@ -272,17 +304,23 @@ _COLUMNS = 74  # width of a line of groups, so that it fits into 80
 _NO_BREAK = "\N{NO-BREAK SPACE}"  # in place of a space at which a line is not to be broken
 
 
-def sum_traffic(rows: Iterable[CommunicationRow]) -> tuple[int, Bytes, Bytes, Seconds]:
-    """Return (collectives of a step, bytes of their tensors, bytes that one rank sends, seconds).
+@dataclass(frozen=True)
+class Traffic:
+    """Sums over collectives of a step."""
 
-    Seconds are the sum, as if one collective ran after the other.
-    """
-    rows = list(rows)  # an iterator could be summed only once
-    return (
-        sum(row.count for row in rows),
-        Bytes(sum(row.count * row.bytes for row in rows)),
-        Bytes(sum(row.count * row.wire_bytes for row in rows)),
-        Seconds(sum(row.count * row.seconds for row in rows)),
+    count: int  # collectives
+    bytes: Bytes  # of their whole tensors
+    wire_bytes: Bytes  # that one rank sends
+    seconds: Seconds  # as if one collective ran after the other
+
+
+def sum_traffic(rows: Sequence[CommunicationRow]) -> Traffic:
+    """Return the sums over collectives of a step."""
+    return Traffic(
+        count=sum(row.count for row in rows),
+        bytes=Bytes(sum(row.count * row.bytes for row in rows)),
+        wire_bytes=Bytes(sum(row.count * row.wire_bytes for row in rows)),
+        seconds=Seconds(sum(row.count * row.seconds for row in rows)),
     )
 
 
@@ -312,13 +350,23 @@ def build_communication_table(plan: Plan) -> Table | None:
             rows.append(_build_traffic_row(f"  {operation}", group, common))
     rows.append(_build_traffic_row("one rank", plan.communication))
     if plan.pipeline is None:  # in a pipeline other ranks send other amounts
-        sent = Bytes(sum_traffic(plan.communication)[2] * plan.ranks)
+        sent = Bytes(sum_traffic(plan.communication).wire_bytes * plan.ranks)
         rows.append([f"all {plan.ranks} ranks", "", "", "", "", "", sent, "", "", ""])
-    columns = "operation, where, count, each, dtype, together, on the wire, alone, module, shape"
     whose = f", {format_rank(plan, plan.heaviest)}" if plan.pipeline else ""
     return Table(
         title=f"communication of a step{whose}",
-        header=columns.split(", "),
+        header=[
+            "operation",
+            "where",
+            "count",
+            "each",
+            "dtype",
+            "together",
+            "on the wire",
+            "alone",
+            "module",
+            "shape",
+        ],
         rows=rows,
         left=("operation", "where", "module", "shape"),
         optional=("shape", "module", "dtype", "together", "each", "alone"),
@@ -340,8 +388,19 @@ def _build_traffic_row(
     common: (part of the step, bytes of one, dtype, modules, shapes); "" where they differ.
     """
     where, num_bytes, dtype, modules, shapes = common
-    count, *sums = sum_traffic(rows)
-    return [name, where, count, num_bytes, dtype, *sums, modules, shapes]
+    traffic = sum_traffic(rows)
+    return [
+        name,
+        where,
+        traffic.count,
+        num_bytes,
+        dtype,
+        traffic.bytes,
+        traffic.wire_bytes,
+        traffic.seconds,
+        modules,
+        shapes,
+    ]
 
 
 def build_volume_table(plan: Plan) -> Table | None:
@@ -493,7 +552,7 @@ def build_stage_ranks_table(plan: Plan) -> Table | None:
         return None
     rows: list[list[Any]] = []
     for place in plan.pipeline.places:
-        for stage, (first, last) in zip(place.stages, place.layers, strict=False):
+        for stage, (first, last) in zip(place.stages, place.layers, strict=True):
             layers = format_ranges(range(first, last + 1))
             ranks = format_ranges(place.ranks)
             rows.append([stage, layers, _format_ranges(plan, place.ranks), ranks])

@@ -39,14 +39,11 @@ def compute_planned_reserved(plan: Plan) -> int:
 
 def format_verdict(plan: Plan) -> str:
     """Return the verdict and the sum that it is by; the figures add up as they are printed."""
-    expandable = max(rank.reserved_expandable for rank in plan.rank_plans)
-    is_expandable = compute_planned_reserved(plan) == expandable != plan.heaviest.reserved
-    segments = " (expandable segments)" if is_expandable else ""
     reserved, outside, memory, margin = _format_sum(plan)
     estimate = f"; an estimate: {plan.estimate}" if plan.estimate else ""
     return (
         f"{plan.verdict.upper()}  {plan.ranks} x {plan.device.name} ({memory} each)  peak"
-        f" reserved{segments} {reserved} + outside torch {outside},"
+        f" reserved {reserved} + outside torch {outside},"
         f" {'margin' if plan.margin >= 0 else 'exceeds by'} {margin}{estimate}"
     )
 
@@ -175,7 +172,6 @@ def list_run_facts(plan: Plan) -> Facts:
 
 
 def _format_sequence(plan: Plan) -> str:
-    """Return the tokens of a sequence, where the number is from, and the lengths in the data."""
     source = plan.sequence["source"]
     source_name, _, reason = source.partition(": ")
     # The reason is left out where an assumption says it.
@@ -279,7 +275,6 @@ def list_time_facts(plan: Plan) -> Facts:
 
 
 def _format_exposed(seconds: float, exposed: float) -> str:
-    """Return seconds in all, and those in which no kernel runs, as a text."""
     return f"{format_duration(seconds)} total, {format_duration(exposed)} exposed"
 
 
@@ -299,7 +294,6 @@ def list_step_facts(plan: Plan) -> Facts:
 
 
 def _format_pipeline(pipeline: PipelinePlan) -> str:
-    """Return the schedule of a pipeline, and the share of its time in which ranks wait."""
     text = (
         f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of"
         f" {pluralize(pipeline.micro_batch_size, 'sequence')}"

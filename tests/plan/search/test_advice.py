@@ -238,16 +238,16 @@ def test_adapters_of_attention_are_weighed_against_those_of_all_experts(tmp_path
         1, PlannedSequence(100, "")
     )
     cfg = mixture_config(tmp_path, "lora.rank=4", "lora.quantize_base=nf4")
-    (lever,) = [one for one in list_levers(cfg, wanted) if one.weighed]
+    (lever,) = [one for one in list_levers(cfg, wanted) if one.is_always_shown]
     assert (
         lever.changes == {"lora.target_modules": ["all-linear", "experts"]}
         and "with those" in lever.note
     )
     cfg.lora.target_modules = ["q", "experts"]
-    (lever,) = [one for one in list_levers(cfg, wanted) if one.weighed]
+    (lever,) = [one for one in list_levers(cfg, wanted) if one.is_always_shown]
     assert lever.changes == {"lora.target_modules": ["q"]} and "without those" in lever.note
     dense = build_settings("llama3/8B_lora", 1)[1]
-    assert not [one for one in list_levers(dense, wanted) if one.weighed]
+    assert not [one for one in list_levers(dense, wanted) if one.is_always_shown]
 
 
 def test_what_is_weighed_is_shown_where_it_takes_more() -> None:
@@ -260,7 +260,9 @@ def test_what_is_weighed_is_shown_where_it_takes_more() -> None:
     sizes = size + GIB, size + GIB, size + GIB
     more = Estimate(*sizes, 0, 2.0, 1, 0, 0, 0, "", usable=plan.device.usable)
     base = dataclasses.replace(more, active=size, seconds=1.0)
-    tried = [(Lever({name: 1}, weighed=name == "weighed"), more) for name in ("a", "weighed")]
+    tried = [
+        (Lever({name: 1}, is_always_shown=name == "weighed"), more) for name in ("a", "weighed")
+    ]
     shown = {row.override: row.bytes for row in advise(plan, base, tried)}
     assert shown.get("weighed=1") == GIB and "a=1" not in shown
 

@@ -16,7 +16,8 @@ import torch
 
 from recipe_lib.plan.allocation.scratch import make_kernel_memory
 from recipe_lib.plan.simulated_world.simulated_device import NAME, Event, Stream
-from recipe_lib.plan.streams.stream_checker import Line, StreamChecker
+from recipe_lib.plan.streams.code_lines import Line
+from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.tracing.trace_rank import simulate
 from tests.plan.apart import build_settings
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_streams
-from recipe_lib.plan.streams.stream_checker import format_line
+from recipe_lib.plan.streams.code_lines import format_line
 from tests.plan.apart import call_in_fork
 from tests.plan.streams.mutations import CASES, check
 from tests.selection import mark_slow_but

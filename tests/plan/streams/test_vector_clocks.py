@@ -5,7 +5,8 @@ from collections import defaultdict
 
 import pytest
 
-from recipe_lib.plan.streams.stream_checker import HOST, Clock, VectorClocks
+from recipe_lib.plan.streams.vector_clocks import Clock, VectorClocks
+from recipe_lib.plan.tracing.trace import HOST
 
 STREAMS = (0, 1, 2, 3)
 
