@@ -142,7 +142,6 @@ class HashedFile:
             view = view[written:]
 
     def record(self) -> FileRecord:
-        """Return name, size and hash of what has been written so far."""
         return FileRecord(self.path.name, self.size, self._hash.hexdigest())
 
     def __enter__(self) -> Self:

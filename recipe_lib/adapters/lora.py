@@ -401,12 +401,10 @@ def get_matrix_kind(name: str) -> str:
 
 
 def _get_list_name(layer: str) -> str:
-    """Return the name of the list that a layer is an element of."""
     return layer.rpartition(".")[0]
 
 
 def _is_worth_naming(numbers: Mapping[str, int], total: int) -> bool:
-    """Return True if the elements of all kinds are more than _SMALL of the layers' `total`."""
     return sum(numbers.values()) > _SMALL * total
 
 

@@ -420,7 +420,6 @@ def _multiply_gradient(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
-    """Return the gradient of hidden, given that of the result of `_multiply`."""
     storage = (codes, scales, factors)
     return gradient @ dequantize(*storage, columns, dtype, place).to(gradient.dtype)
 

@@ -322,7 +322,6 @@ def _drop_untrained(
 def _list_name_faults(
     adapter: "AdapterFile", base: ModelSpec, base_tensors: Mapping[str, _BaseTensor]
 ) -> list[str]:
-    """Return a line for each kind of fault in the names of the saved tensors."""
     faults: list[str] = []
     unknown: list[str] = []
     without_base: list[str] = []  # biases of B whose linear in the base has none
@@ -542,7 +541,6 @@ def _settle_vocabulary(
 
 
 def _have_same_numbers(adapter: "AdapterFile", embedding: SavedTensor, head: SavedTensor) -> bool:
-    """Return True if embedding and head are saved with the same numbers."""
     with safe_open(str(adapter.path), framework="pt") as file:
         for first, second in (
             (embedding.replacement, head.replacement),

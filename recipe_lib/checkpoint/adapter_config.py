@@ -180,11 +180,9 @@ class AdapterConfig:
     )
 
     def get_rank(self, module: FileModule) -> int:
-        """Return the rank of a module's adapter."""
         return int(self._find_number("rank_pattern", module, self.rank))
 
     def compute_scaling(self, module: FileModule) -> float:
-        """Return the scaling, by which a module's product B A is multiplied."""
         alpha = self._find_number("alpha_pattern", module, self.alpha)
         return compute_scaling(alpha, self.get_rank(module), self.rslora)
 

@@ -89,7 +89,6 @@ class AdapterFile:
 
     @property
     def path(self) -> Path:
-        """Return the path of the file with the tensors."""
         return self.folder / TENSOR_FILE
 
     def list_modules(self, spec: ModelSpec) -> list[FileModule]:
@@ -110,7 +109,6 @@ class AdapterFile:
         return self.read_tensor(self.tensors[module][suffix][0])
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor by its name in the file."""
         with safe_open(str(self.path), framework="pt") as file:
             return file.get_tensor(name)
 

@@ -249,7 +249,6 @@ def merge_adapter(
 def _plan_parameters(
     spec: DecoderSpec, adapter: AdapterFile, file_dtype: torch.dtype
 ) -> dict[str, PlannedTensor]:
-    """Return the parameters of the merged model, and the extra ones that the adapter has."""
     parameters = {
         name: PlannedTensor(name, file_dtype, shape)
         for name, shape in compute_parameter_shapes(spec).items()
@@ -464,7 +463,6 @@ def _merge_matrix(weight: Tensor, update: Update) -> Tensor:
 
 
 def _read_update(adapter: AdapterFile, module: FileModule) -> Update:
-    """Return the adapter of one module in the files, read from them."""
     magnitudes = adapter.read(module.name, MAGNITUDE) if adapter.config.dora else None
     scaling = adapter.config.compute_scaling(module)
     if module.is_embedding:  # PEFT adapts the transposed weight: A and B change places

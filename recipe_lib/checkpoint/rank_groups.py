@@ -160,7 +160,6 @@ class Holders:
 
     @property
     def leader(self) -> int:
-        """Return the first rank of this rank's group."""
         return self.leaders[self.rank]
 
     @property

@@ -250,7 +250,6 @@ def _plan_shard(tensors: dict[str, torch.Tensor], world: RankGroup) -> _Shard:
 
 
 def _write_shard(folder: Path, shard: _Shard, world: RankGroup) -> list[files.FileRecord]:
-    """Write this rank's tensor file and flush it; write none if the rank has no tensors."""
     if not shard.planned:
         return []
     path = folder / f"shard-{world.rank + 1:05d}-of-{world.size:05d}.safetensors"
@@ -550,7 +549,6 @@ def _make_targets(
 
 
 def _get_rng_file_name(rank: int) -> str:
-    """Return the name of a rank's file of random number generators in a state folder."""
     return f"rng-{rank + 1:05d}.safetensors"
 
 

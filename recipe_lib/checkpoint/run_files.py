@@ -215,7 +215,7 @@ def read_record(root: Path) -> OutputRecord | None:
     path = root / RECORD
     if not path.is_file():
         return None
-    try:
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         fields = read_object(path, _MAX_RECORD_BYTES)
         fields.setdefault("records", {})  # of a run of an earlier version
         record = OutputRecord(**{name: fields[name] for name in OutputRecord.__dataclass_fields__})
@@ -225,8 +225,6 @@ def read_record(root: Path) -> OutputRecord | None:
         # No name may lead out of the folder: what is listed may be removed.
         if are_texts and all(map(files.is_plain_name, names)):
             return record
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        pass
     return OutputRecord()
 
 

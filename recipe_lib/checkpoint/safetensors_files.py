@@ -188,7 +188,6 @@ class Reader(ExitStack):
         self._files: dict[Path, Any] = {}
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor, in host memory."""
         return self._open(name).get_tensor(name)
 
     def get_slice(self, name: str) -> Any:
@@ -250,7 +249,6 @@ class PlannedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of data it takes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -127,7 +127,6 @@ def copy_tokenizer(
 
 
 def _load_if_readable(vocabulary: Path) -> Tokenizer | None:
-    """Return the tokenizer of a file; None if this library cannot read it."""
     try:
         return load_tokenizer(
             vocabulary.parent if vocabulary.name in TOKENIZER_FILES else vocabulary

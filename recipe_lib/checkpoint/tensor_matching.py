@@ -101,7 +101,6 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
 
 
 def _have_same_numbers(name: str, first: FileTensor, second: FileTensor) -> bool:
-    """Return True if two files have the same numbers, of the same type, under one name."""
     if first.entry.dtype != second.entry.dtype:
         return False
     with Reader({name: first}) as first_file, Reader({name: second}) as second_file:

@@ -273,7 +273,6 @@ class Answers:
             self._file.append(text.encode())
 
     def close(self) -> None:
-        """Close the file; standard output stays open."""
         if self._file is not None:
             self._file.close()
 

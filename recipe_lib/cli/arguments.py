@@ -105,7 +105,6 @@ class Parser(argparse.ArgumentParser):
         )
 
     def print_help(self, file: Any = None) -> None:
-        """Write the help."""
         # argparse's own ignores OSError: on a full disk the exit code would be 0.
         (file or sys.stdout).write(self.format_help())
 

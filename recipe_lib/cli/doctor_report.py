@@ -117,7 +117,6 @@ def _list_gpus(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _list_copies(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return step -> result of the copies between GPUs."""
     return {name: value for name, value in facts["steps"].items() if name.startswith("copies from")}
 
 
@@ -144,7 +143,6 @@ def is_in_range(package: str, version: str) -> bool:
 
 
 def _check_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield GPUs that torch does not see or shares with other programs, and slow ones."""
     torch = facts["steps"].get("torch")
     gpus = _list_gpus(facts)
     listed = facts["machine"]["listed_gpus"]
@@ -182,7 +180,6 @@ def _check_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check_links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield wrong copies between GPUs, and collectives that hang, break or give wrong numbers."""
     copies = _list_copies(facts)
     wrong = [f"{name}: {copy['wrong'][0]}" for name, copy in copies.items() if copy["wrong"]]
     if wrong:
@@ -197,7 +194,6 @@ def _check_links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield short host memory, and folders that cannot be written to or are nearly full."""
     memory = facts["steps"].get("host memory")
     if memory and memory["free"] < MIN_HOST_MEMORY:
         yield (
@@ -314,7 +310,6 @@ def _describe_gpus(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _describe_links(facts: dict[str, Any]) -> Section:
-    """Return the section on links: copies between GPUs, and a table of the collectives."""
     section = Section("links")
     copies = _list_copies(facts).values()
     links = facts["links"]

@@ -150,7 +150,6 @@ def _is_as_fetched(output: Path, name: str) -> bool:
 
 
 def _is_same_as_on_hub(path: Path, sibling: Any) -> bool:
-    """Return True if the file has the size and the hash of the one on the hub."""
     if path.stat().st_size != sibling.size:
         return False
     # Of a large file the hub gives the content's SHA-256, of one in git the hash of git's blob.

@@ -18,10 +18,10 @@ import torch
 
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.cli.arguments import check_output_folder
-from recipe_lib.cli.export_trained import CONFIG_FILE, find_run
+from recipe_lib.cli.export_trained import find_run
 from recipe_lib.cli.recipes import load_run_config
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig, load_config
-from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER
+from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER, CONFIG_FILE
 from recipe_lib.config.schema_data import DataConfig, resolve_validation_source
 from recipe_lib.config.suggest import show
 from recipe_lib.data import (
@@ -223,7 +223,6 @@ def _find_base_folder(
 
 
 def _build_questions(dataset: Dataset, tokenizer: Tokenizer) -> dict[int, Question]:
-    """Return the questions by sequence, and log how many sequences have none."""
     questions = build_questions(dataset, tokenizer.stop_ids)
     if len(questions) < len(dataset):
         get_logger().info(
@@ -237,7 +236,6 @@ def _build_questions(dataset: Dataset, tokenizer: Tokenizer) -> dict[int, Questi
 
 @contextmanager
 def _report_out_of_memory(source: GenerationSource, world: World) -> Iterator[None]:
-    """Turn torch's error of a full device into an OutOfMemoryError with what to try."""
     try:
         yield
     except torch.OutOfMemoryError as error:

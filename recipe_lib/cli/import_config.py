@@ -81,7 +81,6 @@ def _check_target(name: str) -> Path:
 
 
 def _format_explanation(imported: ImportedConfig) -> str:
-    """Return the table of keys and the notes; broken between words on a terminal."""
     lines = [
         f"{imported.source}: a config of torchtune's",
         *imported.format_table().splitlines(),

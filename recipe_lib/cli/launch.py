@@ -281,7 +281,6 @@ class Rank:
         self.pid_file.unlink(missing_ok=True)
 
     def stop_requested(self) -> bool:
-        """Return True if the launcher was asked to stop."""
         return (self.folder / "stop").exists()
 
     def leave_together(self, code: int) -> int:
@@ -383,7 +382,6 @@ class Launcher:
             self.finished.set()
 
     def _wait(self) -> None:
-        """Wait until torchrun's agent has finished."""
         reported_at = None
         while not self.finished.wait(0.2):
             if reported_at is None and (self.folder / REPORTED_FILE).exists():

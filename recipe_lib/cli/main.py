@@ -142,7 +142,6 @@ def get_module_name(verb: str) -> str:
 
 
 def _show_progress(verb: str) -> AbstractContextManager[Any]:
-    """Return a context that shows the verb's text of `WAITING_TEXTS` on a terminal."""
     if verb not in WAITING_TEXTS:
         return nullcontext()
     from recipe_lib.report.phases import phase  # imports rich, which `tune --help` does without

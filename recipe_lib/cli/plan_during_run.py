@@ -252,7 +252,6 @@ class _CpuLimit:
         self.set(seconds)
 
     def set(self, seconds: int) -> None:
-        """Set the CPU seconds after which `_TooSlow` is raised."""
         self.seconds = seconds  # kept here, as the kernel raises its soft limit with each signal
         # The hard limit kills the process if the exception does not end it. It is the larger one
         # from the start, as an ordinary process cannot raise it again.
@@ -270,7 +269,8 @@ def main(argv: list[str]) -> int:
     """
     say = _silence_output()
     limit = _CpuLimit(CPU_SECONDS)
-    _yield_to_run()
+    os.nice(10)  # the run goes first
+    threading.Thread(target=_end_with_the_run, daemon=True).start()
     has_gpus = hide_gpus()
     try:
         arguments = read_arguments(argv[1:])
@@ -348,14 +348,7 @@ def _silence_output() -> Callable[[str], None]:
     return say
 
 
-def _yield_to_run() -> None:
-    """Give way to other processes, and end with the run."""
-    os.nice(10)
-    threading.Thread(target=_end_with_the_run, daemon=True).start()
-
-
 def _end_with_the_run() -> None:
-    """End this process when the run's is gone."""
     # The run holds the other end of standard input, which closes however that process ends.
     os.read(0, 1)
     os._exit(0)

@@ -127,7 +127,6 @@ def _check_tokenizer_of_model(cfg: Any) -> str | None:
 
 
 def _list_sources(cfg: Any) -> dict[str, str]:
-    """Return config key -> source of samples."""
     sources: dict[str, str] = {}
     sources_by_key = {
         f"{section}.source": data_source.source
@@ -220,7 +219,6 @@ def _check_resume(cfg: Any) -> None:
 
 
 def _check_text(cfg: Any) -> None:
-    """Check that the tokenizer and the template that the config names are there."""
     if cfg.tokenizer.path:
         find_tokenizer(Path(cfg.tokenizer.path))
     if cfg.tokenizer.chat_template:
@@ -228,7 +226,6 @@ def _check_text(cfg: Any) -> None:
 
 
 def _check_own_tokenizer(cfg: Any) -> str | None:
-    """Check the tokenizer of the model's folder, where the config sets no other."""
     name = cfg.model.path
     if not name or cfg.tokenizer.path or _is_made_by_a_run(name, MODEL_FOLDER):
         return None

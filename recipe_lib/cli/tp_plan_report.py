@@ -52,7 +52,6 @@ class PlannedSizes:
     proofs: list[dict[str, Any]]  # of `certify_plans`; empty without --certify
 
     def has_failures(self) -> bool:
-        """Return True if a plan could not be proved."""
         return any(proof["failures"] for proof in self.proofs)
 
 

@@ -43,7 +43,6 @@ class _Tensors:
     """A dataclass whose tensors move together."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Return a copy on another device."""
         return _change_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:

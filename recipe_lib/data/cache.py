@@ -95,7 +95,6 @@ class ArrayWriter:
         return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
     def get_arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that were written, by the names of ARRAYS."""
         if self.folder is not None:
             return map_arrays(self.folder)
         return {
@@ -217,7 +216,6 @@ def _convert_os_errors() -> Iterator[None]:
 
 
 def _hash_json(content: Any) -> str:
-    """Return the SHA-256 of JSON values, in hex."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -339,7 +339,6 @@ class Template:
 
     @cached_property
     def features(self) -> TemplateFeatures:
-        """Return how the template treats thoughts and tool calls. It is probed at the first use."""
         source = self.tokenizer.chat_template
         if not self.is_chat or source is None:
             return TemplateFeatures()
@@ -451,7 +450,6 @@ class RenderedChat:
         return require_text(self._renderings[request])
 
     def split_into_tokens(self, text: str) -> list[str]:
-        """Return the tokens of a rendering as texts, for error lines."""
         tokenizer = self.template.tokenizer
         ids = encode_escaped(tokenizer, [text], self.escape)[0]
         return [tokenizer.get_token_bytes(token_id).decode(errors="replace") for token_id in ids]

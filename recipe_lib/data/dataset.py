@@ -54,7 +54,6 @@ class Origin:
     digests: np.ndarray  # uint64 `[items]`, equal for items with the same tokens and labels
 
     def locate_item(self, item: int) -> str:
-        """Return file and line of an item, as text for an error line."""
         return self.files[int(self.file_of[item])].locate_sample(int(self.sample_of[item]))
 
 
@@ -246,7 +245,6 @@ class Dataset:
 
     @cached_property
     def largest_id(self) -> int:
-        """Return the largest id in any sequence."""
         return int(self.ids.max())
 
 

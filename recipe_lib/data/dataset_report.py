@@ -95,12 +95,10 @@ class DataReport:
 
     @property
     def item_noun(self) -> str:
-        """Return the noun for an item: `sequence`, or `pair`."""
         return "pair" if self.preferences else "sequence"
 
     @property
     def label_token_fraction(self) -> float:
-        """Return the share of the tokens that the loss counts, 0 to 1."""
         return self.trained_tokens / self.tokens if self.tokens else 0.0
 
     def add(self, other: "DataReport") -> None:
@@ -147,7 +145,6 @@ class DataReport:
         return [line for line_cause, line in self.bad_lines if line_cause == cause][:PLACES]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON values, to be stored with the dataset."""
         return vars(self) | {
             "bad_samples": dict(self.bad_samples),
             "idle_names": dict(self.idle_names),
@@ -284,7 +281,6 @@ class DataReport:
         return lines + self._describe_bad_samples() if faults else lines
 
     def _describe_counts(self) -> str:
-        """Return a text with the number of items, and of the samples they were made of."""
         kind = (
             pluralize(self.pairs, "pair")
             if self.preferences
@@ -461,7 +457,6 @@ class DataReport:
         ) + [f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()]
 
     def describe_bos(self) -> str:
-        """Return a text on whether sequences begin with BOS, or what decides it."""
         ours = (
             "each sequence begins with BOS" if self.adds_bos else "no BOS is put before a sequence"
         )

@@ -133,7 +133,6 @@ class SourceEncoder:
                 )
 
     def build_report(self) -> DataReport:
-        """Return an empty report of this source."""
         cfg = self.cfg
         encoder = self.encoder
         return DataReport(

@@ -48,7 +48,6 @@ class SpecialCounts:
 
     @property
     def is_empty(self) -> bool:
-        """Return True if nothing was counted."""
         return not (self.parsed or self.unparsed or self.foreign or self.rendered)
 
     @property
@@ -98,7 +97,6 @@ class SpecialCounts:
         )
 
     def describe_split(self) -> str:
-        """Return the text of a warning: which special tokens stay text, and what to do."""
         spell = "spells" if self.samples == 1 else "spell"
         foreign_tokens = " or ".join(map(repr, list(self.foreign)[:MAX_TOKENS]))
         remedies = choose_lines(

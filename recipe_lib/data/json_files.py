@@ -49,13 +49,11 @@ class JsonFile(IndexedFile):
 
     @property
     def keys_beside(self) -> dict[str, str]:
-        """Return {key beside the list `data`: the kind of its value}; "" if it changes nothing."""
         len(self)  # scans the file, if that was not done yet
         return self._beside
 
 
 def _describe(value: Any) -> str:
-    """Return the kind of a value in words, for error lines."""
     return "a very long value" if value is TOO_LONG else describe_kind(value)
 
 

@@ -522,7 +522,6 @@ class Encoder:
         return max((end for end in self._ends if bare.endswith(end)), key=len, default="")
 
     def strip_end(self, text: str) -> str:
-        """Return the text without the end token at its end, if it has one."""
         end = self.find_end(text)
         return text.rstrip().removesuffix(end) if end else text
 

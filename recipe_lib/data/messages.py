@@ -535,7 +535,6 @@ def name_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def _make_call_id(message_index: int, position: int, call: RawSample) -> str:
-    """Return an id for a call. position: index in the message."""
     content = json.dumps([message_index, position, call], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[
         :9

@@ -134,11 +134,9 @@ class IndexedFile(LocalFile):
         """
 
     def decode(self, content: bytes, sample_index: int) -> dict[str, Any] | SampleFault:
-        """Return the sample of these bytes. sample_index: its index in the file."""
         return parse_sample(content)
 
     def locate(self, sample_index: int, line: int) -> str:
-        """Return the place of a sample by its index and line."""
         return f"{self.place}:{line}" if line else self.place
 
     def __len__(self) -> int:

@@ -52,7 +52,6 @@ class SamplePlaces:
         return bool(self.messages) and all(place.path == place.content for place in self.messages)
 
     def locate_content(self, message_index: int) -> str:
-        """Return where the content of a message is."""
         return (
             self.messages[message_index].content
             if message_index < len(self.messages)
@@ -137,7 +136,6 @@ class LabeledAnswer:
     variables: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
 
     def build_conversations(self) -> list[Conversation]:
-        """Return the prompt with the answer."""
         return [
             Conversation(
                 [*self.prompt, *self.completion],
@@ -319,7 +317,6 @@ class Columns:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Return the required and the optional columns."""
         return (*self.required, *self.optional)
 
     def list_spellings(self, column: str, columns: Mapping[str, str]) -> tuple[str, ...]:

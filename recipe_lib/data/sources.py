@@ -246,10 +246,6 @@ class HubSamples(SampleFile):
         return len(self._samples)
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[LocatedSample]:
-        """Yield (place, sample) of samples start .. stop (exclusive), without null fields.
-
-        A SampleFault stands for a sample over the limit.
-        """
         samples = self._samples
         stop = len(samples) if stop is None else min(stop, len(samples))
         for first in range(start, stop, ROWS_AT_ONCE):

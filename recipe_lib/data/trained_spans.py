@@ -376,7 +376,6 @@ class RenderedSequence:
 
     @property
     def spans(self) -> list[Span]:
-        """Return the spans of the text that are trained."""
         return [span for answer in self.answers for span in answer.spans]
 
 

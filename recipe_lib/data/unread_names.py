@@ -227,7 +227,6 @@ class UnreadNames:
         return f", or say with {row.section}.columns which of {', '.join(free_names)} it is"
 
     def _suggest_ignoring(self, names: Collection[str]) -> str:
-        """Return the remedy for names that change nothing: to add them to data.ignore_columns."""
         ignored = ",".join(
             name if _WORD.match(name) else json.dumps(name, ensure_ascii=False)
             for name in (*self.ignored, *names)
@@ -318,7 +317,6 @@ def collect_texts(sample: Sample) -> list[str]:
 
 
 def _has_text(value: Any) -> bool:
-    """Return True if there is a text anywhere in a value."""
     if isinstance(value, dict):
         return any(map(_has_text, value.values()))
     return any(map(_has_text, value)) if isinstance(value, list) else isinstance(value, str)

@@ -222,7 +222,6 @@ class Evaluation:
     settings: Mapping[str, Any]  # config key or option of the evaluation -> value
 
     def build_summary(self) -> dict[str, Any]:
-        """Return the content of summary.json: names, counts, the means of each model, settings."""
         scores = next(iter(self.models.values())).scores
         return {
             "models": dict(self.names),

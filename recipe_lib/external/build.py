@@ -375,7 +375,6 @@ def _get_dtype(model: ExternalModel) -> torch.dtype:
 
 
 def _log_undivided(model: nn.Module, reason: str) -> None:
-    """Log that the model makes the logits of all tokens at once, which takes their memory."""
     get_logger().info("loss: %s makes all logits at once: %s", type(model).__name__, reason)
 
 
@@ -493,7 +492,6 @@ _HERE = object()  # where the tensor stood among an operator's arguments
 
 
 def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) -> Tensor:
-    """Run the recorded operators on logits."""
     # An operator in place would write into the argument.
     if any(operator._schema.is_mutable for operator, _, _ in steps):
         logits = logits.clone()

@@ -375,7 +375,6 @@ class _Execution(TorchFunctionMode):
         return result
 
     def _make_other_calls_error(self, path: str, reason: str) -> SetupError:
-        """Make the error for a forward whose calls are not those of the traced one."""
         compiled = "compile=false or " if self.running.isolated_layer is not None else ""
         return SetupError(
             f"{path or 'the model'}: its forward went another way than the one that its"

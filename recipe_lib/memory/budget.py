@@ -79,7 +79,6 @@ class BudgetChoice:
     full_seconds: float = 0.0  # the same if layers kept nothing but their inputs
 
     def describe(self) -> str:
-        """Return `layers keep 3.97 GiB: ...` in one line."""
         num_unchecked = sum(operators is None for operators in self.kept.values())
         counts: Counter[str] = Counter()
         for operators in self.kept.values():
@@ -359,7 +358,6 @@ def _describe_layer(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _build_layer_cost(name: str, stage: int, input_bytes: int, record: _ForwardRecord) -> LayerCost:
-    """Build the cost of a layer from the record of its forward, or of a layer that is alike."""
     counts: Counter[str] = Counter()
     operators = []
     other_seconds = 0.0
@@ -388,7 +386,6 @@ def _make_plain(parameter: Tensor) -> Tensor:
 
 
 def _make_plain_meta(tensor: Tensor) -> Tensor:
-    """Return a tensor like this one on the meta device, plain or a DTensor of a plain one."""
     if isinstance(tensor, DTensor):
         local = _make_plain_meta(tensor.to_local())
         return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
@@ -435,7 +432,6 @@ def _record_forward(layer: nn.Module, kernels: str) -> Iterator[_ForwardRecord]:
 
 
 def _get_storage(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor, or of this rank's part of a DTensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 

@@ -126,8 +126,6 @@ def suspend_selective_checkpointing() -> Iterator[None]:
 
 
 def _wrap_in_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """Return a function that runs `forward` checkpointed. options: keywords of `checkpoint`."""
-
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(
             forward,

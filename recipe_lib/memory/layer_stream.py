@@ -351,7 +351,6 @@ def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit
     streams_trained = memory.optimizer_in_backward and memory.optimizer_offload
 
     def is_streamed(name: str, parameter: nn.Parameter) -> bool:
-        """Return True if a parameter of a unit is streamed."""
         if not parameter.requires_grad:
             return True
         # The gradient of a matrix that is used twice is complete after the backward of both units,

@@ -261,7 +261,6 @@ def _multiply_codes(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _round_up(size: int) -> int:
-    """Return a size, or the next multiple of 16."""
     return (size + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
 
 

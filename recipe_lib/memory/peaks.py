@@ -46,7 +46,6 @@ class PeakMemory:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new measurement, from the bytes that are allocated now."""
         if self.device.type != "cpu":
             torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
             return
@@ -57,7 +56,6 @@ class PeakMemory:
             self.resettable = True
 
     def read(self) -> Peaks:
-        """Return the peaks since the last reset, in bytes."""
         if self.device.type != "cpu":
             stats = torch.get_device_module(self.device).memory_stats(self.device)
             active, allocated, reserved = (

@@ -54,7 +54,6 @@ class FakeQuantization:
         self.is_on = step is None or step >= self.start_step
 
     def describe(self) -> str:
-        """Return a log line: `qat: 14 linears computed in int4, a scale for 32 weights`."""
         scales = f"{self.group_size} weights" if self.kind == "int4" else "each row"
         begins = f", from step {self.start_step + 1} on" if self.start_step else ""
         inputs = ", inputs too" if self.kind == "fp8" else ""

@@ -435,11 +435,6 @@ class Decoder(LanguageModel):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
-        """Run layers of a pipeline stage, see `LanguageModel.run_stage`.
-
-        hidden: from the stage before, in the shape of `compute_hidden_shape`. None: this is the
-        first stage, and tokens are embedded.
-        """
         hidden = self.model.embed_tokens(tokens) if hidden is None else hidden
         return self.model.run_layers(
             hidden, shape=tokens.shape, positions=positions, info=attention, layers=layers
@@ -477,11 +472,6 @@ class Decoder(LanguageModel):
         return self.model(tokens, positions, attention, None)
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        """Remove what other ranks of a pipeline have, see `LanguageModel.keep_stages`.
-
-        layers: indices of this rank's layers. first, last: True if it has the first or the last
-        stage.
-        """
         all_modules = {name for name, _ in self.named_modules() if name}
         # Entries are deleted, not renumbered, so that parameters keep the names of the files.
         for name in [name for name in self.model.layers._modules if int(name) not in layers]:

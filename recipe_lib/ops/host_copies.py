@@ -73,7 +73,6 @@ class HostCopies:
         return self._module.current_stream()
 
     def allocate_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return uninitialized host memory, pinned unless the device is the CPU."""
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.device.type != "cpu")
 
     def copy_to_device(self, pairs: Sequence[Pair]) -> Copy:

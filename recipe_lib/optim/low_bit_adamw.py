@@ -497,7 +497,6 @@ class ChunkedOptimizer(Optimizer):
             self._starts[parameter] = self._starts[owner]
 
     def make_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a parameter's state tensors, zeros, by key, sharded as the parameter is."""
         layouts = build_state_layouts(
             parameter, self.states_of(parameter), self.state_bits, master=self.cfg.master_weights
         )

@@ -221,7 +221,6 @@ class TiktokenVocabulary(Vocabulary):
         )
 
     def encode(self, text: str, position: TextPosition) -> list[int]:
-        """Return the ids of a piece of ordinary text, the same for any position."""
         cuts = [0, *(match.end() for match in self.LONG_SPACE.finditer(text)), len(text)]
         parts = (text[start:stop] for start, stop in itertools.pairwise(cuts))
         return list(itertools.chain.from_iterable(map(self._encoding.encode_ordinary, parts)))

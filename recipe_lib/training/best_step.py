@@ -61,7 +61,6 @@ class BestStep:
 
     @property
     def is_asked_for(self) -> bool:
-        """Return True if the config keeps the best step or stops early."""
         return self.keeps_weights or self._patience is not None
 
     @property

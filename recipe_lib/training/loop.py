@@ -191,7 +191,6 @@ class TrainingLoop:
         self._world.heartbeat.enter("exporting")
 
     def _is_over(self) -> bool:
-        """Return True if no step is left, or `validation.patience` ends the run."""
         return self.step >= self.total_steps or self._data.best.is_waited_out
 
     def finish(
@@ -333,7 +332,6 @@ class TrainingLoop:
         )
 
     def _is_validation_due(self) -> bool:
-        """Return True if a validation follows the step that was just recorded."""
         if self._cfg.validation.source is None:
             return False
         interval = self._cfg.validation.every_n_steps
@@ -483,7 +481,6 @@ class CommunicationProbe:
         self._profiler: Any = None  # torch's, while the step runs
 
     def begin(self, step: int) -> None:
-        """Start the profiler if this is the step."""
         if step != self._step:
             return
         if torch.autograd._profiler_enabled():
@@ -574,7 +571,6 @@ def measure_covered(spans: Spans) -> int:
 
 
 def _log_not_measured(reason: str) -> None:
-    """Log why communication is not measured, and the key that turns the measurement off."""
     get_logger().info(
         f"communication: not measured ({reason}); log.communication_step=null leaves it out"
     )

@@ -69,7 +69,6 @@ def _compute_without_gradients(
     compute: Callable[[Batch], Any],
     inside: Callable[[], AbstractContextManager[Any]],
 ) -> Any:
-    """Return the result of `compute` for a micro-batch; arguments: see `evaluate_micro_batches`."""
     with inside():
         return compute(batch)
 

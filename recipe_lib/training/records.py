@@ -174,7 +174,6 @@ class MetricsFile:
             replace_text(self.path, "".join(_encode_line(line) + "\n" for line in lines))
 
     def close(self) -> None:
-        """Close the file; a later `append` opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -270,7 +269,6 @@ def list_versions() -> dict[str, str]:
 
 
 def _encode_line(line: Mapping[str, Any]) -> str:
-    """Return a line of metrics as JSON, without secrets."""
     return redact(json.dumps(_replace_non_finite(line), allow_nan=False, ensure_ascii=False))
 
 
@@ -346,7 +344,6 @@ def render_report(
 
 
 def _draw_run_charts(lines: list[dict[str, Any]]) -> list[Figure]:
-    """Return a chart for each kind of number that the run recorded."""
     kind = next((line["memory_kind"] for line in lines if line.get("memory_kind")), "device")
     memory = "Peak device memory" if kind == "device" else f"Peak memory ({kind})"
     stage_peaks = sorted(
@@ -549,7 +546,6 @@ _DATA_ROWS = (
 
 
 def _format_data_count(counts: Mapping[str, Any], key: str) -> str:
-    """Return a cell of the table of data; empty if the key was not counted."""
     value = counts.get(key)
     if value is None:
         return ""
@@ -559,7 +555,6 @@ def _format_data_count(counts: Mapping[str, Any], key: str) -> str:
 
 
 def _format_headline(summary: Mapping[str, Any]) -> str:
-    """Return the page's first line: steps, losses, and how the best step was decided."""
     parts = [f"{summary['steps']} of {summary['total_steps']} steps"]
     if summary["first_loss"] is not None and summary["final_loss"] is not None:
         parts.append(f"loss {summary['first_loss']:.4f} → {summary['final_loss']:.4f}")

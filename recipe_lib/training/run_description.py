@@ -72,7 +72,6 @@ def list_derived_numbers(
 
 
 def _describe_devices(cfg: FullFinetuneConfig, world: World) -> str:
-    """Return a line on the number of devices and the dimensions of the mesh."""
     if world.size == 1:
         return f"devices: 1 {world.device.type}"
     shape = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
@@ -87,7 +86,6 @@ def _describe_devices(cfg: FullFinetuneConfig, world: World) -> str:
 def _describe_batch(
     cfg: FullFinetuneConfig, world: World, dataset: Dataset, plan: DataPlan
 ) -> list[str]:
-    """Return lines on the global batch and on the tokens of a step."""
     accumulation = cfg.gradient_accumulation_steps
     global_batch_size = cfg.batch_size * accumulation * world.data_ranks
     share = dataset.report.label_token_fraction
@@ -112,7 +110,6 @@ def _describe_batch(
 
 
 def _describe_pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]:
-    """Return a line on the pipeline's micro-batches and this rank's stages; none without one."""
     if parallel.pipeline is None:
         return []
     batch_size, num_micro_batches = compute_micro_batches(cfg)
@@ -130,7 +127,6 @@ def _describe_pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]
 
 
 def _describe_steps(cfg: FullFinetuneConfig, dataset: Dataset, plan: DataPlan) -> str:
-    """Return a line on the number of steps, of the run and of an epoch."""
     steps = plan.count_total_steps(cfg.epochs, cfg.max_steps)
     uncut_steps = plan.count_total_steps(cfg.epochs, None)
     cut = "" if steps == uncut_steps else f", cut by max_steps from {uncut_steps}"
@@ -158,7 +154,6 @@ def _describe_learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
 
 
 def _describe_model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> list[str]:
-    """Return lines on the parameters, and on the bytes that a rank needs before activations."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     num_trained = sum(parameter.numel() for parameter in trained)
     # Modules whose weight is quantized. Their packed parameters have fewer elements than the

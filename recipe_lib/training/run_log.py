@@ -112,7 +112,6 @@ class RunLog:
         self._progress.show_validation(line)
 
     def _record(self, line: Mapping[str, Any]) -> None:
-        """Append a line to metrics.jsonl, and send its numbers to the trackers."""
         if self._metrics:
             self._metrics.append(line)
         # Trackers take numbers only: text, null and the step itself are left out.
@@ -204,7 +203,6 @@ class Progress:
             show_rows(self._draw_rows)
 
     def show_step(self, line: Mapping[str, Any], recipe_metrics: Sequence[str] = ()) -> None:
-        """Show one optimizer step. line, recipe_metrics: see `RunLog.record_step`."""
         now = time.monotonic()
         seconds = now - self._last_time
         self._last_time = now
@@ -221,7 +219,6 @@ class Progress:
             get_logger().info(self._format_plain_line())
 
     def show_validation(self, line: Mapping[str, Any]) -> None:
-        """Show one validation, in a line of its own."""
         if self._is_shown:
             numbers = [
                 f"{name.removeprefix('validation_').replace('_', ' ')} {_format_number(line[name])}"
@@ -238,7 +235,6 @@ class Progress:
         self._is_live = False
 
     def _format_plain_line(self) -> str:
-        """Return the line to print for the last step."""
         begin = f"step {self._done}/{self._total_steps}  "
         numbers = _format_numbers(self._line, self._recipe_metrics)
         if not self._is_live:
@@ -250,7 +246,6 @@ class Progress:
         return begin + "  ".join(_select_fitting(numbers, columns))
 
     def _estimate_seconds_left(self) -> float:
-        """Return the steps that are left times the average seconds of a step."""
         return self._step_seconds * (self._total_steps - self._done)
 
     def _draw_rows(self, width: int) -> list[Text]:

@@ -223,7 +223,6 @@ def load_tokenizer_for(cfg: FullFinetuneConfig, source: ResolvedModel | None) ->
 
 
 def _find_tokenizer_path(cfg: FullFinetuneConfig, source: ResolvedModel | None) -> Path:
-    """Return `tokenizer.path`, else the model's folder, else an empty path."""
     return Path(cfg.tokenizer.path or (source.folder if source else None) or "")
 
 

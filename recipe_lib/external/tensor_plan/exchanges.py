@@ -100,7 +100,6 @@ class Exchanges:
     def _pass_all(
         self, args: Any, kwargs: Any, by_place: dict[str, list[Boundary]]
     ) -> tuple[Any, Any]:
-        """Exchange arguments, or a call's results, at the boundaries of their places."""
         for place, boundaries in by_place.items():
             tensor = self._pass(dict(list_places(args, kwargs))[place], boundaries)
             args, kwargs = replace_argument(args, kwargs=kwargs, place=place, value=tensor)

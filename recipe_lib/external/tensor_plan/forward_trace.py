@@ -109,7 +109,6 @@ class OperatorCall:
         self._arguments: dict[str, Any] = defaults | dict(given) | kwargs
 
     def get_dims(self, tensor: torch.Tensor) -> Dims:
-        """Return the dimensions of a tensor that goes in."""
         return self.known(tensor).dims
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -117,7 +116,6 @@ class OperatorCall:
         return self._arguments.get(name, default)
 
     def get_first_tensor(self) -> torch.Tensor:
-        """Return the first tensor argument."""
         return next(list_tensors((self.args, self.kwargs)))
 
     def get_shape(self) -> list[int]:
@@ -180,7 +178,6 @@ class FunctionCall:
 
     @property
     def tensors(self) -> list[TracedTensor]:
-        """Return the tensors among the arguments."""
         return [argument.tensor for argument in self.arguments]
 
 
@@ -281,7 +278,6 @@ class LocalSizes:
                 self._axes.setdefault(tensor, []).append(axis)
 
     def list_axes(self, tensor: TracedTensor) -> list[ShardedAxis]:
-        """Return the axes that a tensor is cut along."""
         return self._axes.get(tensor, [])
 
     def compute_size(self, tensor: TracedTensor, node: AxisNode) -> int:

@@ -314,7 +314,6 @@ def _find_legal_sizes(
 def _plan_sharded_parameters(
     forward: ForwardTrace, shapes: dict[str, tuple[int, ...]], chosen: list[ShardedAxis]
 ) -> dict[str, ParameterPlan]:
-    """Return by name the plans of the parameters that have one of the axes."""
     product_parameters: set[str] = set()
     for record in forward.records:
         for _, left, right in record.contractions:

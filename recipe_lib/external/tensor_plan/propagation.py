@@ -110,7 +110,6 @@ class _AxisFollower:
         self._check_runs_alike()
 
     def _is_in(self, tensor: TracedTensor) -> bool:
-        """Return True if a dimension of the tensor has the axis."""
         return have_axis(tensor.dims, self.axis.node)
 
     def _gather_whole_segments(self) -> None:
@@ -416,7 +415,6 @@ class _AxisFollower:
                     )
 
     def _describe(self, record: OperatorCall) -> str:
-        """Return an operator's name with the module and the line that call it."""
         if record.call < 0:
             return record.name
         call = self.trace.calls[record.call]

@@ -131,7 +131,6 @@ class Division(NamedTuple):
     kept: int = 0  # how much of it every rank has; the rest is divided
 
     def divide(self, value: int) -> int:
-        """Return what the integer is on a rank."""
         return self.kept + (int(value) - self.kept) // self.ranks
 
 

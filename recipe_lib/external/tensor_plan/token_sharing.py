@@ -326,7 +326,6 @@ class TokenFlow:
         return is_fresh and not any(tensor.parameters for tensor in call.tensors)
 
     def _gather_arguments(self, number: int, call: FunctionCall) -> None:
-        """Gather all arguments that are a rank's tokens."""
         for place, tensor, _ in call.arguments:
             if self.is_local(tensor):
                 self.gathers[number, place] = (tensor, self.made[tensor])

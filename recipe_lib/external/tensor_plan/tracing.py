@@ -168,7 +168,6 @@ class _Operators(TorchDispatchMode):
         return self._known[id(tensor)][0]
 
     def remember(self, tensor: torch.Tensor, traced: TracedTensor) -> TracedTensor:
-        """Keep what is known of a tensor, and return that."""
         self._known[id(tensor)] = (traced, tensor)
         return traced
 

@@ -57,6 +57,5 @@ def _decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _restore_decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Give each group its weight decay again, after a step."""
     for group in optimizer.param_groups:
         group["weight_decay"] = group.pop("decoupled_decay")

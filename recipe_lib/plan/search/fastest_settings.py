@@ -154,7 +154,6 @@ def search(
 
 
 def _find_closest(candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the candidate that lacks the fewest bytes; None if there are no candidates."""
     return min(candidates, key=lambda candidate: candidate.shortfall, default=None)
 
 

@@ -188,7 +188,7 @@ def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
     twice_the_copies = 2 * parallel.data_replicate
     more_ranks: Changes = {RANKS_KEY: 2 * ranks}
     return [
-        *_list_ways_to_share(cfg, ranks),
+        *_list_context_and_tensor_levers(cfg, ranks),
         Lever({RESHARD_KEY: True}, when=several, lowers=_GATHERED),
         Lever({RESHARD_KEY: False}, when=several),
         Lever(
@@ -241,8 +241,7 @@ def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
     ]
 
 
-def _list_ways_to_share(cfg: Any, ranks: int) -> list[Lever]:
-    """Return the levers of context parallelism and, for long sequences, of tensor parallelism."""
+def _list_context_and_tensor_levers(cfg: Any, ranks: int) -> list[Lever]:
     num_micro_batches = cfg.gradient_accumulation_steps
     is_long_run = is_long(cfg)
     sizes = list_contexts(cfg, ranks)
@@ -405,6 +404,5 @@ def _list_host_levers(cfg: Any, ranks: int) -> list[Lever]:
 
 
 def _describe_not_done_in_backward(cfg: Any) -> str:
-    """Return a note on what a step gives up if parameters are stepped in backward."""
     fewer = ", and a step has fewer sequences" if cfg.gradient_accumulation_steps > 1 else ""
     return f"gradients are not clipped{fewer}"

@@ -137,7 +137,6 @@ class SearchState:
         return changes | set_micro_batch(self.cfg, changes, batch_size)
 
     def list_fitting(self) -> list[Candidate]:
-        """Return the candidates that may fit, fastest first, each once."""
         # By the candidates' own keys, not those of `tried`: a trial may add changes to what it was
         # asked for (`OUTSIDE_LAYERS`), so that two trials end with one candidate.
         candidates = {make_key(trial.changes): trial for trial in self.tried.values() if trial}

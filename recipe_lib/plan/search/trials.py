@@ -262,11 +262,10 @@ def apply_changes(cfg: Any, changes: Changes) -> Any | None:
         owner = functools.reduce(getattr, section.split(".") if section else [], changed_cfg)
         setattr(owner, name, value)
     # Rules that the config breaks already do not count against the changes.
-    return None if _list_refusals(changed_cfg) - _list_refusals(cfg) else changed_cfg
+    return None if _list_config_faults(changed_cfg) - _list_config_faults(cfg) else changed_cfg
 
 
-def _list_refusals(cfg: Any) -> set[Any]:
-    """Return the rules that a config breaks, and the keys that it sets without effect."""
+def _list_config_faults(cfg: Any) -> set[Any]:
     schema: type = type(cfg)
     keys = read_schema(schema).keys
     idle_keys = {

@@ -27,14 +27,13 @@ _PLAN = str(_PACKAGE / "plan")
 def find_code_line() -> Line:
     """Return the line of the innermost frame that is not passed over; ("", 0): there is none."""
     frame: Any = sys._getframe(1)
-    while frame is not None and not _is_shown(frame.f_code.co_filename):
+    while frame is not None and not _is_reported(frame.f_code.co_filename):
         frame = frame.f_back
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 @cache
-def _is_shown(file: str) -> bool:
-    """Return True if a frame of this file is reported, not passed over."""
+def _is_reported(file: str) -> bool:
     if file.startswith(_TORCH):
         return file.startswith(_FSDP)
     is_standard = file.startswith(_STANDARD) and not file.startswith(_PACKAGES)

@@ -321,16 +321,15 @@ class StreamChecker:
         reason = ""
         if func is _NUMBER and on_device:
             reason = ".item()"
-        elif op.name in _INDEX_PUTS and self._has_mask(args[1]):
+        elif op.name in _INDEX_PUTS and self._has_device_mask(args[1]):
             reason = "indexing by a mask"
         elif op.transfer:
             reason = self._explain_copy_wait(args, kwargs=kwargs, op=op, indices=[*read, *written])
         if reason:
             self._note_host_wait(reason, self._clocks.take_snapshot(stream))
 
-    def _has_mask(self, indices: Sequence[Tensor | None]) -> bool:
-        """Return True if an index is a mask on the device, whose True elements the host counts."""
-        # uint8 is torch's older type of a mask.
+    def _has_device_mask(self, indices: Sequence[Tensor | None]) -> bool:
+        # The host counts the True elements of a mask. uint8 is torch's older type of one.
         return any(
             index.dtype in (torch.bool, torch.uint8) and index.device.type == self.device
             for index in list_tensors(indices)

@@ -244,7 +244,7 @@ def _run_phases(
     None: the fewest that can count for all. stands_alone: True if they count only for themselves.
     """
     notes: list[str] = []
-    tracer.groups = _name_groups(world)
+    tracer.groups = _map_groups_to_dims(world)
     tracer.begin_phase("setup")
     recipe = cast(Any, recipe_class(cfg, world))
     models = _set_up(recipe, cfg, tracer=tracer, phases=phases, steps=steps, notes=notes)
@@ -302,7 +302,7 @@ def _run_phases(
         mesh=add_context_dim(cfg.parallel, dict(zip(dims, world.mesh.shape, strict=True))),
         tokens=tokens,
         repeats=step_growth == 0,
-        stages=_find_stages(recipe),
+        stages=_find_stage_layers(recipe),
         notes=notes,
         step_growth=max(0, step_growth),
         traced=traced,
@@ -310,8 +310,7 @@ def _run_phases(
     )
 
 
-def _name_groups(world: World) -> dict[str, str]:
-    """Return the name of a process group -> the mesh dimension that it is of."""
+def _map_groups_to_dims(world: World) -> dict[str, str]:
     dims = world.mesh.mesh_dim_names or ()
     groups = {world.mesh.get_group(dim).group_name: dim for dim in dims}
     # Context parallelism is no dimension of torch's mesh: its ranks are a part of a data
@@ -321,8 +320,7 @@ def _name_groups(world: World) -> dict[str, str]:
     return groups
 
 
-def _find_stages(recipe: Any) -> dict[int, range]:
-    """Return the layers of each pipeline stage on this rank; {} without a pipeline."""
+def _find_stage_layers(recipe: Any) -> dict[int, range]:
     parallels = [value for value in vars(recipe).values() if isinstance(value, Parallel)]
     # Recipes set up a reference model or a teacher first: the last one is the trained model's.
     pipelines = [parallel.pipeline for parallel in parallels if parallel.pipeline]
