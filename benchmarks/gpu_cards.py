@@ -18,7 +18,13 @@ from typing import Any
 
 from benchmarks import gpu_plan
 from benchmarks.fit import CARDS, METHODS, MODELS, Line
-from benchmarks.gpu_check import REPOSITORY, describe_device, parse_minutes, run_apart
+from benchmarks.gpu_check import (
+    LEAST_SECONDS,
+    REPOSITORY,
+    describe_device,
+    parse_minutes,
+    run_apart,
+)
 from benchmarks.gpu_ladder import has_failed_or_differs, plan_line, run_or_return_error
 from benchmarks.gpu_ladder_cases import TINY, ConfigCase
 from benchmarks.gpu_plan_report import (
@@ -148,7 +154,7 @@ def _run(options: argparse.Namespace, words: list[str]) -> int:
         for job in jobs:
             seconds_left = options.minutes * 60 - (time.monotonic() - started)
             row = build_row(job)
-            if seconds_left < 5:  # a process cannot start and measure in less
+            if seconds_left < LEAST_SECONDS:
                 row["skipped"] = "no time left"
             else:
                 row |= measure_job(

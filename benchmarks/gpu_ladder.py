@@ -13,15 +13,22 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from benchmarks import gpu_plan
-from benchmarks.gpu_check import REPOSITORY, describe_device, parse_minutes, run_apart
+from benchmarks.gpu_check import (
+    LEAST_SECONDS,
+    REPOSITORY,
+    describe_device,
+    parse_minutes,
+    run_apart,
+)
 from benchmarks.gpu_ladder_cases import METHODS, ConfigCase, Rung, list_rungs
 from benchmarks.gpu_ladder_report import build_key, describe_line, format_page, summarize
 from benchmarks.gpu_plan_report import name_device, write_pair
+from benchmarks.gpu_rows import LadderRow
 from recipe_lib.errors import UserError, run_for_exit_code
 from recipe_lib.memory.peaks import find_free_host_memory
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
@@ -86,16 +93,17 @@ def _run(options: argparse.Namespace) -> int:
         for rung in rungs:
             seconds_left = options.minutes * 60 - (time.monotonic() - started)
             row = build_row(rung)
-            if seconds_left < 5:  # a process cannot start and measure in less
+            if seconds_left < LEAST_SECONDS:
                 row["skipped"] = "no time left"
             else:
                 row["planned"] = wait_for_plan(rung.case, seconds_left)
-                row |= measure_line(
+                result = measure_line(
                     rung.case,
                     planned=row["planned"],
                     gpu=gpu,
                     seconds=min(CASE_SECONDS, seconds_left),
                 )
+                row |= cast(LadderRow, result)  # plain dicts, which another process has sent
             report["rows"].append(row)
             report["seconds"] = round(time.monotonic() - started)
             print(f"{report['seconds']:5d} s  {describe_line(row)}", flush=True)
@@ -150,11 +158,8 @@ def write_plans(output: Path, hardware: Hardware, methods: Sequence[str]) -> int
     return 1 if any(has_failed_or_differs(row, True) for row in report["rows"]) else 0
 
 
-def build_row(rung: Rung) -> dict[str, Any]:
-    """Build a rung's row of the report, without what is planned and measured.
-
-    Its `rows` are the sequences of a step, `row_tokens` the tokens of each.
-    """
+def build_row(rung: Rung) -> LadderRow:
+    """Build a rung's row of the report, without what is planned and measured."""
     cfg = rung.case.read()
     rows = cfg.batch_size * cfg.gradient_accumulation_steps
     return {

@@ -6,10 +6,12 @@ lever, as shipped, or all levers that save) with a lever added or removed, and i
 `cuda`, `cpu` for a dry run, or `planned` for plans alone.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.gpu_ladder_cases import EVERYTHING, METHODS, PLAIN, SHIPPED
 from benchmarks.gpu_plan_report import DRY_HOW, compute_errors, compute_quantile, format_head
+from benchmarks.gpu_rows import LadderRow, Measured
 from recipe_lib.units import Bytes, format_bytes, format_change, format_count
 
 # Texts of the page: by method, and by basis.
@@ -112,7 +114,7 @@ def summarize(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def describe_line(row: dict[str, Any]) -> str:
+def describe_line(row: LadderRow) -> str:
     """Describe a row and its figures in a few words, for the log."""
     planned = row.get("planned", {})
     measured = row.get("measured", {})
@@ -120,7 +122,7 @@ def describe_line(row: dict[str, Any]) -> str:
     line = f"{row['method']} {row['basis']}{without} {' '.join(row['words'])}".strip()
     outcomes = []
     for figures in (row, planned):
-        outcomes += [reason for key, reason in figures.items() if key in _REASONS]
+        outcomes += [str(reason) for key, reason in figures.items() if key in _REASONS]
     if "active" in planned:
         outcomes.append(f"planned {format_bytes(planned['active'])}")
     if measured.get("peaks"):
@@ -137,7 +139,7 @@ def describe_line(row: dict[str, Any]) -> str:
 _REASONS = ("failed", "skipped", "refused")
 
 
-def build_key(row: dict[str, Any]) -> tuple[str, str, tuple[str, ...]]:
+def build_key(row: LadderRow) -> tuple[str, str, tuple[str, ...]]:
     """Return (method, basis, words), which no other row has."""
     return row["method"], row["basis"], tuple(row["words"])
 
@@ -154,9 +156,7 @@ _HEADS = {
 }
 
 
-def _format_table(
-    rows: list[dict[str, Any]], rows_by_key: dict[Any, dict[str, Any]], kind: str
-) -> list[str]:
+def _format_table(rows: list[LadderRow], rows_by_key: dict[Any, LadderRow], kind: str) -> list[str]:
     """Return a table with a line for each row.
 
     rows_by_key: all rows of the report by `build_key`, to find those to compare with.
@@ -178,14 +178,14 @@ def _format_table(
     return lines
 
 
-def _format_name(row: dict[str, Any]) -> str:
+def _format_name(row: LadderRow) -> str:
     """Name a row: its basis, or the overrides that differ from it, with * if they round."""
     if not row["words"]:
         return str(row["basis"])
     return f"`{' '.join(row['words'])}`{' *' if row['rounds'] else ''}"
 
 
-def _format_planned_cells(row: dict[str, Any], base_row: dict[str, Any], kind: str) -> list[str]:
+def _format_planned_cells(row: LadderRow, base_row: LadderRow, kind: str) -> list[str]:
     """Return the cells of a row's plan, or a reason and empty cells.
 
     base_row: the row to compare with, empty if there is none.
@@ -208,7 +208,7 @@ def _format_planned_cells(row: dict[str, Any], base_row: dict[str, Any], kind: s
     return cells
 
 
-def _format_measured_cells(row: dict[str, Any], base_row: dict[str, Any], kind: str) -> list[str]:
+def _format_measured_cells(row: LadderRow, base_row: LadderRow, kind: str) -> list[str]:
     """Return the cells of a row's measurement, or a reason and empty cells.
 
     base_row: the row to compare with, empty if there is none.
@@ -237,7 +237,7 @@ def _format_measured_cells(row: dict[str, Any], base_row: dict[str, Any], kind: 
     ]
 
 
-def _describe_missing(row: dict[str, Any]) -> str:
+def _describe_missing(row: LadderRow) -> str:
     """Return why a row has no measured figures."""
     measured = row.get("measured", {})
     if "out_of_memory" in measured:
@@ -250,7 +250,7 @@ def _fill_cells(reason: str, heads: list[str]) -> list[str]:
     return [reason, *[""] * (len(heads) - 1)]
 
 
-def _format_speed(figures: dict[str, Any], base: dict[str, Any], missing: str) -> list[str]:
+def _format_speed(figures: Mapping[str, Any], base: Mapping[str, Any], missing: str) -> list[str]:
     """Return tokens/s, and as a multiple of the base's; `missing` is the text if there are none."""
     rate = figures.get("tokens_per_second")
     base_rate = base.get("tokens_per_second")
@@ -259,6 +259,6 @@ def _format_speed(figures: dict[str, Any], base: dict[str, Any], missing: str) -
     return [format_count(rate), f"{rate / base_rate:.2f} x" if base_rate else ""]
 
 
-def _find_most(measured: dict[str, Any], name: str) -> int:
+def _find_most(measured: Measured, name: str) -> int:
     """Return the largest value of a figure over the phases, bytes."""
     return max(int(peaks[name]) for peaks in measured["peaks"].values())

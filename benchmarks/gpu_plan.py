@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,10 @@ from benchmarks.allocator_events import (
     replay_events,
     write_fixture,
 )
-from benchmarks.gpu_check import REPOSITORY, describe_device, fill_weights, run_apart
+from benchmarks.gpu_check import LEAST_SECONDS, REPOSITORY, describe_device, fill_weights, run_apart
 from benchmarks.gpu_plan_cases import PlanCase, Runnable, describe, list_cases, list_recorded_cases
 from benchmarks.gpu_plan_report import METRICS, compute_errors, summarize, write_plan_report
+from benchmarks.gpu_rows import PlanRow
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel import World, start_world
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
@@ -98,7 +99,7 @@ def main(argv: list[str]) -> int:
     paths: list[Path] = []
     with plan_in_processes(cases, hardware) as wait_for_plan:
         for job in jobs:
-            row = run_job(
+            content = run_job(
                 job,
                 gpu=gpu,
                 wait_for_plan=wait_for_plan,
@@ -106,6 +107,7 @@ def main(argv: list[str]) -> int:
                 earlier_rows=report["rows"],
                 fixtures=options.fixtures,
             )
+            row = cast(PlanRow, content)  # of plain dicts, which other processes have sent
             report["rows"].append(row)
             report["seconds"] = round(time.monotonic() - started)
             print(f"{report['seconds']:5d} s  {describe_job(job)}: {describe_row(row)}", flush=True)
@@ -296,21 +298,19 @@ def run_job(
     gpu: bool,
     wait_for_plan: Callable[[PlanCase, float], dict[str, Any]],
     seconds_left: float,
-    earlier_rows: list[dict[str, Any]],
+    earlier_rows: list[PlanRow],
     fixtures: Path,
 ) -> dict[str, Any]:
-    """Run a job and return its row of the report.
+    """Run a job and return its row of the report, a `PlanRow`.
 
-    A row has `kind`, `case` and `expandable` of its job, and either `skipped` or `failed` with the
-    reason, or what its kind has: `planned` and `measured`; `cap`, `said`, `found` and `result`;
-    a recording and its replay. earlier_rows: of the report. fixtures: folder for recordings.
+    earlier_rows: of the report. fixtures: folder for recordings.
     """
     row: dict[str, Any] = {
         "kind": job.kind,
         "case": dataclasses.asdict(job.case),
         "expandable": job.expandable,
     }
-    if seconds_left < 5:  # a process cannot start and measure in less
+    if seconds_left < LEAST_SECONDS:
         return row | {"skipped": "no time left"}
     seconds = min(CASE_SECONDS, seconds_left)
     if job.kind == "events":
@@ -492,7 +492,7 @@ def trace_on_cpu(case: Runnable) -> dict[str, Any]:
 
 
 def _record_events(
-    job: Job, *, seconds: float, earlier_rows: list[dict[str, Any]], fixtures: Path
+    job: Job, *, seconds: float, earlier_rows: list[PlanRow], fixtures: Path
 ) -> dict[str, Any]:
     """Record a case's events and replay them; store a recording of at most FIXTURE_BYTES.
 
@@ -540,7 +540,7 @@ def _record_events(
         return recording | replay
 
 
-def _find_uncapped_figures(case: PlanCase, rows: list[dict[str, Any]]) -> dict[str, int] | None:
+def _find_uncapped_figures(case: PlanCase, rows: list[PlanRow]) -> dict[str, int] | None:
     """Return the figures of a case's recording by the default allocator; None if there is none."""
     for row in rows:
         is_recording = row["kind"] == "events" and "figures" in row
@@ -577,7 +577,7 @@ def describe_job(job: Job) -> str:
     return f"{job.kind}, {describe(job.case)}{allocator}{factor}"
 
 
-def describe_row(row: dict[str, Any]) -> str:
+def describe_row(row: PlanRow) -> str:
     """Describe the outcome of a row in a few words: of peaks, errors of later steps."""
     for key in ("failed", "skipped"):
         if key in row:

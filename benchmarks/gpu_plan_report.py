@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_rows import ComparedRow, PlanRow
 from recipe_lib.units import GIB, MIB
 
 # By metric: the 95th percentile of errors, as absolute values, should be at most this.
@@ -61,7 +62,7 @@ def write_pair(stem: Path, report: Any, text: str) -> list[Path]:
     return list(contents)
 
 
-def compute_errors(row: dict[str, Any]) -> list[tuple[str, str, float]]:
+def compute_errors(row: ComparedRow) -> list[tuple[str, str, float]]:
     """Compute (phase, metric, signed error) of each peak that a row has measured.
 
     Empty for a row without measurements.
@@ -75,7 +76,7 @@ def compute_errors(row: dict[str, Any]) -> list[tuple[str, str, float]]:
     return errors
 
 
-def get_planned_figure(row: dict[str, Any], phase: str, metric: str) -> int:
+def get_planned_figure(row: ComparedRow, phase: str, metric: str) -> int:
     """Return the planned bytes of a metric, with the row's kind of segments."""
     # Segments change nothing but what is reserved.
     expandable = metric == "reserved" and row["expandable"]
@@ -113,7 +114,7 @@ def summarize(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _summarize_errors(rows: list[dict[str, Any]]) -> list[str]:
+def _summarize_errors(rows: list[PlanRow]) -> list[str]:
     """Return a line for each metric: quantiles of its errors, and whether its goal is met."""
     errors_by_metric: dict[str, list[float]] = {metric: [] for metric in METRICS}
     for row in rows:
@@ -139,7 +140,7 @@ def _summarize_errors(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _summarize_thresholds(rows: list[dict[str, Any]]) -> list[str]:
+def _summarize_thresholds(rows: list[PlanRow]) -> list[str]:
     """Return the confusion matrix of runs just below and above the least memory planned to do.
 
     `said` is the plan's verdict, `found` the run's outcome.
@@ -195,7 +196,7 @@ def format_head(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _describe_settings(row: dict[str, Any]) -> str:
+def _describe_settings(row: PlanRow) -> str:
     """Return the first cells of a row, which all tables have, without the closing bar."""
     case = row["case"]
     packed = f" in {case['documents']} documents" if case["documents"] else ""
@@ -210,7 +211,7 @@ def _describe_settings(row: dict[str, Any]) -> str:
     )
 
 
-def _format_peaks(rows: list[dict[str, Any]]) -> list[str]:
+def _format_peaks(rows: list[PlanRow]) -> list[str]:
     """Return a table with a line for each row and phase, of GiB and errors of each metric."""
     heads = []
     for metric in METRICS:
@@ -241,7 +242,7 @@ def _format_peaks(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _format_thresholds(rows: list[dict[str, Any]]) -> list[str]:
+def _format_thresholds(rows: list[PlanRow]) -> list[str]:
     """Return a table with a line for each run under a cap: plan's verdict and outcome."""
     lines = [
         "| config | ranks | tokens | settings | allocator | cap, GiB | said | found | retries |",
@@ -257,7 +258,7 @@ def _format_thresholds(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _format_events(rows: list[dict[str, Any]]) -> list[str]:
+def _format_events(rows: list[PlanRow]) -> list[str]:
     """Return a table with a line for each recording: whether its replay is exact."""
     lines = [
         "| config | ranks | tokens | settings | allocator | cap, MiB | file | events | replay |",

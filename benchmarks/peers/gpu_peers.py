@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check import (
+    LEAST_SECONDS,
     REPOSITORY,
     describe_device,
     measure_matmul,
@@ -363,7 +364,7 @@ def run_in_turns(
                 folder = work / case.name / side.name
                 task = {**ground, **rows, **build_settings(case, side=side, gpu=gpu, folder=folder)}
                 run_record = RunRecord(failed="no time left")
-                if seconds_left >= 5:
+                if seconds_left >= LEAST_SECONDS:
                     run_record = run_side(
                         side,
                         task=task,
