@@ -219,7 +219,9 @@ def _format_measured_cells(row: LadderRow, base_row: LadderRow, kind: str) -> li
         return _fill_cells(_describe_missing(row), _HEADS[kind][1])
     if kind == "cpu":
         requested = _find_most(measured, "requested")
-        if requested == row["planned"]["requested"]:
+        if "requested" not in row["planned"]:  # the planner failed, or had no time
+            verdict = "not compared"
+        elif requested == row["planned"]["requested"]:
             verdict = "yes"
         else:
             verdict = "no" if row["exact"] else "no, nor has it to be"

@@ -64,6 +64,9 @@ def test_the_dry_run_compares_with_a_real_run_on_the_cpu(
     )
     rows[1]["planned"][STEADY]["requested"] -= 1
     assert [gpu_ladder.has_failed_or_differs(row, False) for row in rows] == [False, True, False]
+    rows[1]["planned"] = {"failed": "no plan in time"}
+    report = json.loads((tmp_path / "gpu-ladder-dry-run-cpu.json").read_text()) | {"rows": rows}
+    assert "failed: no plan in time | " in format_page(report)
     assert gpu_ladder.has_failed_or_differs(
         {"failed": "why"}, False
     ) and gpu_ladder.has_failed_or_differs({"planned": {"failed": "why"}}, True)
