@@ -105,7 +105,7 @@ def main() -> None:
             lines_file.write_text(text + "\n")
             print(line, file=sys.stderr, flush=True)
     longest_lines = longest.read_longest_sequences(arguments.output.with_name("longest.json"))
-    pages = write_pages([lines[cell] for cell in cells if cell in lines], longest_lines)
+    pages = format_pages([lines[cell] for cell in cells if cell in lines], longest_lines)
     for name, text in pages.items():
         arguments.output.with_name(name).write_text(text)
 
@@ -144,19 +144,19 @@ def plan_line(cell: tuple[str, str, int]) -> Line:
     return line
 
 
-def write_pages(lines: list[Line], longest_lines: list[longest.Longest]) -> dict[str, str]:
+def format_pages(lines: list[Line], longest_lines: list[longest.Longest]) -> dict[str, str]:
     """Return the text of each page by its file's name."""
-    small = [write_section(lines, model) for model in MODELS if model not in LARGE]
-    large = [write_section(lines, model) for model in LARGE]
+    small = [format_section(lines, model) for model in MODELS if model not in LARGE]
+    large = [format_section(lines, model) for model in LARGE]
     provenance = MADE_BY.format(command=COMMAND, torch=torch.__version__)
     return {
         "fit.md": "\n\n".join([SMALL_TEXT + provenance, *small, HOW]) + "\n",
         "fit_large.md": "\n\n".join([LARGE_TEXT + provenance, *large]) + "\n",
-        "fit_longest.md": longest.write_page(longest_lines) + "\n",
+        "fit_longest.md": longest.format_page(longest_lines) + "\n",
     }
 
 
-def write_section(lines: list[Line], model: str) -> str:
+def format_section(lines: list[Line], model: str) -> str:
     """Return a model's section of a page: a table for each method that has lines."""
     parts = [f"## {model}"]
     for method, title in METHODS.items():

@@ -49,7 +49,7 @@ def main() -> None:
     # Without those of commands that no row has any more.
     outputs = {command: outputs[command] for command in commands}
     replace_text(OUTPUTS, json.dumps(outputs, indent=1) + "\n")
-    replace_text(arguments.output, write_page(outputs))
+    replace_text(arguments.output, format_page(outputs))
 
 
 def list_rows() -> list[Row]:
@@ -151,7 +151,7 @@ def read_section(row: Row) -> str:
     return sections[0]
 
 
-def write_page(outputs: dict[str, str]) -> str:
+def format_page(outputs: dict[str, str]) -> str:
     """Return the page as Markdown. outputs: command -> what it has printed."""
     rows = list_rows()
     num_differing = sum(bool(row.differs) for row in rows)

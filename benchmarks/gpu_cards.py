@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import gpu_plan
 from benchmarks.fit import CARDS, METHODS, MODELS, Line
 from benchmarks.gpu_check import REPOSITORY, describe_device, parse_minutes, run_apart
-from benchmarks.gpu_ladder import is_wrong, plan_line, run_or_tell
+from benchmarks.gpu_ladder import has_failed_or_differs, plan_line, run_or_return_error
 from benchmarks.gpu_ladder_cases import TINY, ConfigCase
 from benchmarks.gpu_plan_report import (
     DRY_HOW,
@@ -161,8 +161,10 @@ def _run(options: argparse.Namespace, words: list[str]) -> int:
             print(f"{report['seconds']:5d} s  {describe_line(row)}", flush=True)
             paths = write_pair(options.output / name, report, format_page(report))
     print("\n".join([*summarize(report), *map(str, paths)]))
-    # `is_wrong`: it failed, or a dry run's bytes are not the planned ones.
-    return 1 if any(is_wrong(row, gpu) or has_run_out(row) for row in report["rows"]) else 0
+    for row in report["rows"]:
+        if has_failed_or_differs(row, gpu) or has_run_out(row):
+            return 1
+    return 0
 
 
 def _select_jobs(options: argparse.Namespace, gpu: bool) -> list[Job]:
@@ -281,9 +283,11 @@ def measure_job(job: Job, *, gpu: bool, cap: int, seconds: float) -> dict[str, A
     What runs out of memory with the default allocator runs once more with expandable segments; the
     result's `expandable` tells which one it is of. cap: bytes of the allocator.
     """
-    # `run_or_tell` makes {"failed": message} of an error that a user would be told.
+    # `run_or_return_error` makes {"failed": message} of an error that a user would be told.
     if not gpu:
-        result = run_apart(functools.partial(run_or_tell, gpu_plan.trace_on_cpu, job.case), seconds)
+        result = run_apart(
+            functools.partial(run_or_return_error, gpu_plan.trace_on_cpu, job.case), seconds
+        )
         return result if "failed" in result else {"measured": result}
     free, _ = find_free_host_memory()
     if job.host > free:
@@ -296,7 +300,7 @@ def measure_job(job: Job, *, gpu: bool, cap: int, seconds: float) -> dict[str, A
         measure = functools.partial(
             gpu_plan.measure, job.case, expandable=expandable, cap=cap, steady=1
         )
-        result = run_apart(functools.partial(run_or_tell, measure), seconds)
+        result = run_apart(functools.partial(run_or_return_error, measure), seconds)
         if "failed" in result:
             # If the second try fails, the first one's result stands: it ran out.
             return outcome or result

@@ -101,10 +101,10 @@ def _run(options: argparse.Namespace) -> int:
             print(f"{report['seconds']:5d} s  {describe_line(row)}", flush=True)
             paths = write_pair(options.output / name, report, format_page(report))
     print("\n".join([*summarize(report), *map(str, paths)]))
-    return 1 if any(is_wrong(row, gpu) for row in report["rows"]) else 0
+    return 1 if any(has_failed_or_differs(row, gpu) for row in report["rows"]) else 0
 
 
-def is_wrong(row: dict[str, Any], gpu: bool) -> bool:
+def has_failed_or_differs(row: dict[str, Any], gpu: bool) -> bool:
     """Return True if a row failed, or if a CPU run's bytes are not the planned ones.
 
     gpu: the row was measured on a GPU, where plans are not expected to be exact. Bytes of a row
@@ -147,7 +147,7 @@ def write_plans(output: Path, hardware: Hardware, methods: Sequence[str]) -> int
             report["rows"] = [rows_by_key[key] for key in row_order if key in rows_by_key]
             print(describe_line(row), flush=True)
             write_pair(output.with_suffix(""), report, format_page(report))
-    return 1 if any(is_wrong(row, True) for row in report["rows"]) else 0
+    return 1 if any(has_failed_or_differs(row, True) for row in report["rows"]) else 0
 
 
 def build_row(rung: Rung) -> dict[str, Any]:
@@ -208,7 +208,9 @@ def measure_line(
     if "refused" in planned or (not gpu and case.read().compile):
         return {}
     if not gpu:
-        result = run_apart(functools.partial(run_or_tell, gpu_plan.trace_on_cpu, case), seconds)
+        result = run_apart(
+            functools.partial(run_or_return_error, gpu_plan.trace_on_cpu, case), seconds
+        )
         return result if "failed" in result else {"measured": result}
     free, _ = find_free_host_memory()
     if planned.get("host", 0) > free:
@@ -218,7 +220,7 @@ def measure_line(
             )
         }
     result = run_apart(
-        functools.partial(run_or_tell, gpu_plan.measure, case, steady=STEADY_STEPS), seconds
+        functools.partial(run_or_return_error, gpu_plan.measure, case, steady=STEADY_STEPS), seconds
     )
     if "failed" in result:
         return result
@@ -230,7 +232,7 @@ def measure_line(
     return {"measured": result}
 
 
-def run_or_tell(
+def run_or_return_error(
     work: Callable[..., dict[str, Any]], *arguments: Any, **keywords: Any
 ) -> dict[str, Any]:
     """Return `work(...)`, or {"failed": message} if it raises UserError."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks import cpu_and_cuda, gpu_plan_report, gpu_times
 from benchmarks.peers import report as peers_report
+from benchmarks.peers.results import PeersReport
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "measurements"
 CARD = "nvidia-h200"
@@ -18,7 +19,7 @@ CARD = "nvidia-h200"
 PAGES: Mapping[str, Callable[[Any], str]] = {
     f"gpu-plan-{CARD}": gpu_plan_report.format_page,
     f"gpu-times-{CARD}": gpu_times.format_page,
-    f"peers-{CARD}": peers_report.format_page,
+    f"peers-{CARD}": lambda report: peers_report.format_page(PeersReport.from_json(report)),
     f"cpu-and-cuda-{CARD}": cpu_and_cuda.format_page,
 }
 SUMMARY = "on_a_gpu"
@@ -89,7 +90,7 @@ def _summarize(*, plan: Any, times: Any, peers: Any, values: Any) -> str:
             f"cpu-and-cuda-{CARD}",
         ),
         ("seconds of a step", gpu_times.summarize(times), f"gpu-times-{CARD}"),
-        ("head to head", peers_report.find_fastest(peers), f"peers-{CARD}"),
+        ("head to head", peers_report.find_fastest(PeersReport.from_json(peers)), f"peers-{CARD}"),
         (
             "rates by `tune doctor --write`",
             gpu_times.describe_rates(times, FOLDER),

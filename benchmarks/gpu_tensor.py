@@ -20,13 +20,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.gpu_check import REPOSITORY, describe_device, record_time, run_apart
 from benchmarks.gpu_plan_report import name_device, write_pair
+from benchmarks.tables import format_markdown_table
 from benchmarks.tp_memory import (
     CACHED,
     OURS,
     STOCK,
     build_spec_of_layers,
-    build_stock_layer,
     change_layer,
+    parallelize_stock_layer,
 )
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.memory import apply_activation_checkpointing
@@ -91,7 +92,7 @@ def measure(name: str, size: int, *, mode: str, implementation: str) -> dict[str
         model = build_meta(spec, torch.bfloat16)
         if implementation == STOCK:
             for layer in model.model.layers:
-                build_stock_layer(layer, world)
+                parallelize_stock_layer(layer, world)
         else:
             shard_tensors(
                 model,
@@ -171,8 +172,7 @@ def write_report(rows: list[dict[str, Any]], device: dict[str, Any], folder: Pat
     device: as `gpu_check.describe_device` returns it.
     """
     head = ["model", "t", "checkpointing", *IMPLEMENTATIONS, f"{OURS} / {STOCK}: peak, time"]
-    lines = [head, ["---"] * len(head), *map(build_row, rows)]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    table = format_markdown_table(head, [build_row(row) for row in rows])
     title = "dry run, CPU: tiny layers, to check the code; its numbers say nothing"
     if device.get("type") == "cuda":
         title = str(device["name"])

@@ -1,7 +1,7 @@
 """Find the longest sequences that fit 1, 2, 4 and 8 cards of 24 GB and of 80 GB, by plans.
 
 Run `python -m benchmarks.longest --output docs/longest.json`, then `python -m benchmarks.fit
---output docs/fit.md --only none`, which calls `write_page`. Needs no GPU, weights or data. A cell
+--output docs/fit.md --only none`, which calls `format_page`. Needs no GPU, weights or data. A cell
 is (model, method, number of cards, GB of a card), a line its result; `--only` keeps other lines.
 All cards share one sequence by context parallelism. A variant is a set of further overrides.
 """
@@ -274,7 +274,7 @@ bounds an 8B on 80 GB. [Long sequences](long_sequences.md) explains the levers."
 MARKS = {"memory.cpu_offload=true": "p", "memory.stream_layers=true": "s"}
 
 
-def write_page(lines: list[Longest]) -> str:
+def format_page(lines: list[Longest]) -> str:
     """Return the text of docs/fit_longest.md."""
     settings = " ".join(build_settings((), 2**16, 4))
     parts = [TITLE.format(shortest=LENGTHS[0], longest=LENGTHS[-1], settings=settings)]

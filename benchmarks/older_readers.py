@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
         measured = {
             release: measure_release(environments, release, folders) for release in RELEASES
         }
-        arguments.output.write_text(write_page(folders, measured), encoding="utf-8")
+        arguments.output.write_text(format_page(folders, measured), encoding="utf-8")
 
 
 def write_native(folder: Path, case: str) -> Path:
@@ -175,7 +175,7 @@ def measure_release(
         return measured
 
 
-def write_page(folders: list[Path], measured: dict[str, dict[str, float | str]]) -> str:
+def format_page(folders: list[Path], measured: dict[str, dict[str, float | str]]) -> str:
     """Return the page: a row for each model, two columns for each release.
 
     measured: release -> what `measure_release` returned.

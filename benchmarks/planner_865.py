@@ -1,6 +1,6 @@
 """Plan the runs of torchtune's pull request 865, Llama 3 8B on four GPUs, beside its figures.
 
-`planner_replications.py` calls `build_group` for the rows of its page, and `format_further_runs`. A
+`planner_replications.py` calls `build_group` for the rows of its page, and `list_further_runs`. A
 row is a published figure with what `tune plan` says of the run. A stack is the training program
 that is planned, imitated where it holds other memory than ours; a wrapping is the policy that
 decides which modules FSDP gathers as one.
@@ -399,7 +399,7 @@ LORA: list[tuple[str, int, Callable[[str], Run]]] = [
 ]
 
 
-def format_further_runs() -> list[Run]:
+def list_further_runs() -> list[Run]:
     """Return the runs of our stack that are in no row, for the page's list of commands."""
     runs = []
     for name, _, run in LORA:

@@ -205,7 +205,7 @@ def summarize(groups: list[Group]) -> list[str]:
     return lines
 
 
-def build_megatron_rows() -> Group:
+def build_megatron_group() -> Group:
     """Return the group of the four rows that Megatron's own tool was published with."""
     rows = []
     for (_, _, measured, predicted), row in zip(PUBLISHED, build_rows(Gpt()), strict=True):
@@ -276,7 +276,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="file to write; default: standard output")
     options = parser.parse_args(argv)
     text = format_page(
-        [*read_rows()["groups"], build_megatron_rows(), planner_simumax.build_group()]
+        [*read_rows()["groups"], build_megatron_group(), planner_simumax.build_group()]
     )
     if options.output is None:
         print(text, end="")

@@ -252,7 +252,7 @@ def format_page() -> str:
         for row in group.rows:
             if row.stack == OURS and isinstance(row.run, Run):
                 runs.append(row.run)
-    runs += planner_865.format_further_runs()
+    runs += planner_865.list_further_runs()
     lines += [
         "",
         "## The runs",

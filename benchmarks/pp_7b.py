@@ -7,13 +7,13 @@ too, by planting back what they took away ("the fix").
 
 import multiprocessing
 import os
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 # No dataset is read: the length of sequences is given. Set before the imports that look at it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from benchmarks.pp_torch_stages import RECIPE, make_recipe_class
+from benchmarks.tables import format_markdown_table
 from recipe_lib.cli.recipes import RecipeFile, load_module
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
@@ -150,7 +150,9 @@ def format_section(version: str) -> str:
             rows += [
                 _build_row(peaks, schedule=schedule, mode=mode, rank=rank) for rank in range(RANKS)
             ]
-        tables.append(f"### Activation checkpointing: {mode}\n\n{_format_table(HEAD, rows)}")
+        tables.append(
+            f"### Activation checkpointing: {mode}\n\n{format_markdown_table(HEAD, rows)}"
+        )
         shares[mode] = " and ".join(cells[-1] for cells in rows if cells[-1])
     logits = TOKENS * 32000 * 2 / GIB  # of the vocabulary of 32000, in bf16
     return SECTION.format(
@@ -162,8 +164,3 @@ def format_section(version: str) -> str:
         logits=logits,
         **shares,
     )
-
-
-def _format_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a table as Markdown."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])

@@ -9,7 +9,6 @@ Parameters and gradients are not counted. The section of a 7B is planned, by `pp
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,12 @@ from benchmarks.pp_stock import run_stock  # noqa: E402
 from benchmarks.pp_traced import (  # noqa: E402
     build_config,
     build_small_spec,
-    compute_expected_held,
-    compute_expected_most,
+    compute_expected_alive,
+    compute_expected_peak,
     count_boundary_bytes,
     run_ours,
 )
+from benchmarks.tables import format_markdown_table  # noqa: E402
 from recipe_lib.config.mesh import SCHEDULES  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
@@ -82,26 +82,28 @@ def _check_against_theory(job: Job, rank: int, ours: dict[str, Any]) -> int:
     schedule, mode = job
     cfg = build_config(schedule, ranks=RANKS, count=COUNT, checkpointing=mode)
     spec = build_small_spec(LAYERS)
-    expected = compute_expected_held(cfg, spec=spec, rank=rank, count=COUNT)
-    for (name, held), (expected_name, expected_held) in zip(ours["held"], expected, strict=True):
-        if held != expected_held or name != expected_name:
+    expected = compute_expected_alive(cfg, spec=spec, rank=rank, count=COUNT)
+    for (name, alive), (expected_name, expected_alive) in zip(
+        ours["alive_after_action"], expected, strict=True
+    ):
+        if alive != expected_alive or name != expected_name:
             raise ValueError(
-                f"{schedule}, {mode}, rank {rank}: {held} bytes after {name}, {expected_held} in"
+                f"{schedule}, {mode}, rank {rank}: {alive} bytes after {name}, {expected_alive} in"
                 " theory"
             )
-    return compute_expected_most(cfg, spec=spec, rank=rank, count=COUNT)
+    return compute_expected_peak(cfg, spec=spec, rank=rank, count=COUNT)
 
 
 def _build_row(job: Job, rank: int, ours: dict[str, Any], stock: dict[str, Any]) -> list[str]:
     """Return the cells under HEAD. ours, stock: fields of our `TracedStep` and of torch's."""
     theory = _check_against_theory(job, rank, ours)
     cells = [f"`{job[0]}`", str(rank)]
-    cells += [f"{size / 1024:.0f}" for size in (theory, ours["most"], stock["most"])]
+    cells += [f"{size / 1024:.0f}" for size in (theory, ours["peak"], stock["peak"])]
     cells += [f"{step['most'] / theory:.2f}x" for step in (ours, stock)]
     cells += [f"{step['left'] / 1024:.0f}" for step in (ours, stock)]
     for step in (ours, stock):
         most_forwards = max(step["forwards"].values())
-        most_at_first = max(step["first"].values())
+        most_at_first = max(step["first_forwards"].values())
         cells.append(f"{most_forwards / COUNT:.2g} ({most_at_first - most_forwards:+d})")
     return cells
 
@@ -139,7 +141,7 @@ def build_page() -> str:
                 ours, stock = steps[rank][number]
                 rows.append(_build_row(job, rank=rank, ours=ours, stock=stock))
                 print(mode, *rows[-1], flush=True)
-        tables.append(f"## Activation checkpointing: {mode}\n\n{_format_table(HEAD, rows)}")
+        tables.append(f"## Activation checkpointing: {mode}\n\n{format_markdown_table(HEAD, rows)}")
     version = torch.__version__.partition("+")[0]
     return PAGE.format(
         layers=LAYERS,
@@ -150,12 +152,6 @@ def build_page() -> str:
         torch=version,
         section=format_section(version),
     )
-
-
-def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:

@@ -118,12 +118,12 @@ def run_stock(cfg: FullFinetuneConfig, spec: DecoderSpec, count: int, rank: int)
     optimizer = torch.optim.SGD(parameters, lr=1e-3)
     for _ in range(2):
         calls.clear()
-        storages.most = 0
+        storages.peak = 0
         with storages:
             schedule.step(*inputs, return_outputs=False, **targets)
-            traced.left = sum(storages.measure_alive().values())
-        traced.most = storages.most
-        traced.first = traced.forwards
+            traced.alive_after_step = sum(storages.measure_alive().values())
+        traced.peak = storages.peak
+        traced.first_forwards = traced.forwards
         traced.forwards = dict(calls)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -1,7 +1,7 @@
 """Train a small decoder in a pipeline of gloo processes, and note what is alive after each action.
 
 Used by pp_memory.py and tests/parallel/pipeline/test_memory.py: `run_ours` measures a step,
-`compute_expected_held` computes the same bytes from the sizes of a stage and the schedule. An
+`compute_expected_alive` computes the same bytes from the sizes of a stage and the schedule. An
 action is a forward, a backward, or its input or weight half, of one micro-batch in one stage. Ranks
 are places in the pipeline; `count` is the micro-batches of a step.
 """
@@ -130,7 +130,7 @@ class Storages(TorchDispatchMode):
 
     So a storage counts until it is freed, whoever holds it.
 
-    peaks: also keep `most`, for which every operator looks how much is alive.
+    peaks: also keep `peak`, for which every operator looks how much is alive.
     """
 
     def __init__(self, *, peaks: bool = False) -> None:
@@ -139,7 +139,7 @@ class Storages(TorchDispatchMode):
         # By the storage's address: a weak reference to it, and its bytes.
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._upper_bound = 0  # bytes; counts storages that have been freed since it was last exact
-        self.most = 0  # peak of the bytes alive, without those of `list_ignored`
+        self.peak = 0  # peak of the bytes alive, without those of `list_ignored`
         # Returns tensors whose storages are not counted.
         self.list_ignored: Callable[[], Iterable[Tensor]] = tuple
 
@@ -166,9 +166,9 @@ class Storages(TorchDispatchMode):
                     self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                     self._upper_bound += storage.nbytes()
         # The exact sum is slow: it is taken only where the bound is above the peak so far.
-        if self._peaks and self._upper_bound > self.most:
+        if self._peaks and self._upper_bound > self.peak:
             self._upper_bound = sum(self.measure_alive().values())
-            self.most = max(self.most, self._upper_bound)
+            self.peak = max(self.peak, self._upper_bound)
         return result
 
     def measure_alive(self) -> dict[int, int]:
@@ -192,15 +192,15 @@ def list_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 class TracedStep:
     """Bytes that were alive in one step of one rank, and how often its layers ran."""
 
-    held: list[tuple[str, int]] = field(default_factory=list)
+    alive_after_action: list[tuple[str, int]] = field(default_factory=list)
     """(name, bytes that are alive when the next action begins) of each action."""
-    left: int = 0
+    alive_after_step: int = 0
     """Bytes alive after the step, before the optimizer."""
-    most: int = 0
+    peak: int = 0
     """Peak of the bytes alive; 0 unless `run_ours(peaks=True)`."""
     forwards: dict[str, int] = field(default_factory=dict)
     """By layer, its forwards, recomputation included."""
-    first: dict[str, int] = field(default_factory=dict)
+    first_forwards: dict[str, int] = field(default_factory=dict)
     """The same in the step before, the first."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -266,10 +266,10 @@ def sum_live(live: Live) -> int:
     return live.kept + live.deferred + live.received + live.handed + live.waiting + live.sent
 
 
-def compute_expected_held(
+def compute_expected_alive(
     cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int
 ) -> list[tuple[str, int]]:
-    """Compute what is expected in `TracedStep.held`."""
+    """Compute what is expected in `TracedStep.alive_after_action`."""
     _, taken = list_taken_sends(cfg, rank, count)
     num_freed_sends = Counter(taken.values())  # by the index of the action that begins with it
     bytes_after_actions = []
@@ -280,17 +280,17 @@ def compute_expected_held(
     return bytes_after_actions
 
 
-def compute_expected_most(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> int:
+def compute_expected_peak(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> int:
     """Compute the most bytes that are alive at once, during an action or after it."""
     work = compute_work_bytes(cfg, spec)
     before = most = 0  # before: bytes alive when the action begins
     lives = compute_expected(cfg, spec=spec, rank=rank, count=count)
-    for live, (_, held) in zip(
-        lives, compute_expected_held(cfg, spec=spec, rank=rank, count=count), strict=True
+    for live, (_, alive) in zip(
+        lives, compute_expected_alive(cfg, spec=spec, rank=rank, count=count), strict=True
     ):
         needs = work[live.action.stage].get(live.action.kind, 0)  # 0: a send or a receive
         most = max(most, before + needs, sum_live(live))
-        before = held
+        before = alive
     return most
 
 
@@ -366,7 +366,7 @@ class _StageWork:
             # freed once it is sent. The last stage's goes into the head, in backward.
             graph = get_gradient_edge(hidden)
             hidden = hidden.detach().requires_grad_() if last else hidden.detach()
-            forward = self._storages.most - before
+            forward = self._storages.peak - before
             if not last:
                 del hidden
             before = self._begin()
@@ -382,19 +382,19 @@ class _StageWork:
                     gradient = hidden.grad
                     del hidden, loss
                 torch.autograd.backward((graph,), (gradient,))  # type: ignore[arg-type]
-            backward = self._storages.most - before
+            backward = self._storages.peak - before
             del gradient, graph, received
             before = self._begin()
             # The first deferred runs first. Each is popped, so that what it held is freed.
             deferred_work.reverse()
             while deferred_work:
                 deferred_work.pop().run()
-            return forward, backward, self._storages.most - before
+            return forward, backward, self._storages.peak - before
 
     def _begin(self) -> int:
         """Return the bytes alive, and measure the peak from here on."""
         before = sum(self._storages.measure_alive().values())
-        self._storages.most = before
+        self._storages.peak = before
         return before
 
 
@@ -408,7 +408,7 @@ def run_ours(
 ) -> TracedStep:
     """Measure this rank's second step of a training.
 
-    peaks: fill `TracedStep.most` as well, which is slow. spoil: changes model and pipeline before
+    peaks: fill `TracedStep.peak` as well, which is slow. spoil: changes model and pipeline before
     they run, to plant a fault that a test must see.
     """
     num_stages = count_stages(cfg.parallel)
@@ -473,17 +473,17 @@ class _Tracing:
         self._storages.list_ignored = lambda: list_gradients(self._model.parameters())
         for _ in range(2):
             self._next = 0
-            self._storages.most = 0
+            self._storages.peak = 0
             self._calls.clear()
-            traced.held = []
+            traced.alive_after_action = []
             driver.on_action = self._note_action
             with self._storages:
                 for batch in self._pipeline.train(batches):
                     self._pipeline.backward(self._compute_loss(batch))
                 driver.on_action = None
-                traced.left = sum(self._storages.measure_alive().values())
-            traced.most = self._storages.most
-            traced.first = traced.forwards
+                traced.alive_after_step = sum(self._storages.measure_alive().values())
+            traced.peak = self._storages.peak
+            traced.first_forwards = traced.forwards
             traced.forwards = dict(self._calls)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -506,4 +506,4 @@ class _Tracing:
         if done < 0:
             return
         alive = sum(self._storages.measure_alive().values())
-        self._traced.held.append((str(self._order[done]), alive))
+        self._traced.alive_after_action.append((str(self._order[done]), alive))

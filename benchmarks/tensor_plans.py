@@ -251,7 +251,7 @@ def find_style(their_plan: dict[str, str], name: str) -> str:
     their_plan: style by a pattern of module names, in which `*` stands for a layer's number.
     """
     for pattern, style in their_plan.items():
-        expression = re.escape(pattern).replace(r"\\*", r"\\d+").replace(r"\*", r"\d+")
+        expression = re.escape(pattern).replace(r"\*", r"\d+")
         if re.fullmatch(rf"(.*\.)?{expression}(\.weight)?", name):
             return style
     return ""

@@ -14,13 +14,13 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import transformers
 
 from benchmarks.realdata import find_real_data
+from benchmarks.tp_curve import find_largest_difference
 
 ROOT = Path(__file__).parent.parent
 STEPS = 100
@@ -120,13 +120,6 @@ def run_training(
     subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
-
-
-def find_largest_difference(values: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest difference of two series, relative to the expected one."""
-    return max(
-        abs(value - right) / abs(right) for value, right in zip(values, expected, strict=True)
-    )
 
 
 def measure_row(model: str, dtype: str, steps: int) -> str:

@@ -5,7 +5,7 @@
 Layers of real widths run as rank 0 of t on the simulated device, whose tensors have sizes and no
 bytes. A variant is torch's DTensor styles, or our layer with some of its savings taken away.
 tests/parallel/test_tensor_memory.py measures other models here; `tp_ways.py` imports
-`build_stock_layer`.
+`parallelize_stock_layer`.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from benchmarks.tables import format_markdown_table  # noqa: E402
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig  # noqa: E402
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers  # noqa: E402
 from recipe_lib.models import DecoderSpec, build_meta, build_spec, read_preset_config  # noqa: E402
@@ -85,7 +86,7 @@ def build_spec_of_layers(name: str, layers: int = LAYERS) -> DecoderSpec:
     return replace(spec, num_layers=layers, windows=spec.windows[:1] * layers)
 
 
-def build_stock_layer(layer: nn.Module, world: World) -> nn.Module:
+def parallelize_stock_layer(layer: nn.Module, world: World) -> nn.Module:
     """Shard a layer by torch's styles, and return it.
 
     Norms run on a rank's own tokens. These are gathered once for query, key and value, and once for
@@ -308,7 +309,7 @@ def _prepare_model(
         )
     else:
         for layer in model.model.layers:
-            build_stock_layer(layer, world)
+            parallelize_stock_layer(layer, world)
     apply_activation_checkpointing(model, mode)
     if compiled:
         torch._dynamo.reset()  # drop what was compiled for another variant
@@ -428,9 +429,9 @@ def build_page() -> str:
     kept_head.append(f"{OURS} / {STOCK}")
     collective_head = ["checkpointing", STOCK, CACHED, OURS, AUTO]
     return PAGE.format(
-        kept=_format_table(kept_head, kept_rows),
-        peak=_format_table(["model", "t", *VARIANTS], peak_rows),
-        collectives=_format_table(collective_head, collective_rows),
+        kept=format_markdown_table(kept_head, kept_rows),
+        peak=format_markdown_table(["model", "t", *VARIANTS], peak_rows),
+        collectives=format_markdown_table(collective_head, collective_rows),
         layers=LAYERS,
         tokens=TOKENS,
         random=RANDOM_STATE,
@@ -447,12 +448,6 @@ def _check_kept(case: str, kept: int, expected: int) -> None:
     """Raise ValueError if a layer keeps other bytes than expected."""
     if kept != expected:
         raise ValueError(f"{case}: {kept} bytes kept, {expected} by formula")
-
-
-def _format_table(head: list[str], rows: list[list[str]]) -> str:
-    """Return a table as Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:

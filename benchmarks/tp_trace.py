@@ -10,7 +10,7 @@ names. Neither needs a GPU.
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import torch
 
 from benchmarks import tp_curve
 from benchmarks.line_picture import Line, Picture, write_picture
+from benchmarks.tables import format_markdown_table
 from benchmarks.tp_memory import RANDOM_STATE
 from benchmarks.tp_ways import (
     KEPT,
@@ -375,13 +376,13 @@ def build_page(folder: Path, name: str) -> str:
         usable=usable / GIB,
         sums=runs[0].sums / GIB,
         memory=ours.device.memory / GIB,
-        peaks=format_table(PEAK_HEAD, [_build_peak_row(run, usable) for run in runs]),
-        times=format_table(TIME_HEAD, time_rows),
+        peaks=format_markdown_table(PEAK_HEAD, [_build_peak_row(run, usable) for run in runs]),
+        times=format_markdown_table(TIME_HEAD, time_rows),
         again=seconds[OURS] / seconds[KEPT] - 1,
         styles=seconds[OURS] / seconds[STYLES] - 1,
-        curves=format_table(CURVE_HEAD, curve_rows),
+        curves=format_markdown_table(CURVE_HEAD, curve_rows),
         limit=LIMIT,
-        options=format_table(["nanotron", "here"], OPTIONS),
+        options=format_markdown_table(["nanotron", "here"], OPTIONS),
         layers=spec.num_layers,
         width=spec.width,
         heads=spec.num_heads,
@@ -466,11 +467,6 @@ def _train_curves(path: Path) -> list[list[str]]:
     picture = Picture(label="loss over the steps", x="step", y="loss", lines=lines, height=320)
     write_picture(picture, path)
     return table
-
-
-def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as Markdown."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
 
 
 def main() -> None:

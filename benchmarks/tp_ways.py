@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.tp_memory import build_stock_layer
+from benchmarks.tp_memory import parallelize_stock_layer
 from recipe_lib import training
 from recipe_lib.models.decoder import Decoder, DecoderLayer
 from recipe_lib.ops import gathered
@@ -215,7 +215,7 @@ def _shard_with_styles(model: Decoder, parallel: Any, memory: Any, world: World)
     gradients: dict[str, str] = {}
     assert world.tensor is not None
     for number, layer in model.model.layers.named_children():
-        build_stock_layer(layer, world)
+        parallelize_stock_layer(layer, world)
         layer.forward = MethodType(_run_layer_on_row, layer)
         gradients |= {
             f"model.layers.{number}.{name}": "sharded" for name, _ in layer.named_parameters()

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from benchmarks.peers.planted.faults import FAULTS, SOUND
 from benchmarks.peers.planted.ground import make_model
 from benchmarks.peers.planted.ours import Ours
-from benchmarks.peers.planted.page import page
+from benchmarks.peers.planted.page import format_page
 from benchmarks.peers.planted.playing import run_one
 from benchmarks.peers.planted.running import Result
 from benchmarks.peers.planted.states import Sound
@@ -152,7 +152,7 @@ def test_our_column(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
     assert {name: outcome.outcome for name, outcome in found.items()} == EXPECTED
     cells = {name: outcome.to_json() for name, outcome in found.items()}
     told = {"title": "ours", "told": "", "versions": {}, "date": "", "machine": "", "cells": cells}
-    text = page({"ours": told}, ["ours"])
+    text = format_page({"ours": told}, ["ours"])
     assert (
         "| **told or handled, of those that apply** | **18 of 18** |" in text and "not run" in text
     )

@@ -45,13 +45,12 @@ from benchmarks.peers.ground import make_adapter, make_model, make_rows, make_to
 from benchmarks.peers.planted.running import Result, run
 from benchmarks.peers.planted.tool import ENVIRONMENT, make_environment
 from benchmarks.peers.report import (
-    build_case_entry,
     format_file_name,
     judge,
-    list_good_runs,
     read_earlier_cases,
     write_peers_report,
 )
+from benchmarks.peers.results import CaseEntry, PeersReport, RunRecord, SideResult
 from recipe_lib.errors import ConfigError, SetupError, run_for_exit_code
 from recipe_lib.models import build_spec, read_preset_config
 
@@ -86,27 +85,27 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
             f" {known}"
         )
     sides = [side for side in SIDES if side.tool in options.tools]
-    report: dict[str, Any] = {
-        "kind": "Head to head" if gpu else "Head to head, dry run on a CPU: no time was measured",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": format_command(argv),
-        "device": device,
-        "dtype": "bf16" if gpu else "fp32",
-        "repeats": repeats,
-        "cases": [],
-        "matmul": run_apart(measure_matmul, 60).get("flop_per_second") if gpu else None,
-        "versions": {side.name: read_versions(side, options.environments) for side in sides},
-    }
+    report = PeersReport(
+        kind="Head to head" if gpu else "Head to head, dry run on a CPU: no time was measured",
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=format_command(argv),
+        device=device,
+        dtype="bf16" if gpu else "fp32",
+        repeats=repeats,
+        cases=[],
+        matmul=run_apart(measure_matmul, 60).get("flop_per_second") if gpu else None,
+        versions={side.name: read_versions(side, options.environments) for side in sides},
+    )
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         work = (options.work or Path(folder)).resolve()
-        report["model"] = options.model or ("llama3/8B" if gpu else "demo/0.5M")
+        report.model = options.model or ("llama3/8B" if gpu else "demo/0.5M")
         if options.keep:
             path = options.output / format_file_name(device, ".json")
-            report["cases"] += read_earlier_cases(path, [case.name for case in cases])
+            report.cases += read_earlier_cases(path, [case.name for case in cases])
         for case in cases:
-            ground = make_ground(case.own_model or report["model"], work, report["dtype"])
-            entry = build_case_entry(case, ground)
-            report["cases"].append(entry)
+            ground = make_ground(case.own_model or report.model, work, report.dtype)
+            entry = CaseEntry(case, model=ground["told"])
+            report.cases.append(entry)
             for side, result in run_in_turns(
                 case,
                 sides=sides,
@@ -117,10 +116,10 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
                 gpu=gpu,
                 started=started,
             ):
-                entry["results"][side.name] = result
+                entry.results[side.name] = result
                 # Compares this side's losses with ours, and computes its speed.
                 judge(entry, ground["model"], report)
-                report["seconds"] = round(time.monotonic() - started)
+                report.seconds = round(time.monotonic() - started)
                 paths = write_peers_report(report, options.output)
     print("\n".join(map(str, paths)))
     return judge_report(report)
@@ -342,29 +341,28 @@ def run_in_turns(
     work: Path,
     gpu: bool,
     started: float,
-) -> Iterator[tuple[Side, dict[str, Any]]]:
+) -> Iterator[tuple[Side, SideResult]]:
     """Yield (side, its result so far) after each run: all sides once, then all of them again.
 
     ground: as `make_ground` returns it. work: folder for runs. started: `time.monotonic()` of the
-    program's start, from which `options.minutes` count. A result has `runs`, as `run_side` returns
-    them, and if the side takes no part `absent`, the reason.
+    program's start, from which `options.minutes` count.
     """
     rows = make_rows(case, ground["size"], work / case.name)
-    results: dict[str, dict[str, Any]] = {}
+    results: dict[str, SideResult] = {}
     for repeat in range(repeats):
         for side in sides:
-            result = results.setdefault(side.name, {"runs": []})
+            result = results.setdefault(side.name, SideResult())
             if repeat == 0:
                 reason = explain_absence(
                     side, case=case, environments=options.environments, gpu=gpu
                 )
                 if reason:
-                    result["absent"] = reason
-            if "absent" not in result:
+                    result.absent = reason
+            if result.absent is None:
                 seconds_left = options.minutes * 60 - (time.monotonic() - started)
                 folder = work / case.name / side.name
                 task = {**ground, **rows, **build_settings(case, side=side, gpu=gpu, folder=folder)}
-                run_record = {"failed": "no time left"}
+                run_record = RunRecord(failed="no time left")
                 if seconds_left >= 5:
                     run_record = run_side(
                         side,
@@ -372,8 +370,8 @@ def run_in_turns(
                         environments=options.environments,
                         seconds_left=seconds_left,
                     )
-                result["runs"].append(run_record)
-            end = result.get("absent") or result["runs"][-1].get("failed") or "done"
+                result.runs.append(run_record)
+            end = result.absent or result.runs[-1].failed or "done"
             print(
                 f"{time.monotonic() - started:5.0f} s  {case.name}, {side.name}: {end}", flush=True
             )
@@ -406,11 +404,10 @@ def build_settings(case: PeerCase, side: Side, gpu: bool, folder: Path) -> dict[
 
 def run_side(
     side: Side, task: dict[str, Any], environments: Path, seconds_left: float
-) -> dict[str, Any]:
-    """Run a side once; return the record that its script has written, or {"failed": why}.
+) -> RunRecord:
+    """Run a side once; return the record that its script has written, or why it failed.
 
-    A record has `losses` and `grad_norms` of each step, seconds and bytes. task: `build_settings`
-    and the paths of model and rows.
+    task: `build_settings` and the paths of model and rows.
     """
     folder = Path(task["folder"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -433,22 +430,22 @@ def run_side(
     )
     (folder / "log.txt").write_text(result.text, encoding="utf-8")
     if result.code != 0 or not output.exists():
-        return {"failed": explain_end(result)}
-    record = dict(json.loads(output.read_text(encoding="utf-8")))
+        return RunRecord(failed=explain_end(result))
+    record = RunRecord(**json.loads(output.read_text(encoding="utf-8")))
     num_finite = 0
-    for loss, grad_norm in zip(record["losses"], record["grad_norms"], strict=True):
+    for loss, grad_norm in zip(record.losses, record.grad_norms, strict=True):
         num_finite += math.isfinite(loss) and math.isfinite(grad_norm)
     if num_finite != task["steps"]:
-        return {"failed": f"{num_finite} of {task['steps']} steps with finite numbers"}
+        return RunRecord(failed=f"{num_finite} of {task['steps']} steps with finite numbers")
     return record
 
 
-def judge_report(report: dict[str, Any]) -> int:
+def judge_report(report: PeersReport) -> int:
     """Return 0 if every side that took part ended well with losses equal to ours, else 1."""
-    for entry in report["cases"]:
-        for result in entry["results"].values():
-            if "absent" not in result and len(list_good_runs(result)) != len(result["runs"]):
+    for entry in report.cases:
+        for result in entry.results.values():
+            if result.absent is None and len(result.list_good_runs()) != len(result.runs):
                 return 1
-        if any(compared["equal"] is False for compared in entry["comparison"].values()):
+        if any(compared.equal is False for compared in entry.comparison.values()):
             return 1
     return 0

@@ -25,7 +25,7 @@ from benchmarks.peers.planted.ground import make_model
 from benchmarks.peers.planted.litgpt import LitGpt
 from benchmarks.peers.planted.llamafactory import LlamaFactory
 from benchmarks.peers.planted.ours import Ours
-from benchmarks.peers.planted.page import page
+from benchmarks.peers.planted.page import format_page
 from benchmarks.peers.planted.playing import load_sound_runs, run_one
 from benchmarks.peers.planted.states import CHANGES, Change, Unfit
 from benchmarks.peers.planted.tool import Tool
@@ -67,7 +67,9 @@ def main(argv: list[str]) -> None:
                 ordered = {name: results[name] for name in sorted(results)}
                 text = json.dumps(ordered, indent=1, ensure_ascii=False) + "\n"
                 arguments.results.write_text(text, encoding="utf-8")
-    arguments.output.write_text(page(results, [kind.name for kind in TOOLS]), encoding="utf-8")
+    arguments.output.write_text(
+        format_page(results, [kind.name for kind in TOOLS]), encoding="utf-8"
+    )
 
 
 def _parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -129,7 +131,7 @@ def examine(
     tool_result: dict[str, Any] = {
         "title": tool.title,
         "told": tool.told,
-        "versions": tool.versions(),
+        "versions": tool.read_versions(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "date": datetime.date.today().isoformat(),
         "cells": cells,

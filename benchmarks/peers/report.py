@@ -1,22 +1,26 @@
 """Judge the runs of `gpu_check.py peers`, and write their report as JSON and as a page.
 
 `gpu_peers.py` runs every case (a training in no tool's words) with every side (ours, and each peer
-program), and calls `build_case_entry`, `judge` and `write_peers_report`. A case's entry has
-`results` by side: `runs`, each with `losses`, `grad_norms`, `marks` (the second at which each step
-ended) and bytes, or {"failed": why}; in place of `runs`, `absent`: why a side did not take part.
+program), and calls `judge` and `write_peers_report`. `results.py` defines the report's parts.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks.gpu_cases import Case
 from benchmarks.gpu_check import measure_speed
 from benchmarks.peers.cases import ALPHA, OURS, RANK, SIDES, PeerCase, choose_tolerances
+from benchmarks.peers.results import (
+    CaseEntry,
+    PeersReport,
+    SideComparison,
+    SideFigures,
+    SideResult,
+    read_peers_report,
+)
 from recipe_lib.adapters import add_adapters
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import build_meta, build_spec, read_config
@@ -47,37 +51,30 @@ def _compute_difference(other: float, ours: float) -> float:
     return math.inf if math.isnan(relative) else relative
 
 
-def list_good_runs(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs of a side that came to their end; [] if it did not take part."""
-    return [run for run in result.get("runs", []) if "losses" in run]
+def compare(
+    results: Mapping[str, SideResult], case: PeerCase, dtype: str
+) -> dict[str, SideComparison]:
+    """Compare all runs of each side with our first run, within the tolerances of case and dtype.
 
-
-def compare(results: Mapping[str, Any], case: PeerCase, dtype: str) -> dict[str, dict[str, Any]]:
-    """Compare each side that ran with our first run.
-
-    Returns by side the largest relative differences over all of its runs, `loss` and `grad_norm`
-    (None: infinite, or no run of ours), and `equal`: both are within the tolerances of the case and
-    dtype (None: no run of ours). A side without a good run is left out.
+    results: by side. A side without a good run is left out.
     """
-    our_run = next(iter(list_good_runs(results.get(OURS, {}))), None)
+    our_run = next(iter(results.get(OURS, SideResult()).list_good_runs()), None)
     loss_limit, norm_limit = choose_tolerances(case, dtype)
-    comparison: dict[str, dict[str, Any]] = {}
+    comparison: dict[str, SideComparison] = {}
     for name, result in results.items():
-        runs = list_good_runs(result)
+        runs = result.list_good_runs()
         if not runs:
             continue
         if our_run is None:
-            comparison[name] = {"loss": None, "grad_norm": None, "equal": None}
+            comparison[name] = SideComparison(loss=None, grad_norm=None, equal=None)
             continue
-        loss = max(compute_relative_difference(our_run["losses"], run["losses"]) for run in runs)
-        norm = max(
-            compute_relative_difference(our_run["grad_norms"], run["grad_norms"]) for run in runs
+        loss = max(compute_relative_difference(our_run.losses, run.losses) for run in runs)
+        norm = max(compute_relative_difference(our_run.grad_norms, run.grad_norms) for run in runs)
+        comparison[name] = SideComparison(
+            loss=_drop_infinite(loss),
+            grad_norm=_drop_infinite(norm),
+            equal=loss <= loss_limit and norm <= norm_limit,
         )
-        comparison[name] = {
-            "loss": _drop_infinite(loss),
-            "grad_norm": _drop_infinite(norm),
-            "equal": loss <= loss_limit and norm <= norm_limit,
-        }
     return comparison
 
 
@@ -86,33 +83,30 @@ def _drop_infinite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def compute_seconds_per_step(result: Mapping[str, Any], case: PeerCase) -> float | None:
+def compute_seconds_per_step(result: SideResult, case: PeerCase) -> float | None:
     """Return the median over the runs of each run's median seconds of a step.
 
     A step's time is from mark to mark. None: no run has two marks behind the warm-up.
     """
     medians = []
-    for run in list_good_runs(result):
-        marks = run.get("marks", [])[case.warmup :]
+    for run in result.list_good_runs():
+        marks = run.marks[case.warmup :]
         steps = [after - before for before, after in zip(marks, marks[1:], strict=False)]
         medians += [median(steps)] if steps else []
     return median(medians) if medians else None
 
 
 def compute_figures(
-    case: PeerCase, result: Mapping[str, Any], model: str, matmul: float | None
-) -> dict[str, float]:
-    """Return the figures of a side on a GPU; {} if no step was timed.
-
-    These are `seconds` and `tokens_per_second` of a step, `flop_per_second` of the model, without
-    recomputation, `share` of the matmul rate, and the peaks `allocated` and `reserved`, in bytes.
+    case: PeerCase, result: SideResult, model: str, matmul: float | None
+) -> SideFigures | None:
+    """Return the figures of a side on a GPU; None if no step was timed.
 
     model: folder with its config.json. matmul: measured rate of bf16 matmuls, FLOP a second; None:
-    not measured, and no `share`.
+    not measured.
     """
     seconds = compute_seconds_per_step(result, case)
     if seconds is None:
-        return {}
+        return None
     spec = build_spec(read_config(Path(model)), model)
     import torch
 
@@ -121,42 +115,38 @@ def compute_figures(
         add_adapters(shape, LoraConfig(rank=RANK, alpha=ALPHA), torch.bfloat16)
     settings = Case("speed", "", case.sequence, batch_size=case.batch_size)
     speed = measure_speed(settings, spec=spec, model=shape, seconds=[seconds])
-    figures = {
-        "seconds": seconds,
-        "tokens_per_second": speed["tokens_per_second"],
-        "flop_per_second": speed["flop_per_second"],
-    }
-    if matmul:
-        figures["share"] = speed["flop_per_second"] / matmul
-    for kind in ("allocated", "reserved"):
-        figures[kind] = max(run.get(kind, 0) for run in list_good_runs(result))
-    return figures
+    runs = result.list_good_runs()
+    return SideFigures(
+        seconds=seconds,
+        tokens_per_second=speed["tokens_per_second"],
+        flop_per_second=speed["flop_per_second"],
+        share=speed["flop_per_second"] / matmul if matmul else None,
+        allocated=max(run.allocated or 0 for run in runs),
+        reserved=max(run.reserved or 0 for run in runs),
+    )
 
 
-def format_goals(
-    measured: Sequence[tuple[PeerCase, Mapping[str, Mapping[str, float]]]], equal: Sequence[Any]
-) -> list[str]:
-    """Return a line for each goal and case.
-
-    measured: each case, with `compute_figures` by side. equal: what `compare` returned for each, in
-    the same order. Only peers of equal work count.
-    """
+def format_goals(entries: Sequence[CaseEntry]) -> list[str]:
+    """Return a line for each goal and case. Only peers of equal work count."""
     lines = []
-    for (case, sides), comparison in zip(measured, equal, strict=True):
+    for entry in entries:
+        case = entry.case
         ours = {}
         peers = {}  # of equal work
-        for name, figures in sides.items():
-            if figures and name.startswith(OURS):  # `ours`, and ours with other settings
+        for name, figures in entry.figures.items():
+            if figures is None:
+                continue
+            if name.startswith(OURS):  # `ours`, and ours with other settings
                 ours[name] = figures
-            elif figures and comparison.get(name, {}).get("equal"):
+            elif name in entry.comparison and entry.comparison[name].equal:
                 peers[name] = figures
         if not ours:
             lines.append(f"{case.name}: not measured")
             continue
-        best = max(ours, key=lambda name: ours[name]["tokens_per_second"])
-        speed = ours[best]["tokens_per_second"]
+        best = max(ours, key=lambda name: ours[name].tokens_per_second)
+        speed = ours[best].tokens_per_second
         if case.method == "full":
-            share = ours[best].get("share", 0.0)
+            share = ours[best].share or 0.0
             lines.append(
                 f"{case.name}: at least {SHARE_OF_MATMUL:.0%} of the matmul rate: {share:.1%}"
                 f" ({best}), {_format_met(share >= SHARE_OF_MATMUL)}"
@@ -171,7 +161,7 @@ def format_goals(
 
 
 def _format_goal_over_peers(
-    ours: Mapping[str, Mapping[str, float]], peers: Mapping[str, Mapping[str, float]]
+    ours: Mapping[str, SideFigures], peers: Mapping[str, SideFigures]
 ) -> str:
     """Return the line of the goal over the peers, which holds for every case.
 
@@ -180,12 +170,12 @@ def _format_goal_over_peers(
     goal = f"at least {OVER_PEERS} times the fastest peer of equal work, in no more memory"
     if not peers:
         return f"{goal}: not measured, no peer did equal work"
-    fastest = max(peers, key=lambda name: peers[name]["tokens_per_second"])
+    fastest = max(peers, key=lambda name: peers[name].tokens_per_second)
     peer = peers[fastest]
     candidates = []
     for name, figures in ours.items():
-        ratio = figures["tokens_per_second"] / peer["tokens_per_second"]
-        is_no_larger = figures["reserved"] <= peer["reserved"]
+        ratio = figures.tokens_per_second / peer.tokens_per_second
+        is_no_larger = figures.reserved <= peer.reserved
         candidates.append((ratio >= OVER_PEERS and is_no_larger, ratio, is_no_larger, name))
     # A side that meets the goal goes before a faster one that does not.
     is_met, ratio, is_no_larger, name = max(candidates, key=lambda candidate: candidate[:2])
@@ -198,7 +188,7 @@ def _format_met(is_met: bool) -> str:
     return "met" if is_met else "MISSED"
 
 
-def format_file_name(device: Mapping[str, Any], suffix: str) -> str:
+def format_file_name(device: Mapping[str, object], suffix: str) -> str:
     """Return the name of the report's file. device: the report's. suffix: such as `.json`."""
     name = "dry-run-cpu"
     if device.get("type") == "cuda":
@@ -206,25 +196,25 @@ def format_file_name(device: Mapping[str, Any], suffix: str) -> str:
     return f"peers-{name}{suffix}"
 
 
-def read_earlier_cases(path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+def read_earlier_cases(path: Path, names: Sequence[str]) -> list[CaseEntry]:
     """Return the entries of an earlier report, without those of these names.
 
     [] if there is no report.
     """
-    entries = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
-    return [entry for entry in entries if PeerCase(**entry["case"]).name not in names]
+    if not path.exists():
+        return []
+    return [entry for entry in read_peers_report(path).cases if entry.case.name not in names]
 
 
-def write_peers_report(report: dict[str, Any], folder: Path) -> list[Path]:
+def write_peers_report(report: PeersReport, folder: Path) -> list[Path]:
     """Write the report as .json and .md, named after the device, and return their paths.
 
     Without a GPU no step's time is kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    gpu = report["device"].get("type") == "cuda"
-    content = report if gpu else _drop_entries(report, {"marks"})
-    paths = [folder / format_file_name(report["device"], suffix) for suffix in (".json", ".md")]
-    texts = (json.dumps(content, indent=1, allow_nan=False) + "\n", format_page(report))
+    paths = [folder / format_file_name(report.device, suffix) for suffix in (".json", ".md")]
+    content = json.dumps(report.to_json(), indent=1, allow_nan=False)
+    texts = (f"{content}\n", format_page(report))
     for path, text in zip(paths, texts, strict=True):
         # Renamed when complete: it is written after each case, and a run may be killed.
         part = path.with_name(path.name + ".part")
@@ -233,54 +223,38 @@ def write_peers_report(report: dict[str, Any], folder: Path) -> list[Path]:
     return paths
 
 
-def _drop_entries(value: Any, names: set[str]) -> Any:
-    """Return the value without the entries of these names, at any depth."""
-    if isinstance(value, dict):
-        return {
-            name: _drop_entries(entry, names) for name, entry in value.items() if name not in names
-        }
-    if isinstance(value, list):
-        return [_drop_entries(entry, names) for entry in value]
-    return value
-
-
-def format_page(report: dict[str, Any]) -> str:
+def format_page(report: PeersReport) -> str:
     """Return the text of the page."""
-    gpu = report["device"].get("type") == "cuda"
-    lines = [*_format_head(report, gpu), "", "## Sides", "", *_format_sides(report)]
-    measured, equal = [], []
-    for entry in report["cases"]:
-        case = PeerCase(**entry["case"])
-        measured.append((case, entry["figures"]))
-        equal.append(entry["comparison"])
+    lines = [*_format_head(report), "", "## Sides", "", *_format_sides(report)]
+    for entry in report.cases:
         lines += [
             "",
-            f"## {case.name}",
+            f"## {entry.case.name}",
             "",
-            f"{entry['model']}: {_describe_case(case, report['dtype'])}",
+            f"{entry.model}: {_describe_case(entry.case, report.dtype)}",
             "",
         ]
-        lines += _format_table(entry, gpu)
-        lines += _draw_curves(entry["results"])
-    lines += ["", "## Goals", "", *(f"- {line}" for line in format_goals(measured, equal))]
+        lines += _format_table(entry, report.on_gpu)
+        lines += _format_curves(entry.results)
+    lines += ["", "## Goals", "", *(f"- {line}" for line in format_goals(report.cases))]
     return "\n".join(lines) + "\n"
 
 
-def _format_head(report: dict[str, Any], gpu: bool) -> list[str]:
-    """Return the page's title and what holds for all cases. gpu: the runs were on one."""
-    device = report["device"]
-    commit = f", commit {report['commit']}" if "commit" in report else ""
+def _format_head(report: PeersReport) -> list[str]:
+    """Return the page's title and what holds for all cases."""
+    device = report.device
+    commit = "" if report.commit is None else f", commit {report.commit}"
     lines = [
-        f"# {report['kind']}: {device['name']}",
+        f"# {report.kind}: {device['name']}",
         "",
-        f"- {report['date']}{commit}, `{report['command']}`, {report.get('seconds', 0)} s",
+        f"- {report.date}{commit}, `{report.command}`, {report.seconds} s",
         (
-            f"- {report['dtype']}; runs of each side: {report['repeats']}, in turns, each in a"
+            f"- {report.dtype}; runs of each side: {report.repeats}, in turns, each in a"
             " process of its own"
         ),
         f"- {_summarize(report)}",
     ]
-    if not gpu:
+    if not report.on_gpu:
         return [
             *lines,
             (
@@ -289,7 +263,7 @@ def _format_head(report: dict[str, Any], gpu: bool) -> list[str]:
                 " libraries"
             ),
         ]
-    rate = report.get("matmul")
+    rate = report.matmul
     matmul_rate = f"{rate / 1e12:.3g} TFLOP/s" if rate else "not measured"
     return [
         *lines,
@@ -300,51 +274,51 @@ def _format_head(report: dict[str, Any], gpu: bool) -> list[str]:
     ]
 
 
-def _summarize(report: Mapping[str, Any]) -> str:
+def _summarize(report: PeersReport) -> str:
     """Return how many peers did equal work, and which did not."""
     num_peers = 0
     unequal = []
-    for entry in report["cases"]:
-        case = PeerCase(**entry["case"])
-        for name, compared in entry["comparison"].items():
+    for entry in report.cases:
+        for name, compared in entry.comparison.items():
             if not name.startswith(OURS):
                 num_peers += 1
-                if not compared["equal"]:
-                    unequal.append(f"{name} in {case.name}")
+                if not compared.equal:
+                    unequal.append(f"{name} in {entry.case.name}")
     line = f"equal work: {num_peers - len(unequal)} of {num_peers} runs of peers"
     return f"{line}; not shown for {', '.join(unequal)}" if unequal else line
 
 
-def find_fastest(report: Mapping[str, Any]) -> str:
+def find_fastest(report: PeersReport) -> str:
     """Return each case's tokens a second and reserved GiB, ours and the fastest equal peer's.
 
-    Called by `gpu_pages.py`. report: as it lies in the JSON file.
+    Called by `gpu_pages.py`.
     """
     sentences = []
-    for entry in report["cases"]:
-        case = PeerCase(**entry["case"])
-        sides = {name: figures for name, figures in entry["figures"].items() if figures}
-        equal_sides = {name for name in sides if entry["comparison"].get(name, {}).get("equal")}
-        peers = sorted(equal_sides - {OURS}, key=lambda name: -sides[name]["tokens_per_second"])
+    for entry in report.cases:
+        sides = {name: figures for name, figures in entry.figures.items() if figures is not None}
+        equal_sides = {
+            name for name in sides if name in entry.comparison and entry.comparison[name].equal
+        }
+        peers = sorted(equal_sides - {OURS}, key=lambda name: -sides[name].tokens_per_second)
         parts = []
         for name in (OURS, *peers[:1]):
             if name in sides:
-                speed = sides[name]["tokens_per_second"]
-                reserved = sides[name]["reserved"] / GIB
+                speed = sides[name].tokens_per_second
+                reserved = sides[name].reserved / GIB
                 parts.append(f"{name} {speed:,.0f} tokens/s in {reserved:.2f} GiB")
-        sentence = f"{case.name}: {'; '.join(parts)}"
-        missing_sides = sorted(set(entry["figures"]) - set(sides))
+        sentence = f"{entry.case.name}: {'; '.join(parts)}"
+        missing_sides = sorted(set(entry.figures) - set(sides))
         if missing_sides:
             sentence += f"; did not come to run: {', '.join(missing_sides)}"
         sentences.append(sentence)
     return " ".join(sentences)
 
 
-def _format_sides(report: dict[str, Any]) -> list[str]:
+def _format_sides(report: PeersReport) -> list[str]:
     """Return a line for each side: what it is, and its packages with their versions."""
     descriptions = {side.name: side.told for side in SIDES}
     lines = []
-    for name, versions in report["versions"].items():
+    for name, versions in report.versions.items():
         packages = ", ".join(f"{package} {version}" for package, version in versions.items())
         lines.append(f"- {name}: {descriptions[name]}; {packages or 'no environment'}")
     return lines
@@ -365,7 +339,7 @@ def _describe_case(case: PeerCase, dtype: str) -> str:
     )
 
 
-def _format_table(entry: Mapping[str, Any], gpu: bool) -> list[str]:
+def _format_table(entry: CaseEntry, gpu: bool) -> list[str]:
     """Return the table of a case, a line for each side."""
     columns = [
         "side",
@@ -380,40 +354,46 @@ def _format_table(entry: Mapping[str, Any], gpu: bool) -> list[str]:
     else:
         columns.append("resident, MiB")
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
-    for name, result in entry["results"].items():
-        runs = list_good_runs(result)
+    for name, result in entry.results.items():
+        runs = result.list_good_runs()
         if not runs:
-            reason = result.get("absent") or result["runs"][-1]["failed"]
+            reason = result.absent or result.runs[-1].failed
             lines.append(f"| {name} | {reason} |{' |' * (len(columns) - 2)}")
             continue
         side = name
-        if len(runs) != len(result["runs"]):
-            side = f"{name}, {len(runs)} of {len(result['runs'])} runs"
-        cells = [side, f"{runs[0]['losses'][0]:.5f}", f"{runs[0]['losses'][-1]:.5f}"]
-        cells += _format_differences(entry["comparison"][name])
+        if len(runs) != len(result.runs):
+            side = f"{name}, {len(runs)} of {len(result.runs)} runs"
+        cells = [side, f"{runs[0].losses[0]:.5f}", f"{runs[0].losses[-1]:.5f}"]
+        cells += _format_differences(entry.comparison[name])
         if gpu:
-            figures = entry["figures"].get(name) or {}
-            cells += [
-                _format_cell(figures.get("seconds"), 1, ".3f"),
-                _format_cell(figures.get("tokens_per_second"), 1, ".0f"),
-                _format_cell(figures.get("share"), 1, ".1%"),
-                _format_cell(figures.get("allocated"), GIB, ".2f"),
-                _format_cell(figures.get("reserved"), GIB, ".2f"),
-            ]
+            cells += _format_figures(entry.figures.get(name))
         else:
-            cells.append(_format_cell(max(run["resident"] for run in runs), MIB, ".0f"))
+            cells.append(_format_cell(max(run.resident or 0 for run in runs), MIB, ".0f"))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def _format_differences(compared: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a side's differences. compared: what `compare` returned for the side."""
-    if compared["equal"] is None:
+def _format_differences(compared: SideComparison) -> list[str]:
+    """Return the cells of a side's differences."""
+    if compared.equal is None:
         return ["", "", "not compared"]
     return [
-        _format_cell(compared["loss"], 1, ".1e"),
-        _format_cell(compared["grad_norm"], 1, ".1e"),
-        "yes" if compared["equal"] else "NO",
+        _format_cell(compared.loss, 1, ".1e"),
+        _format_cell(compared.grad_norm, 1, ".1e"),
+        "yes" if compared.equal else "NO",
+    ]
+
+
+def _format_figures(figures: SideFigures | None) -> list[str]:
+    """Return the cells of a side's speed and memory, empty ones for None."""
+    if figures is None:
+        return [""] * 5
+    return [
+        _format_cell(figures.seconds, 1, ".3f"),
+        _format_cell(figures.tokens_per_second, 1, ".0f"),
+        _format_cell(figures.share, 1, ".1%"),
+        _format_cell(figures.allocated, GIB, ".2f"),
+        _format_cell(figures.reserved, GIB, ".2f"),
     ]
 
 
@@ -422,40 +402,25 @@ def _format_cell(value: float | None, unit: float, form: str) -> str:
     return "" if value is None else format(value / unit, form)
 
 
-def _draw_curves(results: Mapping[str, Any]) -> list[str]:
+def _format_curves(results: Mapping[str, SideResult]) -> list[str]:
     """Return a line for each side with losses and gradient norms of its first good run."""
     lines = [""]
     for name, result in results.items():
-        for run in list_good_runs(result)[:1]:
-            losses = ", ".join(f"{loss:.5f}" for loss in run["losses"])
-            norms = ", ".join(f"{norm:.4f}" for norm in run["grad_norms"])
+        for run in result.list_good_runs()[:1]:
+            losses = ", ".join(f"{loss:.5f}" for loss in run.losses)
+            norms = ", ".join(f"{norm:.4f}" for norm in run.grad_norms)
             lines.append(f"- {name}: loss {losses}; grad norm {norms}")
     return lines
 
 
-def build_case_entry(case: PeerCase, ground: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a case's entry in the report, before it has results.
-
-    ground: what all sides start from; `told` describes its model.
-    """
-    return {
-        "case": dataclasses.asdict(case),
-        "model": ground["told"],
-        "results": {},
-        "comparison": {},
-        "figures": {},
-    }
-
-
-def judge(entry: dict[str, Any], model: str, report: Mapping[str, Any]) -> None:
-    """Put `comparison` and, with a GPU, `figures` into an entry, from its `results`.
+def judge(entry: CaseEntry, model: str, report: PeersReport) -> None:
+    """Set `comparison` and, with a GPU, `figures` of an entry, from its `results`.
 
     model: folder of the model that was trained. report: `dtype`, `device` and `matmul` are read.
     """
-    case, results = PeerCase(**entry["case"]), entry["results"]
-    entry["comparison"] = compare(results, case, report["dtype"])
-    if report["device"].get("type") == "cuda":
-        entry["figures"] = {
-            name: compute_figures(case, result=result, model=model, matmul=report["matmul"])
-            for name, result in results.items()
-        }
+    entry.comparison = compare(entry.results, case=entry.case, dtype=report.dtype)
+    if report.on_gpu:
+        for name, result in entry.results.items():
+            entry.figures[name] = compute_figures(
+                entry.case, result=result, model=model, matmul=report.matmul
+            )

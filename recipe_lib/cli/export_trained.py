@@ -58,6 +58,7 @@ from recipe_lib.config.local_files import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
     BEST_FOLDER,
+    CONFIG_FILE,
     MODEL_FOLDER,
     STATE_FOLDER,
     resolve_base_name,
@@ -89,8 +90,6 @@ from recipe_lib.training.export_model import (
 )
 from recipe_lib.training.records import SUMMARY_FILE
 from recipe_lib.units import GIB
-
-CONFIG_FILE = "config.yaml"  # the file in a run's output_dir that has its config
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,6 @@ def _check_tokenizer_of_model(cfg: Any) -> str | None:
 
 
 def _list_sources(cfg: Any) -> dict[str, str]:
-    """Return config key -> source of samples."""
     sources: dict[str, str] = {}
     sources_by_key = {
         f"{section}.source": data_source.source

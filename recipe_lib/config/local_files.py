@@ -72,6 +72,8 @@ def format_install_line(extra: str) -> str:
     return f"pip install {shlex.join(packages or [extra])}"
 
 
+# In `output_dir`: the config with every value that was used.
+CONFIG_FILE = "config.yaml"
 # Folders in `output_dir`. Resumable states, as step_N.
 STATE_FOLDER = "state"
 # In STATE_FOLDER: the weights of the step that validates best (`checkpoint.keep_best`), as step_N.

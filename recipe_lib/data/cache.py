@@ -95,7 +95,6 @@ class ArrayWriter:
         return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
     def get_arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that were written, by the names of ARRAYS."""
         if self.folder is not None:
             return map_arrays(self.folder)
         return {

@@ -339,7 +339,6 @@ class Template:
 
     @cached_property
     def features(self) -> TemplateFeatures:
-        """Return how the template treats thoughts and tool calls. It is probed at the first use."""
         source = self.tokenizer.chat_template
         if not self.is_chat or source is None:
             return TemplateFeatures()

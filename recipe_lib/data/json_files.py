@@ -54,7 +54,6 @@ class JsonFile(IndexedFile):
 
 
 def _describe(value: Any) -> str:
-    """Return the kind of a value in words, for error lines."""
     return "a very long value" if value is TOO_LONG else describe_kind(value)
 
 

@@ -212,7 +212,6 @@ class KeptTensors:
 
 
 def _get_storage_address(kept: _SavedTensor) -> int:
-    """Return the id of the storage of a saved tensor that was not freed."""
     assert kept.tensor is not None
     return int(kept.tensor.untyped_storage()._cdata)
 

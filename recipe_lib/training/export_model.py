@@ -301,7 +301,6 @@ def describe_results(lines: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _format_number(value: Any) -> str:
-    """Return a number with four decimals; empty for one that is not finite, or no number."""
     return f"{value:.4f}" if isinstance(value, (int, float)) and abs(value) < float("inf") else ""
 
 

@@ -37,6 +37,7 @@ from recipe_lib.config.load import check_no_secrets
 from recipe_lib.config.local_files import (
     ADAPTER_FOLDER,
     BEST_FOLDER,
+    CONFIG_FILE,
     EARLIER_FOLDER,
     MODEL_FOLDER,
     STATE_FOLDER,
@@ -58,7 +59,6 @@ from recipe_lib.training.records import METRICS_FILE, REPORT_FILE, SUMMARY_FILE
 #            earlier/       what is left of a run that is replaced, until the model is complete
 
 TRACKERS_FOLDER = "trackers"
-CONFIG_FILE = "config.yaml"
 PUBLISHED = (MODEL_FOLDER, ADAPTER_FOLDER)  # folders that a run ends with
 # Files at the top of output_dir, besides written.json
 FILES = (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, REPORT_FILE)
@@ -483,7 +483,6 @@ def log_kept_run(root: Path) -> None:
 
 
 def _log_earlier_run(root: Path, record: OutputRecord, sentence: str) -> None:
-    """Log a sentence and the folders of the run that is replaced; nothing if there are none."""
     paths = [str(root / name) for name in (*record.earlier, *record.kept)]
     if paths:
         get_logger().info("overwrite_output_dir: %s: %s", sentence, ", ".join(paths))

@@ -174,7 +174,6 @@ class MetricsFile:
             replace_text(self.path, "".join(_encode_line(line) + "\n" for line in lines))
 
     def close(self) -> None:
-        """Close the file; a later `append` opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -547,7 +546,6 @@ _DATA_ROWS = (
 
 
 def _format_data_count(counts: Mapping[str, Any], key: str) -> str:
-    """Return a cell of the table of data; empty if the key was not counted."""
     value = counts.get(key)
     if value is None:
         return ""

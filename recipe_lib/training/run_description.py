@@ -110,7 +110,6 @@ def _describe_batch(
 
 
 def _describe_pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]:
-    """Return a line on the pipeline's micro-batches and this rank's stages; none without one."""
     if parallel.pipeline is None:
         return []
     batch_size, num_micro_batches = compute_micro_batches(cfg)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import five_systems
-from benchmarks.five_systems import OUTPUTS, PAGE, read_cell, run_command, write_page
+from benchmarks.five_systems import OUTPUTS, PAGE, format_page, read_cell, run_command
 from benchmarks.five_systems_rows import FOUR_CARDS, LONG, NEEDS, SYSTEMS, ZERO_1, Row
 from tests.house.files import ROOT, list_python_files, parse_tree
 from tests.house.test_commands import check_python
@@ -33,7 +33,7 @@ def kept() -> dict[str, str]:
 
 
 def test_the_page_is_made_from_kept_outputs_and_pages():
-    assert PAGE.read_text(encoding="utf-8") == write_page(kept()), (
+    assert PAGE.read_text(encoding="utf-8") == format_page(kept()), (
         "run `python benchmarks/five_systems.py`"
     )
 

@@ -19,9 +19,9 @@ from benchmarks.tp_memory import (
     RANDOM_STATE,
     STOCK,
     build_spec_of_layers,
-    build_stock_layer,
     compute_kept_bytes,
     measure_memory,
+    parallelize_stock_layer,
 )
 from recipe_lib.adapters import add_adapters
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
@@ -162,7 +162,7 @@ def train(
     parallel, memory = ParallelConfig(tensor=2), MemoryConfig()
     if stock:
         for layer in model.model.layers:
-            build_stock_layer(layer, world)
+            parallelize_stock_layer(layer, world)
     else:
         divided = Parallel(tensor_gradients=shard_tensors(model, parallel, memory, world))
     materialize(model, memory, world.device)

@@ -8,7 +8,7 @@ import re
 import torch
 
 from benchmarks import longest
-from benchmarks.fit import CARDS, METHODS, MODELS, Line, write_pages
+from benchmarks.fit import CARDS, METHODS, MODELS, Line, format_pages
 from tests.house.files import ROOT
 
 FAR = longest.read_longest_sequences(ROOT / "docs" / "longest.json")
@@ -21,7 +21,7 @@ LINES = [
 def test_the_page_is_made_of_all_lines():
     wanted = {(model, method, cards) for model in MODELS for method in METHODS for cards in CARDS}
     assert {(line.model, line.method, line.cards) for line in LINES} == wanted
-    for name, text in write_pages(LINES, FAR).items():
+    for name, text in format_pages(LINES, FAR).items():
         page = (ROOT / "docs" / name).read_text(encoding="utf-8")
         made_with = re.search(r"with torch (\S+)\.\n", page)
         version = made_with[1] if made_with is not None else ""

@@ -25,10 +25,10 @@ class Rows:
 class Plan:
     """Two steps an epoch."""
 
-    def steps(self, epoch: int) -> int:
+    def count_steps(self, epoch: int) -> int:
         return 2
 
-    def total_steps(self, epochs: int, max_steps: int | None) -> int:
+    def count_total_steps(self, epochs: int, max_steps: int | None) -> int:
         return min(2 * epochs, max_steps or 2 * epochs)
 
 

@@ -102,7 +102,7 @@ def _change_template(change: Callable[[str], str]) -> Callable[[Setup], None]:
             assert template != settings["chat_template"]  # else nothing would be planted
             settings["chat_template"] = template
 
-        setup.tokenizer_settings(edit)
+        setup.edit_tokenizer_config(edit)
 
     return plant
 
@@ -120,7 +120,7 @@ def _remove_marks(text: str) -> str:
 
 
 def _pad_is_eos(setup: Setup) -> None:
-    setup.tokenizer_settings(lambda settings: settings.update(pad_token="</s>"))
+    setup.edit_tokenizer_config(lambda settings: settings.update(pad_token="</s>"))
 
 
 def _add_untrained_tokens(setup: Setup) -> None:
@@ -141,7 +141,9 @@ def _add_untrained_tokens(setup: Setup) -> None:
         ]
 
     edit_json(setup.model / "tokenizer.json", add)
-    setup.tokenizer_settings(lambda settings: settings.update(additional_special_tokens=list(new)))
+    setup.edit_tokenizer_config(
+        lambda settings: settings.update(additional_special_tokens=list(new))
+    )
     _change_template(
         lambda text: text.replace(
             "message['content'] + eos_token",

@@ -76,11 +76,11 @@ class Setup:
         """Replace the training rows."""
         write_rows(self.train, rows)
 
-    def tokenizer_settings(self, change: Callable[[dict[str, Any]], None]) -> None:
+    def edit_tokenizer_config(self, change: Callable[[dict[str, Any]], None]) -> None:
         """Edit the model's tokenizer_config.json; `change` gets its content."""
         edit_json(self.model / "tokenizer_config.json", change)
 
-    def again(self, **changes: Any) -> "Setup":
+    def copy_with(self, **changes: Any) -> "Setup":
         """Return the same run in the same folder, with other settings."""
         changed_setup = copy.copy(self)
         for name, value in changes.items():

@@ -117,7 +117,7 @@ class LitGpt(Tool):
         (setup.folder / "finetune.yaml").write_text(text, encoding="utf-8")
         return [text]
 
-    def command(self, setup: Setup) -> list[str]:
+    def build_command(self, setup: Setup) -> list[str]:
         """Return the command of scripts/litgpt_run.py, which calls both of LitGPT's.
 
         LitGPT trains models of its own list; the script adds the benchmark's model to it.
@@ -134,23 +134,24 @@ class LitGpt(Tool):
             str(setup.folder / "finetune.yaml"),
         ]
 
-    def losses(self, setup: Setup, result: Result) -> list[float]:
+    def read_losses(self, setup: Setup, result: Result) -> list[float]:
         """Read the losses from the lines it prints, one an optimizer step."""
         matches = (_STEP.search(line) for _, line in result.lines)
         return [float(match[2]) for match in matches if match]
 
-    def trained_text(self, setup: Setup) -> list[list[str]] | None:
+    def read_label_texts(self, setup: Setup) -> list[list[str]] | None:
         """Return the trained pieces of the first rows, from its dataset of the same rows.
 
         None if the script fails.
         """
-        script, pairs = _SCRIPTS / "litgpt_labels.py", setup.folder / "pairs"
+        script = _SCRIPTS / "litgpt_labels.py"
+        pairs = setup.folder / "pairs"
         texts = run_json_script(
             self, setup, script, str(setup.model), str(pairs), str(setup.max_len)
         )
         return None if texts is None else list(texts)
 
-    def states(self, setup: Setup) -> list[Path]:
+    def list_states(self, setup: Setup) -> list[Path]:
         """Return the folders step-N, its saved states."""
         return sorted(setup.output.glob("step-*"))
 

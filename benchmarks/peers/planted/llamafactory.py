@@ -90,7 +90,7 @@ class LlamaFactory(Tool):
         (setup.folder / "train.yaml").write_text(text, encoding="utf-8")
         return [text, info]
 
-    def command(self, setup: Setup) -> list[str]:
+    def build_command(self, setup: Setup) -> list[str]:
         """Return the command `llamafactory-cli train`."""
         verb = "trainn_sftt" if setup.twist == "unknown_recipe" else "train"
         return [
@@ -99,7 +99,7 @@ class LlamaFactory(Tool):
             str(setup.folder / "train.yaml"),
         ]
 
-    def variables(self, setup: Setup) -> dict[str, str]:
+    def build_environment(self, setup: Setup) -> dict[str, str]:
         """Return the environment variables; for several ranks, those that ask for torchrun."""
         # Its own programs come first.
         path = f"{self.environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -107,20 +107,22 @@ class LlamaFactory(Tool):
             {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(setup.ranks)} if setup.ranks > 1 else {}
         )
         # Without LLaMA-Factory's check of its packages' versions.
-        return super().variables(setup) | {"PATH": path, "DISABLE_VERSION_CHECK": "1"} | ranks
+        return (
+            super().build_environment(setup) | {"PATH": path, "DISABLE_VERSION_CHECK": "1"} | ranks
+        )
 
-    def losses(self, setup: Setup, result: Result) -> list[float]:
+    def read_losses(self, setup: Setup, result: Result) -> list[float]:
         """Read the losses from the dictionaries that the trainer prints."""
         return read_trainer_losses(result)
 
     def start(
         self, setup: Setup, command: "list[str] | tuple[str, ...]", **options: object
     ) -> Result:  # type: ignore[override]
-        """Run a command and keep its result for `trained_text`."""
+        """Run a command and keep its result for `read_label_texts`."""
         self._last = super().start(setup, command, **options)
         return self._last
 
-    def trained_text(self, setup: Setup) -> list[list[str]] | None:
+    def read_label_texts(self, setup: Setup) -> list[list[str]] | None:
         """Return the trained text of the first row, as one piece; None if the run shows none.
 
         The run prints an example: `labels:` and the text, which may go on over more lines.
@@ -137,6 +139,6 @@ class LlamaFactory(Tool):
             text.append(line)
         return [["\n".join(text)]]
 
-    def states(self, setup: Setup) -> list[Path]:
+    def list_states(self, setup: Setup) -> list[Path]:
         """Return the folders checkpoint-N, its saved states."""
         return sorted(setup.output.glob("checkpoint-*")) if setup.output.is_dir() else []

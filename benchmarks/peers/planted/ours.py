@@ -62,7 +62,7 @@ class Ours(Tool):
         targets = [name.removesuffix("_proj") for name in setup.targets or ()]
         bits = "  quantize_base: nf4\n" if setup.base_bits == 4 else ""
         text = _CONFIG.format(
-            recipe=self._recipe(setup),
+            recipe=self._choose_recipe(setup),
             model=setup.model,
             train=setup.train,
             format="mesages" if setup.twist == "unknown_format" else "messages",
@@ -83,19 +83,21 @@ class Ours(Tool):
         (setup.folder / "config.yaml").write_text(text, encoding="utf-8")
         return [text]
 
-    def _recipe(self, setup: Setup) -> str:
+    def _choose_recipe(self, setup: Setup) -> str:
         """Return the recipe's name: full fine-tuning, or LoRA."""
         return "full_finetune_distributed" if setup.targets is None else "lora_finetune_distributed"
 
-    def command(self, setup: Setup) -> list[str]:
+    def build_command(self, setup: Setup) -> list[str]:
         """Return the command `tune run`, with torchrun's flag where there are several ranks."""
         recipe = (
-            "fulll_finetune_distributed" if setup.twist == "unknown_recipe" else self._recipe(setup)
+            "fulll_finetune_distributed"
+            if setup.twist == "unknown_recipe"
+            else self._choose_recipe(setup)
         )
         ranks = ["--nproc_per_node", str(setup.ranks)] if setup.ranks > 1 else []
         resume = ["resume=latest"] if setup.resume else []
         return [
-            *self._tune("run"),
+            *self._build_tune_command("run"),
             *ranks,
             recipe,
             "--config",
@@ -103,33 +105,33 @@ class Ours(Tool):
             *resume,
         ]
 
-    def check(self, setup: Setup) -> list[str]:
+    def build_check_command(self, setup: Setup) -> list[str]:
         """Return the command `tune data check`."""
-        return [*self._tune("data"), "check", str(setup.folder / "config.yaml")]
+        return [*self._build_tune_command("data"), "check", str(setup.folder / "config.yaml")]
 
-    def _tune(self, verb: str) -> list[str]:
+    def _build_tune_command(self, verb: str) -> list[str]:
         """Return the beginning of a command, of this checkout's `tune`."""
         return [self.python, "-m", "recipe_lib.cli.main", verb]
 
-    def variables(self, setup: Setup) -> dict[str, str]:
+    def build_environment(self, setup: Setup) -> dict[str, str]:
         """Return the environment variables, with which no memory plan is made beside the run.
 
         The machine is shared, and a plan takes time of its own.
         """
-        return super().variables(setup) | {"PYTHONPATH": str(ROOT), "TUNE_PLAN": "off"}
+        return super().build_environment(setup) | {"PYTHONPATH": str(ROOT), "TUNE_PLAN": "off"}
 
     def remember(self, setup: Setup) -> None:
         """Keep the lines of metrics.jsonl, to which a resumed run only adds."""
-        self._before = self._metrics(setup)
+        self._before = self._read_metrics(setup)
 
-    def _metrics(self, setup: Setup) -> list[str]:
+    def _read_metrics(self, setup: Setup) -> list[str]:
         """Return the lines of metrics.jsonl; empty if there is no such file."""
         path = setup.output / "metrics.jsonl"
         return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
-    def losses(self, setup: Setup, result: Result) -> list[float]:
+    def read_losses(self, setup: Setup, result: Result) -> list[float]:
         """Return the loss of every step that the last command did, from metrics.jsonl."""
-        lines_now = self._metrics(setup)
+        lines_now = self._read_metrics(setup)
         # Not strict: a run that begins anew may have fewer lines than the one before.
         num_earlier_lines = sum(
             1
@@ -145,13 +147,13 @@ class Ours(Tool):
             if "loss" in line
         ]
 
-    def trained_text(self, setup: Setup) -> list[list[str]] | None:
+    def read_label_texts(self, setup: Setup) -> list[list[str]] | None:
         """Return the trained pieces of each of the first rows, by `tune data show --json`.
 
         None if that command fails.
         """
         command = [
-            *self._tune("data"),
+            *self._build_tune_command("data"),
             "show",
             str(setup.folder / "config.yaml"),
             "--json",
@@ -168,7 +170,7 @@ class Ours(Tool):
             for row in slot
         ]
 
-    def states(self, setup: Setup) -> list[Path]:
+    def list_states(self, setup: Setup) -> list[Path]:
         """List the states in output/state, finished or not."""
         folder = setup.output / "state"
         return sorted(folder.iterdir()) if folder.is_dir() else []

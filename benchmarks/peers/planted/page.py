@@ -36,7 +36,7 @@ _WORDS = (
 )
 
 
-def page(results: dict[str, Any], order: list[str]) -> str:
+def format_page(results: dict[str, Any], order: list[str]) -> str:
     """Return the page as Markdown.
 
     results: tool's name -> `title`, `told`, `versions`, `date`, `cells` by fault's name, and more.

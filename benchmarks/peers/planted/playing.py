@@ -45,7 +45,8 @@ def load_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[st
     The file is of an earlier call, and used if the tool's versions are the same. model: folder that
     each run gets a copy of. Raises Unfit if the tool cannot make them.
     """
-    sound_file, versions = work / "sound.json", tool.versions()
+    sound_file = work / "sound.json"
+    versions = tool.read_versions()
     if sound_file.exists():
         content = json.loads(sound_file.read_text(encoding="utf-8"))
         if content["versions"] == versions:
@@ -68,9 +69,9 @@ def make_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[st
 
     Raises Unfit if the first does not log a loss for each step, or if a run fails.
     """
-    setup = make_setup(work / "sound", model).again(steps=AFTER)
-    _, result = run_sound(tool, setup)
-    losses = tool.losses(setup, result)
+    setup = make_setup(work / "sound", model).copy_with(steps=AFTER)
+    result = run_sound(tool, setup)
+    losses = tool.read_losses(setup, result)
     sound = Sound([line for _, line in result.lines], losses)
     if len(losses) != AFTER:
         raise Unfit(f"the sound run logged {len(losses)} losses, expected {AFTER}")
@@ -83,8 +84,8 @@ def make_sound_runs(tool: Tool, work: Path, model: Path) -> tuple[Sound, dict[st
         "adapter_target" not in tool.unable
     )
     for number, changes in enumerate(changed_runs):
-        changed_setup = make_setup(work / f"sound_{number}", model).again(**changes)
-        _, result = run_sound(tool, changed_setup)
+        changed_setup = make_setup(work / f"sound_{number}", model).copy_with(**changes)
+        result = run_sound(tool, changed_setup)
         sound.lines += [line for _, line in result.lines]
     if "sound_resume" in tool.unable:
         outcomes[SOUND_RESUME.name] = Outcome(NOT_APPLICABLE, note=tool.unable["sound_resume"])
@@ -107,10 +108,10 @@ def run_fault(fault: Fault, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
         return _run_on_small_disk(fault, tool=tool, setup=setup, sound=sound, given=given)
     if setup.twist == "twice":  # the output folder has an earlier run
         run_sound(tool, setup)
-    result = tool.start(setup, tool.command(setup))
+    result = tool.start(setup, tool.build_command(setup))
     outcome = _judge_fault(fault, tool=tool, setup=setup, sound=sound, result=result, given=given)
     if outcome.outcome == SILENT and fault.trained is not None:
-        texts = tool.trained_text(setup)
+        texts = tool.read_label_texts(setup)
         outcome.note = (
             "what is trained could not be asked for" if texts is None else f"trained: {texts[:1]}"
         )
@@ -128,7 +129,7 @@ def _judge_fault(
     return judge(
         result,
         words=WORDS[fault.name],
-        steps=len(tool.losses(setup, result)),
+        steps=len(tool.read_losses(setup, result)),
         sound_lines=sound.lines,
         metric=tool.metric,
         given=list(given),
@@ -139,7 +140,7 @@ def _ask_check(
     fault: Fault, tool: Tool, setup: Setup, sound: Sound, given: Iterable[str], outcome: Outcome
 ) -> None:
     """Run the tool's check command, if it has one; set `outcome` to FOUND if it names the fault."""
-    command = tool.check(setup)
+    command = tool.build_check_command(setup)
     if command is None:
         return
     result = tool.start(setup, command)
@@ -152,11 +153,9 @@ def _ask_check(
         given=list(given),
     )
     if check_outcome.line and check_outcome.outcome in ("rejected", WARNED, "traceback, named"):
-        outcome.outcome, outcome.line, outcome.seconds = (
-            FOUND,
-            check_outcome.line,
-            check_outcome.seconds,
-        )
+        outcome.outcome = FOUND
+        outcome.line = check_outcome.line
+        outcome.seconds = check_outcome.seconds
 
 
 def _run_on_small_disk(
@@ -178,7 +177,7 @@ def _run_on_small_disk(
             note=f"no small disk could be mounted: {mounted.stderr.decode().strip()}",
         )
     try:
-        result = tool.start(setup, tool.command(setup))
+        result = tool.start(setup, tool.build_command(setup))
         return _judge_fault(fault, tool=tool, setup=setup, sound=sound, result=result, given=given)
     finally:
         # Lazily, since a process of the run may still have a file open.

@@ -26,17 +26,6 @@ class Unfit(Exception):  # noqa: N818  (an outcome of the benchmark, not of a to
     """The tool cannot do the run that a fault starts from; the text says why."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """A fault between two runs."""
-
-    name: str  # its key in `WORDS`
-    title: str  # as the report names it
-    # Runs both. Returns the setup and the result of the run that is judged; True if its losses are
-    # those without the fault (None: not measured); and a note for the report.
-    play: Callable[[Tool, Setup, "Sound"], "tuple[Setup, Result, bool | None, str]"]
-
-
 @dataclass
 class Sound:
     """A tool's runs without faults, which the others are compared with."""
@@ -45,30 +34,50 @@ class Sound:
     losses: list[float]  # of the AFTER steps of a run that nothing stopped
 
 
-def run_sound(tool: Tool, setup: Setup) -> tuple[Setup, Result]:
+@dataclass
+class ChangedRun:
+    """Hold the run that is judged: the second, after a change."""
+
+    setup: Setup
+    result: Result
+    # Its losses are those without the change; None: not measured, or the run failed.
+    harmless: bool | None = None
+    note: str = ""  # for the report
+
+
+@dataclass(frozen=True)
+class Change:
+    """A fault between two runs."""
+
+    name: str  # its key in `WORDS`
+    title: str  # as the report names it
+    play: Callable[[Tool, Setup, Sound], ChangedRun]  # runs both; may raise Unfit
+
+
+def run_sound(tool: Tool, setup: Setup) -> Result:
     """Run what has to end well. Raises Unfit if it ends with another exit code than 0."""
     tool.prepare(setup)
-    result = tool.start(setup, tool.command(setup))
+    result = tool.start(setup, tool.build_command(setup))
     if result.code != 0:
         last = next((line for _, line in reversed(result.lines)), "no output")
         raise Unfit(f"the run it starts from ends with exit code {result.code}: {last[:200]}")
-    return setup, result
+    return result
 
 
-def go_on(tool: Tool, setup: Setup) -> tuple[Setup, Result]:
-    """Run the second run, which resumes from what the first has saved; it may fail."""
+def run_changed(tool: Tool, setup: Setup) -> ChangedRun:
+    """Run what a change may break: it may fail, and its losses are not compared yet."""
     tool.prepare(setup)
-    return setup, tool.start(setup, tool.command(setup))
+    return ChangedRun(setup, tool.start(setup, tool.build_command(setup)))
 
 
-def run_first_half(setup: Setup, **changes: object) -> Setup:
+def build_first_setup(setup: Setup, **changes: object) -> Setup:
     """Return the setup of the first run: BEFORE steps, saved twice. changes: further fields."""
-    return setup.again(steps=BEFORE, save_every=BEFORE // 2, **changes)
+    return setup.copy_with(steps=BEFORE, save_every=BEFORE // 2, **changes)
 
 
-def run_second_half(setup: Setup, **changes: object) -> Setup:
+def build_second_setup(setup: Setup, **changes: object) -> Setup:
     """Return the setup of the run that resumes, to AFTER steps. changes: further fields."""
-    return setup.again(steps=AFTER, save_every=BEFORE // 2, resume=True, **changes)
+    return setup.copy_with(steps=AFTER, save_every=BEFORE // 2, resume=True, **changes)
 
 
 def compute_difference(losses: list[float], expected: list[float]) -> float:
@@ -84,132 +93,131 @@ def compute_difference(losses: list[float], expected: list[float]) -> float:
     return max(differences) if all(map(math.isfinite, differences)) else float("inf")
 
 
-def _judge_equality(
-    tool: Tool, setup: Setup, result: Result, expected: list[float], close: float
-) -> tuple[bool | None, str]:
-    """Return True if the losses are the expected ones to `close`, and a note; None: it failed."""
-    if result.code != 0:
-        return None, ""
-    worst = compute_difference(tool.losses(setup, result), expected)
+def _compare_losses(tool: Tool, run: ChangedRun, expected: list[float], close: float) -> None:
+    """Set `harmless` of a run, True if its losses are the expected ones to `close`, and `note`.
+
+    A run that failed stays as it is.
+    """
+    if run.result.code != 0:
+        return
+    worst = compute_difference(tool.read_losses(run.setup, run.result), expected)
     note = "too few losses to compare" if worst == float("inf") else f"losses differ by {worst:.2g}"
-    return worst <= close, f"{note} (relative) from those of a run that nothing stopped"
+    run.harmless = worst <= close
+    run.note = f"{note} (relative) from those of a run that nothing stopped"
 
 
-def change_nothing(
-    tool: Tool, setup: Setup, sound: Sound
-) -> tuple[Setup, Result, bool | None, str]:
+def change_nothing(tool: Tool, setup: Setup, sound: Sound) -> ChangedRun:
     """Stop and resume with nothing else changed.
 
     What both runs print is added to `sound.lines`, and counts as no warning from then on.
     """
-    _, first = run_sound(tool, run_first_half(setup))
-    setup, result = go_on(tool, run_second_half(setup))
-    sound.lines += [line for run in (first, result) for _, line in run.lines]
-    return (
-        setup,
-        result,
-        *_judge_equality(tool, setup=setup, result=result, expected=sound.losses, close=CLOSE),
-    )
+    first_result = run_sound(tool, build_first_setup(setup))
+    second = run_changed(tool, build_second_setup(setup))
+    for result in (first_result, second.result):
+        sound.lines += [line for _, line in result.lines]
+    _compare_losses(tool, second, expected=sound.losses, close=CLOSE)
+    return second
 
 
-def change_rows(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+def change_rows(tool: Tool, setup: Setup, sound: Sound) -> ChangedRun:
     """Replace half of the 24 rows (examples) before the run is resumed."""
-    run_sound(tool, run_first_half(setup))
+    run_sound(tool, build_first_setup(setup))
     setup.write(setup.rows[:12] + build_rows(100, 112))
-    setup, result = go_on(tool, run_second_half(setup))
-    return setup, result, None, ""
+    return run_changed(tool, build_second_setup(setup))
 
 
-def change_batch(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+def change_batch(tool: Tool, setup: Setup, sound: Sound) -> ChangedRun:
     """Resume with three rows a step where there were two: a step then means other rows."""
-    run_sound(tool, run_first_half(setup))
-    setup, result = go_on(tool, run_second_half(setup, batch=setup.batch + 1))
-    return setup, result, None, ""
+    run_sound(tool, build_first_setup(setup))
+    return run_changed(tool, build_second_setup(setup, batch=setup.batch + 1))
 
 
-def change_world(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+def change_world(tool: Tool, setup: Setup, sound: Sound) -> ChangedRun:
     """Go from two ranks to one with the same rows a step.
 
     The losses are compared with those of two ranks throughout.
     """
     folder = setup.folder / "quiet"
-    unstopped = setup.again(folder=folder, steps=AFTER, ranks=2)
+    unstopped = setup.copy_with(folder=folder, steps=AFTER, ranks=2)
     _share(setup, folder)
-    _, unstopped_result = run_sound(tool, unstopped)
-    expected = tool.losses(unstopped, unstopped_result)
-    run_sound(tool, run_first_half(setup, ranks=2))
-    setup, result = go_on(tool, run_second_half(setup, batch=2 * setup.batch))
-    return (
-        setup,
-        result,
-        *_judge_equality(tool, setup=setup, result=result, expected=expected, close=SUM_CLOSE),
-    )
+    unstopped_result = run_sound(tool, unstopped)
+    expected = tool.read_losses(unstopped, unstopped_result)
+    run_sound(tool, build_first_setup(setup, ranks=2))
+    second = run_changed(tool, build_second_setup(setup, batch=2 * setup.batch))
+    _compare_losses(tool, second, expected=expected, close=SUM_CLOSE)
+    return second
 
 
-def damage_state(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+def damage_state(tool: Tool, setup: Setup, sound: Sound) -> ChangedRun:
     """Change a byte in the middle of the newest state's largest file."""
-    run_sound(tool, run_first_half(setup))
-    path = _find_largest(find_newest(tool.states(setup)))
+    run_sound(tool, build_first_setup(setup))
+    path = _find_largest(find_newest(tool.list_states(setup)))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x40
     path.write_bytes(content)
-    setup, result = go_on(tool, run_second_half(setup))
+    second = run_changed(tool, build_second_setup(setup))
+    _compare_losses(tool, second, expected=sound.losses, close=CLOSE)
     # A single flipped bit may show in no loss, by luck: equal losses do not count as handled.
-    _, note = _judge_equality(tool, setup=setup, result=result, expected=sound.losses, close=CLOSE)
-    return setup, result, None, f"{path.name} of {path.parent.name}; {note}"
+    second.harmless = None
+    second.note = f"{path.name} of {path.parent.name}; {second.note}"
+    return second
 
 
-def kill_in_save(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+def kill_in_save(tool: Tool, setup: Setup, sound: Sound) -> ChangedRun:
     """Kill the run as soon as something of a second state is on the disk, then resume.
 
     Up to three times: the first attempt that fails or gives other losses is judged, else the last.
     Raises Unfit if the run ends before it could be killed.
     """
-    worst: tuple[Setup, Result, bool | None, str] | None = None
+    judged: ChangedRun | None = None
     for attempt in range(3):
-        trial = setup.again(folder=setup.folder / f"kill{attempt}")
+        trial = setup.copy_with(folder=setup.folder / f"kill{attempt}")
         _share(setup, trial.folder)
-        first = trial.again(steps=AFTER, save_every=BEFORE // 2)
+        first = trial.copy_with(steps=AFTER, save_every=BEFORE // 2)
         seen: list[int] = []
 
         # Defaults bind this attempt's values: `first` is assigned again in the next.
         def second_save(first: Setup = first, seen: list[int] = seen) -> bool:
             """Return True once there is a second state."""
-            seen.append(len(tool.states(first)))
+            seen.append(len(tool.list_states(first)))
             return seen[-1] >= 2
 
         tool.prepare(first)
-        killed = tool.start(first, tool.command(first), stop_when=second_save)
+        killed = tool.start(first, tool.build_command(first), stop_when=second_save)
         if killed.code is not None:  # None: it was killed
             raise Unfit("the run had ended before there was a second state to kill it in")
-        states = ", ".join(path.name for path in tool.states(first))
-        trial, result = go_on(tool, first.again(resume=True))
-        harmless, note = _judge_equality(
-            tool, setup=trial, result=result, expected=sound.losses, close=CLOSE
-        )
-        note = f"attempt {attempt + 1} of 3, on the disk: {states}; {note}"
-        worst = (trial, result, harmless, note)
-        if result.code != 0 or not harmless:
+        states = ", ".join(path.name for path in tool.list_states(first))
+        judged = run_changed(tool, first.copy_with(resume=True))
+        _compare_losses(tool, judged, expected=sound.losses, close=CLOSE)
+        judged.note = f"attempt {attempt + 1} of 3, on the disk: {states}; {judged.note}"
+        if judged.result.code != 0 or not judged.harmless:
             break
-    assert worst
-    return worst
+    assert judged
+    return judged
 
 
-def check_packing(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+def check_packing(tool: Tool, setup: Setup, sound: Sound) -> ChangedRun:
     """Pack four rows into one: the first loss has to be that of the rows side by side.
 
     It is not if documents of a pack see each other in attention, or share positions.
     """
     setup.write(setup.rows[:4])
-    setup = setup.again(steps=1, batch=4, max_len=512, shuffle=False)
-    beside, result = run_sound(tool, setup.again(folder=_share(setup, setup.folder / "beside")))
-    (expected,) = tool.losses(beside, result)[:1] or [float("nan")]
-    setup, result = go_on(tool, setup.again(packing=True, batch=1))
-    if result.code != 0:
-        return setup, result, None, ""
-    (packed_loss,) = tool.losses(setup, result)[:1] or [float("nan")]
-    note = f"first loss {packed_loss:.4f} packed, {expected:.4f} side by side"
-    return setup, result, abs(packed_loss - expected) <= CLOSE * abs(expected), note
+    setup = setup.copy_with(steps=1, batch=4, max_len=512, shuffle=False)
+    beside = setup.copy_with(folder=_share(setup, setup.folder / "beside"))
+    expected_loss = _read_first_loss(tool, beside, run_sound(tool, beside))
+    packed = run_changed(tool, setup.copy_with(packing=True, batch=1))
+    if packed.result.code != 0:
+        return packed
+    packed_loss = _read_first_loss(tool, packed.setup, packed.result)
+    packed.harmless = abs(packed_loss - expected_loss) <= CLOSE * abs(expected_loss)
+    packed.note = f"first loss {packed_loss:.4f} packed, {expected_loss:.4f} side by side"
+    return packed
+
+
+def _read_first_loss(tool: Tool, setup: Setup, result: Result) -> float:
+    """Return the loss of a run's first step; NaN if the tool has written none."""
+    losses = tool.read_losses(setup, result)
+    return losses[0] if losses else float("nan")
 
 
 def _share(setup: Setup, folder: Path) -> Path:
@@ -231,21 +239,21 @@ def _find_largest(state: Path | None) -> Path:
 def run_change(change: Change, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
     """Play a change and judge the run; NOT_APPLICABLE if the tool cannot do what it starts from."""
     try:
-        setup, result, harmless, note = change.play(tool, setup, sound)
+        changed_run = change.play(tool, setup, sound)
     except Unfit as reason:
         return Outcome(NOT_APPLICABLE, note=str(reason))
-    steps = len(tool.losses(setup, result))
-    given = tool.prepare(setup)
+    steps = len(tool.read_losses(changed_run.setup, changed_run.result))
+    given = tool.prepare(changed_run.setup)
     outcome = judge(
-        result,
+        changed_run.result,
         words=WORDS.get(change.name, NOTHING),
         steps=steps,
         sound_lines=sound.lines,
         metric=tool.metric,
         given=given,
     )
-    outcome.note = note
-    if outcome.outcome == SILENT and harmless:  # right without a word
+    outcome.note = changed_run.note
+    if outcome.outcome == SILENT and changed_run.harmless:  # right without a word
         outcome.outcome = HANDLED
     return outcome
 

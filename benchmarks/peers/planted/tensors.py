@@ -85,7 +85,8 @@ def split_with_a_missing_shard(folder: Path) -> None:
     header, content = read(path)
     names = list(header)
     half = len(names) // 2
-    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    first = "model-00001-of-00002.safetensors"
+    second = "model-00002-of-00002.safetensors"
     write(folder / first, *select_tensors(header, content, names[:half]))
     weights = {name: first if number < half else second for number, name in enumerate(names)}
     index = {"metadata": {"total_size": len(content)}, "weight_map": weights}

@@ -62,7 +62,7 @@ class Tool(ABC):
         """Make the environment. Raises CalledProcessError if venv or pip fails."""
         make_environment(self.environment, self.packages)
 
-    def versions(self) -> dict[str, str]:
+    def read_versions(self) -> dict[str, str]:
         """Return the versions of `shown` and of Python, as the tool's interpreter finds them.
 
         {} if one is not installed.
@@ -83,32 +83,32 @@ class Tool(ABC):
         """
 
     @abstractmethod
-    def command(self, setup: Setup) -> list[str]:
+    def build_command(self, setup: Setup) -> list[str]:
         """Return the documented command of the run."""
 
     @abstractmethod
-    def losses(self, setup: Setup, result: Result) -> list[float]:
+    def read_losses(self, setup: Setup, result: Result) -> list[float]:
         """Return the loss of every optimizer step that the command did, in order.
 
         result: of the command that ran last, see `remember`.
         """
 
-    def check(self, setup: Setup) -> list[str] | None:
+    def build_check_command(self, setup: Setup) -> list[str] | None:
         """Return the tool's command that checks config or data without training, None without."""
         return None
 
-    def trained_text(self, setup: Setup) -> list[list[str]] | None:
+    def read_label_texts(self, setup: Setup) -> list[list[str]] | None:
         """Return the texts of the label tokens of each of the first rows, token by token.
 
         None: the tool has no way to ask, or the config fails.
         """
         return None
 
-    def states(self, setup: Setup) -> list[Path]:
+    def list_states(self, setup: Setup) -> list[Path]:
         """List the files and folders of states to resume from, finished or not, oldest first."""
         return []
 
-    def variables(self, setup: Setup) -> dict[str, str]:
+    def build_environment(self, setup: Setup) -> dict[str, str]:
         """Return the environment variables that are set over this process's.
 
         The caches lie in the setup's folder.
@@ -117,7 +117,7 @@ class Tool(ABC):
         return ENVIRONMENT | {"HF_HOME": cache, "XDG_CACHE_HOME": cache}
 
     def remember(self, setup: Setup) -> None:
-        """Note what the output folder holds before a command, so that `losses` can leave it out."""
+        """Note what the output folder holds before a command, for `read_losses` to leave out."""
         return
 
     def start(self, setup: Setup, command: Sequence[str], **options: Any) -> Result:
@@ -127,7 +127,9 @@ class Tool(ABC):
         must not be found as the tool's word for it.
         """
         self.remember(setup)
-        result = run(["nice", "-n", "15", *command], setup.folder, self.variables(setup), **options)
+        result = run(
+            ["nice", "-n", "15", *command], setup.folder, self.build_environment(setup), **options
+        )
         for path in (f"{setup.folder}/", str(setup.folder), f"{self.environment}/"):
             result.lines = [(at, line.replace(path, "")) for at, line in result.lines]
         return result

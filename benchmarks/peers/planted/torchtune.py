@@ -108,9 +108,10 @@ class Torchtune(Tool):
         """Write tune.yaml, with the sizes of the model's config.json; return its text."""
         sizes = json.loads((setup.model / "config.json").read_text(encoding="utf-8"))
         files = sorted(
-            {path.name for path in setup.model.glob("*.safetensors")} | self._named_by_index(setup)
+            {path.name for path in setup.model.glob("*.safetensors")}
+            | self._list_files_of_index(setup)
         )
-        saved = self.states(setup)
+        saved = self.list_states(setup)
         if setup.resume and saved:
             # The files of the newest epoch are named by hand, as its documentation has it.
             last = max(saved, key=lambda folder: int(folder.name.split("_")[1]))
@@ -148,7 +149,7 @@ class Torchtune(Tool):
         (setup.folder / "tune.yaml").write_text(text, encoding="utf-8")
         return [text]
 
-    def _named_by_index(self, setup: Setup) -> set[str]:
+    def _list_files_of_index(self, setup: Setup) -> set[str]:
         """Return the names of the files in the checkpoint's index; empty without an index.
 
         They are given to the tool although one may be missing: that is the fault.
@@ -160,7 +161,7 @@ class Torchtune(Tool):
             else set()
         )
 
-    def command(self, setup: Setup) -> list[str]:
+    def build_command(self, setup: Setup) -> list[str]:
         """Return the command `tune run`: full or LoRA, on one device or distributed."""
         kind = "full_finetune" if setup.targets is None else "lora_finetune"
         recipe = f"{kind}_single_device" if setup.ranks == 1 else f"{kind}_distributed"
@@ -173,14 +174,18 @@ class Torchtune(Tool):
             *ranks,
             recipe,
             "--config",
-            str(self._file(setup)),
+            str(self._get_config_file(setup)),
         ]
 
-    def check(self, setup: Setup) -> list[str] | None:
+    def build_check_command(self, setup: Setup) -> list[str] | None:
         """Return the command `tune validate`."""
-        return [str(self.environment / "bin" / "tune"), "validate", str(self._file(setup))]
+        return [
+            str(self.environment / "bin" / "tune"),
+            "validate",
+            str(self._get_config_file(setup)),
+        ]
 
-    def _file(self, setup: Setup) -> Path:
+    def _get_config_file(self, setup: Setup) -> Path:
         """Return the path of the config."""
         return setup.folder / "tune.yaml"
 
@@ -188,18 +193,18 @@ class Torchtune(Tool):
         """Note the log files that are there; a command writes a new one."""
         self._before = set((setup.output / "logs").glob("*.txt"))
 
-    def losses(self, setup: Setup, result: Result) -> list[float]:
+    def read_losses(self, setup: Setup, result: Result) -> list[float]:
         """Read the losses from the file of its DiskLogger."""
         new = sorted(set((setup.output / "logs").glob("*.txt")) - self._before)
         text = "".join(path.read_text(encoding="utf-8") for path in new)
         return [float(value) for value in re.findall(r"loss:(\S+)", text)]
 
-    def trained_text(self, setup: Setup) -> list[list[str]] | None:
+    def read_label_texts(self, setup: Setup) -> list[list[str]] | None:
         """Read the label tokens from the dataset that the same config makes."""
-        texts = run_json_script(self, setup, _SCRIPT, str(self._file(setup)))
+        texts = run_json_script(self, setup, _SCRIPT, str(self._get_config_file(setup)))
         return None if texts is None else list(texts)
 
-    def states(self, setup: Setup) -> list[Path]:
+    def list_states(self, setup: Setup) -> list[Path]:
         """Return the folders epoch_N, which hold weights.
 
         The optimizer's state beside them is one file, which is overwritten each time.

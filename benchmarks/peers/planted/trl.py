@@ -73,7 +73,7 @@ class Trl(Tool):
         (setup.folder / "sft.yaml").write_text(text, encoding="utf-8")
         return [text]
 
-    def command(self, setup: Setup) -> list[str]:
+    def build_command(self, setup: Setup) -> list[str]:
         """Return the command `trl sft`; for several ranks its script under torchrun.
 
         The command's own launcher wants GPUs for several.
@@ -91,23 +91,23 @@ class Trl(Tool):
             *words,
         ]
 
-    def variables(self, setup: Setup) -> dict[str, str]:
+    def build_environment(self, setup: Setup) -> dict[str, str]:
         """Return the variables; `trl` starts `accelerate`, so its own programs come first."""
         import os
 
         path = f"{self.environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
-        return super().variables(setup) | {"PATH": path, "ACCELERATE_USE_CPU": "true"}
+        return super().build_environment(setup) | {"PATH": path, "ACCELERATE_USE_CPU": "true"}
 
-    def losses(self, setup: Setup, result: Result) -> list[float]:
+    def read_losses(self, setup: Setup, result: Result) -> list[float]:
         """Read the losses from the dictionaries that the trainer prints."""
         return read_trainer_losses(result)
 
-    def trained_text(self, setup: Setup) -> list[list[str]] | None:
+    def read_label_texts(self, setup: Setup) -> list[list[str]] | None:
         """Read the label tokens from the first batch of the trainer that the same config makes."""
         texts = run_json_script(self, setup, _SCRIPT, str(setup.folder / "sft.yaml"))
         return None if texts is None else list(texts)
 
-    def states(self, setup: Setup) -> list[Path]:
+    def list_states(self, setup: Setup) -> list[Path]:
         """Return the folders checkpoint-N."""
         return sorted(setup.output.glob("checkpoint-*")) if setup.output.is_dir() else []
 

@@ -4,7 +4,7 @@ twice.
 
 import pytest
 
-from benchmarks.pp_traced import build_config, build_small_spec, compute_expected_held, run_ours
+from benchmarks.pp_traced import build_config, build_small_spec, compute_expected_alive, run_ours
 from tests.distributed.ranks import run_ranks
 from tests.selection import mark_slow_except, select_cases
 
@@ -37,17 +37,17 @@ def _run(schedule, mode):
 def test_what_is_alive_after_each_action_is_what_theory_says_to_the_byte(traced, job):
     schedule, mode = job
     for rank in range(RANKS):
-        wanted = compute_expected_held(
+        wanted = compute_expected_alive(
             build_config(schedule, RANKS, COUNT, mode), SPEC, rank, COUNT
         )
-        assert traced[job][rank]["held"] == wanted
+        assert traced[job][rank]["alive_after_action"] == wanted
         assert max(bytes_ for _, bytes_ in wanted) > 4 * min(bytes_ for _, bytes_ in wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", QUICK, ids="-".join)
 def test_nothing_but_parameters_and_gradients_is_alive_after_a_step(traced, job):
-    assert [found["left"] for found in traced[job]] == [0] * RANKS
+    assert [found["alive_after_step"] for found in traced[job]] == [0] * RANKS
 
 
 @pytest.mark.parametrize("job", QUICK, ids="-".join)
@@ -56,7 +56,10 @@ def test_a_checkpointed_layer_runs_forward_twice_for_each_micro_batch_in_every_s
 ):
     _, mode = job
     wanted = {str(layer): COUNT * (2 if mode == "full" else 1) for layer in range(SPEC.num_layers)}
-    for step in ("first", "forwards"):  # nor does the first step run anything to learn shapes
+    for step in (
+        "first_forwards",
+        "forwards",
+    ):  # nor does the first step run anything to learn shapes
         calls = {}
         for found in traced[job]:
             calls |= found[step]
@@ -101,9 +104,9 @@ def test_a_driver_that_held_its_outputs_or_what_it_sent_would_be_noticed():
     spoilt = run_ranks(_run_spoilt, RANKS)
     for number in range(2):
         for rank in range(RANKS):
-            wanted = compute_expected_held(
+            wanted = compute_expected_alive(
                 build_config("1f1b", RANKS, COUNT, "none"), SPEC, rank, COUNT
             )
             found = spoilt[rank][number]
-            assert found["held"] != wanted
-            assert found["left"] > 0
+            assert found["alive_after_action"] != wanted
+            assert found["alive_after_step"] > 0
