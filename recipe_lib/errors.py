@@ -202,7 +202,6 @@ def run_for_exit_code(main: Callable[[], int | None]) -> int:
 def _show_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print the traceback of an exception without secrets: a `sys.excepthook`."""
     sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
 
 

@@ -374,7 +374,6 @@ class _MergedWeights:
         return lambda start, stop: weight[start:stop]
 
     def _is_rounded(self, rows: int, columns: int) -> bool:
-        """Return True if the run kept a matrix of this shape in 4 or 8 bits."""
         return self._quantize != "none" and can_quantize(columns, rows, self._quantize)
 
     def _read_experts(self, name: str, module: FileModule | None) -> Tensor:

@@ -245,7 +245,6 @@ def _load_converted(
 
 
 def _group_by_conversion(entries: Sequence[WeightEntry]) -> list[tuple[FileConversion, list[str]]]:
-    """Return each conversion with the names of the parameters that it makes."""
     # By identity: conversions are plain objects without a hash of their contents.
     groups: dict[int, tuple[FileConversion, list[str]]] = {}
     for entry in entries:

@@ -164,7 +164,6 @@ class Holders:
 
     @property
     def is_divided(self) -> bool:
-        """Return True if there are several groups, as in a pipeline."""
         return len(set(self.leaders)) > 1
 
     def is_ours(self, name: str) -> bool:

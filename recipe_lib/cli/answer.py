@@ -377,7 +377,6 @@ def answer_prompt_file(
 def _describe_answer(
     prompt: Prompt, tokens: list[int], answer: Generated, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Return the object of an answer's line. tokens: ids of the prompt."""
     # After the prompt's tokens, since a tokenizer may join the first of the answer to them.
     decoder = StreamDecoder(tokenizer, tokens)
     text = "".join(map(decoder.push, answer.tokens)) + decoder.finish()

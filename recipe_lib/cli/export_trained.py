@@ -484,7 +484,6 @@ def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
 def _load_trained_model(
     source: ExportSource, spec: ModelSpec, base: Path, config: dict[str, Any], device: torch.device
 ) -> tuple[Decoder, torch.dtype]:
-    """Return the trained model (the base with its adapter), and the base's dtype in training."""
     if source.state is not None:
         dtype = DTYPES[source.cfg.dtype]
         model = load_model(spec, folder=base, dtype=dtype, device=device, lora=source.cfg.lora)

@@ -226,7 +226,6 @@ def _build_table(
 
 
 def _build_parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
-    """Return the table of parameters that are cut, and that of those that every rank has whole."""
     cut_rows = []
     replicated_rows = []
     # Parameters of all layers with the same plan are one row.

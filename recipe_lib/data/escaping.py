@@ -293,7 +293,6 @@ def _collect_texts(content: Any) -> list[str]:
 
 
 def _change_texts(content: Any, change: Callable[[str], str]) -> Any:
-    """Return a copy of nested lists and dicts with each text changed."""
     if isinstance(content, str):
         return change(content)
     if isinstance(content, list):

@@ -141,7 +141,6 @@ def _collect_counts(report: DataReport) -> dict[str, Any]:
 
 
 def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
-    """Return the findings that follow from the counts of a dataset. max_seq_len: tokens."""
     source_reports = report.parts or [report]  # one for each source
     special = report.special  # counts of special tokens that the samples spell out
     lost_tokens = report.lost_answer_tokens

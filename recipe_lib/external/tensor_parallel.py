@@ -202,7 +202,6 @@ def place_parameters(
 def _shard_parameter(
     parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh
 ) -> nn.Parameter:
-    """Return a parameter of this rank's part, as a DTensor; the plan says which part."""
     full = parameter.detach()
     part = take_parameter_part(full, plan, rank=mesh.get_local_rank(), size=mesh.size())
     placement = Shard(plan.dim) if plan.dim >= 0 else Replicate()

@@ -336,12 +336,10 @@ def reset_extra(model: nn.Module, seed: int, loaded: Collection[str] = ()) -> No
 
 
 def _get_computed_buffers(model: nn.Module) -> set[str]:
-    """Return the names of buffers that their module computed when it was made."""
     return set(model.computed_buffers) if isinstance(model, LanguageModel) else set()
 
 
 def _has_built_tensor(model: nn.Module, path: str) -> bool:
-    """Return True if a tensor of the model itself, not an extra one, is in a module."""
     return any(name.startswith(f"{path}.") for name in get_built_tensors(model) or ())
 
 

@@ -164,7 +164,6 @@ def _keep_scores(scores: Tensor, loss: Tensor, balance: BalanceLoss) -> Tensor:
 
 
 def _differentiate_loss(gradient: Tensor, balance: BalanceLoss) -> tuple[Tensor, Tensor]:
-    """Return the gradients of scores and balance loss, given that of the scores returned."""
     return gradient, gradient.new_full((), balance.weight)
 
 

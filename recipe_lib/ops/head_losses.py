@@ -225,7 +225,6 @@ class TokenScores:
 def _compute_checkpointed_log_probs(
     adapter: OutputAdapter, hidden: Tensor, labels: Tensor, *, chunks: int, softcap: float | None
 ) -> Tensor:
-    """Return the log-probabilities of a head with an adapter, differentiable by plain autograd."""
     rows = hidden.flatten(0, -2)
     flat_labels = labels.flatten()
     sizes = [part.stop - part.start for part in split_rows(rows.shape[0], chunks)]

@@ -101,7 +101,6 @@ class OffloadedStates:
 
     @torch.no_grad()
     def step_one(self, parameter: nn.Parameter) -> None:
-        """Step one parameter, with its states on the device for as long as that takes."""
         states = self._optimizer.state
         stepped = self._get_stand_in(parameter)
         on_device = self._fetch(parameter)
@@ -171,7 +170,6 @@ class OffloadedStates:
         return [(on_device[key], host) for key, host in hosts.items()]
 
     def _allocate_on_host(self, like: Tensor) -> Tensor:
-        """Return pinned host memory, sharded as a state is, without values."""
         local = get_detached_local(like)
         return wrap_local(like, self._copies.allocate_on_host(local.shape, local.dtype))
 

@@ -241,7 +241,6 @@ class GradNormsInBackward:
         self._squares[key] = square if key not in self._squares else self._squares[key] + square
 
     def take(self) -> dict[_GroupKey, Tensor]:
-        """Return the sums since the last call, fp64 `[]` each, and begin anew."""
         squares = self._squares
         self._squares = {}
         return squares

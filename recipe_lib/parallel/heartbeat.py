@@ -258,7 +258,6 @@ class Heartbeat:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Note that the main thread is in a phase of this name, and show it on the terminal."""
         self.enter(name)
         with show_phase(name) as shown_phase:
             yield shown_phase
@@ -400,7 +399,6 @@ class Heartbeat:
         return None
 
     def _make_failure(self, text: str) -> Failure:
-        """Return a failure of this text, with the place where this rank waits and a remedy."""
         key = f"parallel.heartbeat_timeout_seconds={self._timeout:g}"
         wait = self._describe_own_wait()
         return Failure(self._rank, [f"{text}; {wait}; set {key} higher if the run is only slow"])
@@ -511,7 +509,6 @@ class Heartbeat:
             time.sleep(PRINTING_SECONDS)  # a launcher that sees a rank end ends the others
 
     def _describe_error(self, error: BaseException) -> Failure:
-        """Return the failure to report for this rank's exception, with the lines for all ranks."""
         if isinstance(error, UserError):
             return Failure(
                 rank=self._rank,
@@ -545,7 +542,6 @@ class Heartbeat:
         return Failure(self._rank, [line], nodes=sorted(nodes))
 
     def _find_gone(self) -> dict[int, Beat]:
-        """Return by rank the last beats of the ranks that are not heard of any more."""
         beats = self._read_others(time.monotonic())
         return {rank: beat for rank, beat in beats.items() if beat.unheard >= PEER_LOST_SECONDS}
 

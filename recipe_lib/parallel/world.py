@@ -439,7 +439,6 @@ def build_world(
 
 
 def _flatten_without_tensor(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of one dimension, `data`, in place of all dimensions but `tensor`."""
     return mesh[tuple(name for name in MESH_DIMS if name != "tensor")]._flatten("data")
 
 

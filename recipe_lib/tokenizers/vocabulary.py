@@ -297,7 +297,6 @@ class JsonVocabulary(Vocabulary):
             return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def get_token_bytes(self, token: int) -> bytes:
-        """Return the bytes of an id: maybe a part of a character, and none for an unused id."""
         piece = self._first.id_to_token(token)
         return b"" if piece is None else self._to_bytes(piece)
 

@@ -141,7 +141,6 @@ def _describe_steps(cfg: FullFinetuneConfig, dataset: Dataset, plan: DataPlan) -
 
 
 def _describe_learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
-    """Return a line on the learning rate's schedule. steps: of the whole run."""
     schedule = cfg.lr_scheduler
     warmup = count_warmup_steps(schedule, steps)
     start = f"warm-up over {warmup} steps to " if warmup else ""

@@ -183,7 +183,6 @@ def _find_parameter_dims(
 def _group_records(
     forward: ForwardTrace, axes: set[AxisNode]
 ) -> dict[AxisNode, list[OperatorCall]]:
-    """Return by axis the operators that read or make a tensor with it, in their order."""
     axes_of_tensor: dict[int, set[AxisNode]] = {}
     records: dict[AxisNode, list[OperatorCall]] = {}
     for record in forward.records:
@@ -401,7 +400,6 @@ def _list_pending(
 
 
 def _build_token_boundaries(forward: ForwardTrace, shared: SharedTokens) -> tuple[Boundary, ...]:
-    """Build the boundaries at which tokens are gathered or sliced, in the order of the forward."""
     activations: dict[TracedTensor, int] = {}
     # By (kind, module, call, place), so that a module that runs twice has them once.
     boundaries: dict[tuple[str, str, int, str], Boundary] = {}

@@ -256,7 +256,6 @@ class TokenFlow:
                     self._users.setdefault(tensor, []).append((number, place))
 
     def _is_cut(self, call: FunctionCall) -> bool:
-        """Return True if the call reads or makes a tensor that is cut along an axis."""
         tensors = call.tensors + call.outputs
         tensors += [item for record in call.records for item in (*record.inputs, *record.outputs)]
         return not self.sharded.isdisjoint(tensors)
@@ -311,7 +310,6 @@ class TokenFlow:
                 self._slice_output(number, output, token_wise.outputs[output])
 
     def _slice_output(self, number: int, output: TracedTensor, layout: TokenDim) -> None:
-        """Slice a call's output to a rank's tokens, unless all of it is needed."""
         if output in self.whole:
             self.aligned[output] = layout
             return

@@ -395,7 +395,6 @@ class Pipeline:
 
 
 def _has_trained(modules: Sequence[nn.Module]) -> bool:
-    """Return True if a parameter of these modules is trained."""
     return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
@@ -564,7 +563,6 @@ class _Step:
         self._reduction.add(self._deferred.pop((action.stage, action.micro_batch)))
 
     def _receive(self, action: Action) -> None:
-        """Start to receive the tensor of a receive action, unless its sender has none."""
         if action.kind == kinds.RECEIVE_GRADIENT and not self._has_input_gradient(action.stage + 1):
             return  # nothing before the next stage is trained, so it sends no gradient
         shape, dtype = self._get_shape(action.micro_batch)
@@ -590,7 +588,6 @@ class _Step:
             self._leaving[send] = tensor
 
     def _send(self, action: Action) -> None:
-        """Start to send the tensor that was made for a send action."""
         tensor = self._leaving.pop(action, None)  # None: a gradient that no stage before needs
         if tensor is not None:
             receive = get_partner(action)

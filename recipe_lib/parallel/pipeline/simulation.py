@@ -69,7 +69,6 @@ class Timeline:
         return max((span.end for span in self.spans), default=0)
 
     def sum_busy_seconds(self, rank: int) -> float:
-        """Return the seconds that a rank computes."""
         return sum(span.end - span.start for span in self.spans if span.rank == rank)
 
     def compute_idle_share(self, rank: int) -> float:

@@ -92,7 +92,6 @@ def try_levers(
 
 
 def _apply_to_settings(settings: PlanSettings, changes: Changes, cfg: Any) -> PlanSettings:
-    """Return the settings with the ranks and sequences of a lever; cfg has its changes already."""
     # `pack` is the mean number of documents in a sequence: of another length it has more or fewer;
     # packed for the first time, as many as its documents' median length allows.
     sequence = settings.sequence

@@ -147,7 +147,6 @@ def _count_flops(
 
 
 def _count_written_bytes(schema: Any, args: Sequence[Any]) -> int:
-    """Return the bytes that an operator without results writes into its arguments."""
     # A fused optimizer's schema says that it writes its gradients, for a gradient scale that we
     # never pass: here they are only read.
     # strict=False: torch leaves out arguments at the end that have their defaults.

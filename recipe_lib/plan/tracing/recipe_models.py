@@ -169,7 +169,6 @@ def _list_weight_shapes(module: nn.Module) -> dict[str, list[int]]:
 
 
 def _compute_local_shape(value: torch.Tensor) -> list[int]:
-    """Return the shape of a parameter, divided where tensor parallelism shards it."""
     shape = list(value.shape)
     # Mesh dimensions of FSDP do not divide it: it is gathered before it is used.
     if isinstance(value, DTensor):

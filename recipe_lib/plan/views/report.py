@@ -569,7 +569,6 @@ def _compare(a: Any, b: Any, title: str) -> list[Any]:
 
 
 def _collect_figures(plan: Plan) -> ComparedFigures:
-    """Return all figures of a plan that are compared; every plan has the same sections."""
     reserved = compute_planned_reserved(plan)
     outside = plan.outside.total
     tree = build_alive_tree(plan.heaviest)
