@@ -62,7 +62,8 @@ class PeerRun:
 class Nf4Linear(nn.Module):
     """Allocate and free as bitsandbytes' frozen 4-bit linear does.
 
-    A byte has two numbers, and 64 numbers share a scale, in fp32 or in 8 bits.
+    A byte has two numbers, and 64 numbers share a scale, in fp32 or in 8 bits. `code` and `state2`
+    are the names of bitsandbytes.
     """
 
     def __init__(self, linear: nn.Linear, double_quant: bool) -> None:
@@ -79,14 +80,14 @@ class Nf4Linear(nn.Module):
         blocks = -(-weight.numel() // NF4_BLOCK)
         scales = torch.empty(blocks, device=device)
         self.codes = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device=device)
-        self.levels = torch.empty(16, device=device)  # `code` of bitsandbytes
+        self.code = torch.empty(16, device=device)  # values of the 16 codes
         self.scales = scales
         if double_quant:
             self.offset = scales.mean()
             centered = scales - self.offset
             self.scales = torch.empty_like(centered, dtype=torch.uint8)
-            self.nested = torch.empty(-(-blocks // NESTED_BLOCK), device=device)  # `state2`
-            self.nested_levels = torch.empty(256, device=device)
+            self.state2_absmax = torch.empty(-(-blocks // NESTED_BLOCK), device=device)
+            self.state2_code = torch.empty(256, device=device)
 
     def dequantize(self) -> Tensor:
         """Return the weight `[outputs, inputs]` in the compute dtype."""
@@ -120,15 +121,17 @@ class _Nf4Matmul(torch.autograd.Function):
 
 
 class LoraLinear(nn.Module):
-    """Add LoRA to a linear as PEFT does: two fp32 matrices, to whose dtype the input is cast."""
+    """Add LoRA to a linear as PEFT does: two fp32 matrices, to whose dtype the input is cast.
+
+    They have PEFT's names.
+    """
 
     def __init__(self, base: nn.Module, outputs: int, inputs: int, rank: int, device: Any) -> None:
         """Wrap a linear of `outputs` and `inputs` channels; rank: of LoRA."""
         super().__init__()
         self.base = base
-        # `lora_A` and `lora_B` of PEFT.
-        self.down = nn.Linear(inputs, rank, bias=False, device=device)
-        self.up = nn.Linear(rank, outputs, bias=False, device=device)
+        self.lora_A = nn.Linear(inputs, rank, bias=False, device=device)
+        self.lora_B = nn.Linear(rank, outputs, bias=False, device=device)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the sum of the linear's output and the adapter's."""
@@ -139,11 +142,11 @@ class LoraLinear(nn.Module):
             # PEFT clones a 4-bit linear's output, and casts the adapter's before both are added.
             output = output.clone()
             hidden = hidden.to(torch.float32)
-            adapter_output = self.up(self.down(hidden)) * 2.0
+            adapter_output = self.lora_B(self.lora_A(hidden)) * 2.0
             adapter_output = adapter_output.to(dtype)
             return output + adapter_output
         hidden = hidden.to(torch.float32)
-        output = output + self.up(self.down(hidden)) * 2.0
+        output = output + self.lora_B(self.lora_A(hidden)) * 2.0
         return output.to(dtype)
 
 
@@ -164,7 +167,7 @@ def build_model(run: PeerRun, sizes: Mapping[str, Any], device: Any) -> Any:
             attn_implementation="eager" if run.attention == "eager" else "sdpa",
         )
     model.requires_grad_(False)
-    _load(model, run, device)
+    _allocate_weights(model, run, device)
     model.tie_weights()
     if run.prepared:
         for parameter in model.parameters():
@@ -185,7 +188,7 @@ def build_model(run: PeerRun, sizes: Mapping[str, Any], device: Any) -> Any:
     return model.train()
 
 
-def _load(model: Any, run: PeerRun, device: Any) -> None:
+def _allocate_weights(model: Any, run: PeerRun, device: Any) -> None:
     """Allocate weights one after the other, in the run's order, and quantize a linear's at once."""
     linears = {
         f"{path}.weight"
@@ -212,7 +215,7 @@ def _load(model: Any, run: PeerRun, device: Any) -> None:
         if name in linears:
             layer_number = int(path.split(".")[2])
             path_in_layer = path.split(".", 3)[3]
-            base = _load_linear(
+            base = _allocate_linear(
                 module,
                 run=run,
                 device=device,
@@ -235,7 +238,7 @@ def _split_numbers(name: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
-def _load_linear(linear: nn.Linear, run: PeerRun, device: Any, two_layers_before: Any) -> Any:
+def _allocate_linear(linear: nn.Linear, run: PeerRun, device: Any, two_layers_before: Any) -> Any:
     """Allocate a linear's weight and return the linear, quantized if the run says so.
 
     two_layers_before: the same linear of that layer, or None. With all weights streamed it is
