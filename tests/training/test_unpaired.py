@@ -237,7 +237,7 @@ def test_pairs_are_taken_apart() -> None:
 
 def test_one_label_and_steps_of_one_sample_are_refused() -> None:
     def data(values: list[float], size: int) -> Any:
-        plan = SimpleNamespace(slots=lambda step: [np.array([0])] * size)
+        plan = SimpleNamespace(list_slots=lambda step: [np.array([0])] * size)
         return SimpleNamespace(
             dataset=SimpleNamespace(values=np.array(values)), global_batch_size=size, plan=plan
         )
