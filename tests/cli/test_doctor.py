@@ -298,7 +298,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         "find_version",
         lambda name: {"torch": "2.13.0", "torchao": "0.18.0"}.get(name),
     )
-    for name in ("DISK", "MEMORY"):
+    for name in ("MIN_DISK", "MIN_HOST_MEMORY"):
         monkeypatch.setattr(doctor_report, name, 0)
 
 

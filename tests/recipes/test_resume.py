@@ -343,24 +343,18 @@ def test_changed_numbers_of_the_optimizer_hold_after_a_resume(tmp_path: Path, na
     config = load_config("demo/full", [*before, *CHANGES[name]]).optimizer
 
     def change_after_the_stop(recipe: Any) -> None:
-        """The same by hand, in a run without a stop; SGD's decay is read from the config when it
-        steps.
-        """
+        """The same by hand, in a run without a stop."""
         honest, begun = recipe.train_step, []
 
         def train_step(batches: Any) -> Any:
             begun.append(batches)
             if len(begun) == STOP + 1:
                 for group in recipe.optimizer.param_groups:
+                    group["weight_decay"] = config.weight_decay
                     if name == "adamw":
-                        group.update(
-                            betas=tuple(config.betas),
-                            eps=config.eps,
-                            weight_decay=config.weight_decay,
-                        )
+                        group.update(betas=tuple(config.betas), eps=config.eps)
                     else:
                         group["momentum"] = config.momentum
-                recipe.cfg.optimizer.weight_decay = config.weight_decay
             return honest(batches)
 
         recipe.train_step = train_step
