@@ -41,6 +41,7 @@ from tests.parallel.small_models import (
     read_gradients,
 )
 from tests.parallel.test_tensor import BIASES, GEMMA
+from tests.plan.test_real_runs import collectives_let_go
 from tests.selection import mark_slow_except
 
 CHOSEN: list[str | None] = []  # what each call of `decoder` said that layers keep
@@ -302,7 +303,7 @@ def ranks() -> list[Any]:
     cfg = config(1.0)
     cfg.device, cfg.parallel = "cpu", ParallelConfig(tensor=2)
     spec, found = replace(build_small_spec(layers=LAYERS), num_kv_heads=4), []
-    with start_world(cfg) as world:
+    with start_world(cfg) as world, collectives_let_go():
 
         def shared(budget: float | None) -> nn.Module:
             cfg.memory = config(budget).memory
