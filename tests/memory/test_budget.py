@@ -29,6 +29,7 @@ from recipe_lib.models.spec import MixtureSpec
 from recipe_lib.parallel import materialize, shard_tensors, start_world
 from recipe_lib.parallel.pipeline.driver import Pipeline
 from recipe_lib.units import GIB
+from tests.distributed.collectives import let_collectives_go
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
 from tests.memory.test_mlp_tiles import LORA, assert_close, backward, filled
@@ -41,7 +42,6 @@ from tests.parallel.small_models import (
     read_gradients,
 )
 from tests.parallel.test_tensor import BIASES, GEMMA
-from tests.plan.test_real_runs import collectives_let_go
 from tests.selection import mark_slow_except
 
 CHOSEN: list[str | None] = []  # what each call of `decoder` said that layers keep
@@ -303,7 +303,7 @@ def ranks() -> list[Any]:
     cfg = config(1.0)
     cfg.device, cfg.parallel = "cpu", ParallelConfig(tensor=2)
     spec, found = replace(build_small_spec(layers=LAYERS), num_kv_heads=4), []
-    with start_world(cfg) as world, collectives_let_go():
+    with start_world(cfg) as world, let_collectives_go():
 
         def shared(budget: float | None) -> nn.Module:
             cfg.memory = config(budget).memory

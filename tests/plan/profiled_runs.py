@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from recipe_lib.parallel import World, start_world
 from recipe_lib.plan.simulated_world.planned_data import PlannedData
-from tests.plan.test_real_runs import collectives_let_go, collectives_within
+from tests.distributed.collectives import let_collectives_go, wrap_collectives
 
 STEPS = 3  # the last is measured
 
@@ -28,7 +28,7 @@ def profile_peak(recipe: type, cfg: Any, shape: Any) -> int:
     gloo that the profiler does not follow. shape: lengths of the rows, as a plan takes them.
     """
     collectives: list[tuple[int, int]] = []
-    with start_world(cfg) as world, collectives_let_go(), note_collectives(collectives):
+    with start_world(cfg) as world, let_collectives_go(), note_collectives(collectives):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             last_step_start = train(recipe, cfg, world, shape)
     # The raw events, which have addresses and signed sizes.
@@ -63,7 +63,7 @@ def note_collectives(spans: list[tuple[int, int]]) -> AbstractContextManager[Non
 
         return call
 
-    return collectives_within(time_calls)
+    return wrap_collectives(time_calls)
 
 
 def list_allocations(roots: list[Any]) -> list[Any]:

@@ -15,9 +15,10 @@ from recipe_lib.config import load_config
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing import simulated_micro_batches
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
+from tests.distributed.collectives import let_collectives_go
 from tests.distributed.ranks import run_ranks
 from tests.plan.own_recipes import STEPS, derive_recipe, run_as_shipped
-from tests.plan.test_real_runs import BASE, PAIRS, TIED, collectives_let_go
+from tests.plan.test_real_runs import BASE, PAIRS, TIED
 from tests.recipes.runs import DPO, FULL, LORA, PLAIN, get_recipe_class, import_recipe_module
 from tests.selection import mark_slow_except, select_cases
 
@@ -46,7 +47,7 @@ def peaks(simulated: bool, ranks: int, cases: list[tuple[str, int]]) -> dict[str
         if simulated:
             trace = simulate(recipe, cfg, SHAPE, ranks=ranks, phases=(), like_cpu=True).trace
         else:
-            with start_world(cfg) as world, collectives_let_go():
+            with start_world(cfg) as world, let_collectives_go():
                 trace = trace_real_run(recipe, cfg, world, SHAPE).trace
         found[f"{name} {count}"] = {
             phase: trace.find_active_peaks()[phase] for phase in (FIRST, STEADY)

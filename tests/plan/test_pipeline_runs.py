@@ -13,8 +13,9 @@ import torch.distributed as dist
 from recipe_lib.config import load_config
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
+from tests.distributed.collectives import let_collectives_go
 from tests.distributed.ranks import run_ranks
-from tests.plan.test_real_runs import BASE, PAIRS, TIED, collectives_let_go
+from tests.plan.test_real_runs import BASE, PAIRS, TIED
 from tests.recipes.runs import DPO, FULL, PLAIN, get_recipe_class, import_recipe_module
 from tests.selection import mark_slow_but, select_cases
 
@@ -86,7 +87,7 @@ def run(case: str, folder: Path, rank: int | None) -> dict[str, Any]:
             like_cpu=True,
         )
     else:
-        with start_world(cfg) as world, collectives_let_go():
+        with start_world(cfg) as world, let_collectives_go():
             assert dist.get_world_size() == ranks_of(case)
             found = trace_real_run(get_recipe_class(module), cfg, world, shape)
     return {"peaks": found.trace.find_active_peaks(), "repeats": found.repeats}

@@ -8,24 +8,17 @@ the device, is freed before a step is at its peak.
 """
 
 import json
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch._dynamo  # so that no process pays for the import
-import torch.distributed as dist
 
 from recipe_lib.config import load_config
-from recipe_lib.ops import gathered, sequence_shards
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, Trace
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
+from tests.distributed.collectives import let_collectives_go
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import MIXTURES, write_mixture
 from tests.recipes.runs import (
@@ -169,14 +162,6 @@ COMPARED += ["shared sequences, checkpointed"]
 QUICK = ["full memory_efficient selective 1", "nf4", "pairs"]
 
 # As releases of torch name them.
-COLLECTIVES = (
-    "all_gather_single",
-    "all_gather_into_tensor",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "all_reduce",
-    "all_to_all_single",
-)
 Event = tuple[int, int]  # ALLOC or FREE, bytes
 
 
@@ -234,7 +219,7 @@ def run(case: tuple[Any, ...], folder: Path, simulated: bool) -> dict[str, Any]:
             for storage in found.trace.storages:
                 storage.device |= storage.phase == 0
     else:
-        with start_world(cfg) as world, collectives_let_go():
+        with start_world(cfg) as world, let_collectives_go():
             found = trace_real_run(recipe, cfg, world, shape)
     return {
         "peaks": found.trace.find_active_peaks(),
@@ -250,66 +235,6 @@ def events(trace: Trace) -> list[Event]:
         for kind, number in trace.events
         if kind in (ALLOC, FREE)
     ]
-
-
-def collectives_let_go() -> AbstractContextManager[None]:
-    """gloo's threads hold a collective's tensors for a moment after its end; here a collective ends
-    when they do not.
-
-    Else the moment of a release would be chance, and a peak now and then a buffer higher.
-    """
-
-    def waits(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [
-                value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)
-            ]
-            before = [holders(tensor) for tensor in tensors]
-            found = operation(*args, **kwargs)
-            found = found if isinstance(found, torch.Tensor) else None  # a Work would hold them too
-            deadline = time.monotonic() + 10
-            while [holders(tensor) for tensor in tensors] != before or (
-                found is not None and is_shared(found)
-            ):
-                assert time.monotonic() < deadline, "a collective's tensors are still held"
-                time.sleep(0)
-            return found
-
-        return call
-
-    return collectives_within(waits)
-
-
-@contextmanager
-def collectives_within(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Each collective of torch.distributed, and those of shared sequences, is what `wrap` makes of
-    it.
-    """
-    places: list[tuple[Any, str]] = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
-    places += [(gathered, "_gather"), (gathered, "all_reduce")]
-    places += [(sequence_shards, name) for name in ("_send_blocks", "_gather_rows", "all_reduce")]
-    originals = [getattr(owner, name) for owner, name in places]
-    for (owner, name), operation in zip(places, originals, strict=True):
-        setattr(owner, name, wrap(operation))
-    try:
-        yield
-    finally:
-        for (owner, name), operation in zip(places, originals, strict=True):
-            setattr(owner, name, operation)
-
-
-def is_shared(new: torch.Tensor) -> bool:
-    """Whether what an operation has just made, or its memory, has another holder in C++ than a
-    tensor alone has.
-    """
-    return (holders(new)[0], holders(new)[2]) != (1, 2)
-
-
-def holders(tensor: torch.Tensor) -> tuple[int, ...]:
-    """How many hold a tensor and its memory, in C++ and in Python."""
-    storage = tensor.untyped_storage()
-    held = torch._C._storage_Use_Count(storage._cdata)
-    return tensor._use_count(), sys.getrefcount(tensor), held, sys.getrefcount(storage)
 
 
 @pytest.mark.parametrize("name", mark_slow_except(CASES, QUICK))

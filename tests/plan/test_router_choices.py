@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.models import mixture
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
+from tests.distributed.collectives import let_collectives_go
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import CHOICES, EXPERTS, MIXTURES, write_mixture
-from tests.plan.test_real_runs import collectives_let_go, config_of
+from tests.plan.test_real_runs import config_of
 from tests.recipes.runs import FULL, LORA
 from tests.selection import mark_slow_but
 
@@ -83,7 +84,7 @@ def peaks(case: tuple[Any, ...], folder: Path, router: str) -> tuple[dict[str, i
         found = simulate(recipe, cfg, shape, ranks=case[0], phases=(), like_cpu=True)
         return pick(found.trace.find_active_peaks()), set()
     changed, loads = routed(recipe, router == "spread")
-    with start_world(cfg) as world, collectives_let_go():
+    with start_world(cfg) as world, let_collectives_go():
         found = trace_real_run(changed, cfg, world, shape)
     return pick(found.trace.find_active_peaks()), set(loads)
 

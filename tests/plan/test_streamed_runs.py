@@ -16,9 +16,10 @@ from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing import tracer
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
 from recipe_lib.training.run_description import count_offloaded_bytes
+from tests.distributed.collectives import let_collectives_go
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import MIXTURES, write_mixture
-from tests.plan.test_real_runs import TEACHER, TIED, collectives_let_go, config_of
+from tests.plan.test_real_runs import TEACHER, TIED, config_of
 from tests.recipes.runs import DISTILL, FULL, LORA
 from tests.selection import mark_slow_except
 
@@ -90,7 +91,7 @@ def planned(folder: Path, name: str) -> dict[str, Any]:
 def measured(folder: Path, name: str) -> dict[str, Any]:
     with_a_host()
     recipe, cfg, shape = config_of(add_streaming(name), folder)
-    with start_world(cfg) as world, collectives_let_go():
+    with start_world(cfg) as world, let_collectives_go():
         found = trace_real_run(recipe, cfg, world, shape)
     return {"peaks": found.trace.find_active_peaks(), "repeats": found.repeats}
 
