@@ -9,12 +9,14 @@ import functools
 import gc
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -253,7 +255,13 @@ def import_compiler() -> None:
 
 
 def find_free_port() -> int:
-    """Return a port of this machine that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port of this machine that nobody listens on at the moment.
+
+    The system gives ports to others, such as gloo's of tests beside this one, from a range that
+    begins at 32768 (Linux) or 49152. One below is not given away before the caller listens on it.
+    """
+    while True:
+        port = 20000 + secrets.randbelow(12000)  # tests seed other sources of random numbers
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
