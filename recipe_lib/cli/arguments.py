@@ -201,8 +201,8 @@ _OUTPUT_KEYS: dict[str, tuple[set[str], ...]] = {
     "summary.json": ({"models", "sequences", "label_tokens"},),
     "examples.jsonl": ({"sequence", "place"},),
 }
-# Option or file name -> (first bytes of such a file of ours, bytes that are in its first 4096). Of
-# a snapshot, a pickle, the latter may be anywhere.
+# Option or file name -> (first bytes of such a file of ours, bytes that are in its first 4096). In
+# a snapshot, which is a pickle, these may be anywhere.
 _OUTPUT_MARKS = {
     "--html": (b"<!DOCTYPE html>", b'content="tune-recipes: plan"'),
     "report.html": (b"<!DOCTYPE html>", b'content="tune-recipes: evaluation"'),

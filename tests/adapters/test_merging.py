@@ -187,11 +187,9 @@ def test_pieces_of_rows_are_the_formula(
 ) -> None:
     monkeypatch.setattr(merged, "_PIECE_ELEMENTS", 20)
     torch.manual_seed(0)
-    weight, lora_a, lora_b = (
-        torch.randn(7, 5).double(),
-        torch.randn(2, 5).double(),
-        torch.randn(7, 2).double(),
-    )
+    weight = torch.randn(7, 5).double()
+    lora_a = torch.randn(2, 5).double()
+    lora_b = torch.randn(7, 2).double()
     magnitudes = torch.rand(5 if by_column else 7).double() if dora else None
     pieces = list(
         merge_rows(

@@ -115,11 +115,13 @@ def test_a_circle_and_a_fault_elsewhere(faults):
 
 
 def test_later_files_win_key_by_key(tmp_path):
-    base, mine = tmp_path / "base.yaml", tmp_path / "mine.yaml"
+    base = tmp_path / "base.yaml"
+    mine = tmp_path / "mine.yaml"
     base.write_text(GOOD + "seed: 3\noptimizer:\n  lr: 1e-3\n  eps: 1e-6\nmax_steps: ${seed}\n")
     mine.write_text("seed: 5\noptimizer:\n  lr: 1e-4\n")
     loaded = load_all([base, mine], ["epochs=2"])
-    cfg, where = loaded.cfg, {name: place for name, _, place in loaded.rows}
+    cfg = loaded.cfg
+    where = {name: place for name, _, place in loaded.rows}
     assert (cfg.seed, cfg.max_steps, cfg.optimizer.lr, cfg.optimizer.eps, cfg.epochs) == (
         5,
         5,
@@ -132,7 +134,8 @@ def test_later_files_win_key_by_key(tmp_path):
 
 
 def test_faults_name_the_right_file(tmp_path, capsys):
-    base, mine = tmp_path / "base.yaml", tmp_path / "mine.yaml"
+    base = tmp_path / "base.yaml"
+    mine = tmp_path / "mine.yaml"
     base.write_text(GOOD + "seed: x\nresume: latest\n")
     mine.write_text("epoch: 3\noverwrite_output_dir: true\n")
     assert main(["validate", str(base), "--config", str(mine)]) == 2

@@ -45,9 +45,18 @@ def unpadded(steps) -> list[tuple[list[int], list[int]]]:
     ("ranks", "accumulation", "size"), [(1, 1, 8), (1, 8, 1), (2, 1, 4), (2, 2, 2), (4, 2, 1)]
 )
 def test_a_step_has_the_same_rows_however_it_is_divided(dataset, ranks, accumulation, size):
-    rows = list_global_rows(len(dataset), 3, 0, 1, 8, True)
+    rows = list_global_rows(len(dataset), seed=3, epoch=0, step=1, rows_per_step=8, shuffle=True)
     steps = [
-        make_step(dataset, rows, rank, ranks, size, accumulation, PAD) for rank in range(ranks)
+        make_step(
+            dataset,
+            slots=rows,
+            data_rank=rank,
+            data_ranks=ranks,
+            batch_size=size,
+            accumulation=accumulation,
+            pad_id=PAD,
+        )
+        for rank in range(ranks)
     ]
     expected = sorted(
         (dataset[int(i)].tokens.tolist(), dataset[int(i)].labels.tolist()) for i in rows
@@ -63,9 +72,17 @@ def test_a_step_has_the_same_rows_however_it_is_divided(dataset, ranks, accumula
 
 
 def test_micro_batch_m_of_rank_r_takes_the_agreed_rows(dataset):
-    rows = list_global_rows(len(dataset), 3, 0, 0, 12, True)
+    rows = list_global_rows(len(dataset), seed=3, epoch=0, step=0, rows_per_step=12, shuffle=True)
     for rank in range(2):
-        step = make_step(dataset, rows, rank, 2, 3, 2, PAD)
+        step = make_step(
+            dataset,
+            slots=rows,
+            data_rank=rank,
+            data_ranks=2,
+            batch_size=3,
+            accumulation=2,
+            pad_id=PAD,
+        )
         for number, batch in enumerate(step.micro_batches):
             own = rows[(number * 2 + rank) * 3 :][:3]
             assert [
@@ -75,8 +92,10 @@ def test_micro_batch_m_of_rank_r_takes_the_agreed_rows(dataset):
 
 
 def test_padding_is_on_the_right_and_has_no_labels(dataset):
-    rows = list_global_rows(len(dataset), 0, 0, 0, 4, False)
-    (batch,) = make_step(dataset, rows, 0, 1, 4, 1, PAD).micro_batches
+    rows = list_global_rows(len(dataset), seed=0, epoch=0, step=0, rows_per_step=4, shuffle=False)
+    (batch,) = make_step(
+        dataset, slots=rows, data_rank=0, data_ranks=1, batch_size=4, accumulation=1, pad_id=PAD
+    ).micro_batches
     assert batch.tokens.dtype == batch.labels.dtype == torch.int64
     assert batch.positions is None and batch.attention.documents is None
     assert batch.tokens.shape == batch.labels.shape == (4, max(dataset.lengths[:4]))
@@ -90,7 +109,15 @@ def test_padding_is_on_the_right_and_has_no_labels(dataset):
 def test_a_token_that_is_the_pad_id_is_trained(dataset):
     label = int(dataset[0].labels[-1])
     (batch,) = make_step(
-        dataset, list_global_rows(len(dataset), 0, 0, 0, 4, False), 0, 1, 4, 1, label
+        dataset,
+        slots=list_global_rows(
+            len(dataset), seed=0, epoch=0, step=0, rows_per_step=4, shuffle=False
+        ),
+        data_rank=0,
+        data_ranks=1,
+        batch_size=4,
+        accumulation=1,
+        pad_id=label,
     ).micro_batches
     assert (batch.labels[0] == label).sum() == (dataset[0].labels == label).sum() > 0
 
@@ -98,7 +125,12 @@ def test_a_token_that_is_the_pad_id_is_trained(dataset):
 @pytest.mark.parametrize(("ranks", "size"), [(1, 5), (2, 4), (3, 4), (4, 16), (2, 1)])
 def test_validation_sees_every_row_once(dataset, ranks, size):
     by_rank = [
-        list(make_validation_steps(dataset, rank, ranks, size, PAD)) for rank in range(ranks)
+        list(
+            make_validation_steps(
+                dataset, data_rank=rank, data_ranks=ranks, batch_size=size, pad_id=PAD
+            )
+        )
+        for rank in range(ranks)
     ]
     assert len({len(steps) for steps in by_rank}) == 1
     seen = [row for steps in by_rank for row in unpadded(steps) if row[0]]
@@ -121,13 +153,29 @@ def test_validation_sees_every_row_once(dataset, ranks, size):
 
 def test_the_wrong_number_of_rows_is_our_mistake(dataset):
     with pytest.raises(ValueError, match="5 slots for 1 ranks x 2 micro-batches x 4"):
-        make_step(dataset, list_global_rows(len(dataset), 0, 0, 0, 5, True), 0, 1, 4, 2)
+        make_step(
+            dataset,
+            slots=list_global_rows(
+                len(dataset), seed=0, epoch=0, step=0, rows_per_step=5, shuffle=True
+            ),
+            data_rank=0,
+            data_ranks=1,
+            batch_size=4,
+            accumulation=2,
+        )
 
 
 def test_moving_keeps_what_there_is(dataset):
-    step = make_step(dataset, list_global_rows(len(dataset), 0, 0, 0, 4, True), 0, 1, 4, 1).to(
-        "meta"
-    )
+    step = make_step(
+        dataset,
+        slots=list_global_rows(
+            len(dataset), seed=0, epoch=0, step=0, rows_per_step=4, shuffle=True
+        ),
+        data_rank=0,
+        data_ranks=1,
+        batch_size=4,
+        accumulation=1,
+    ).to("meta")
     assert (
         step.micro_batches[0].tokens.device.type
         == step.micro_batches[0].labels.device.type
@@ -144,7 +192,14 @@ def made_dataset(rows: int, group: int = 1, longest: int = 16, seed: int = 0) ->
     ids = draw.integers(0, 512, offsets[-1]).astype(np.int32)
     trained = draw.integers(0, 2, offsets[-1]).astype(np.uint8)
     trained[offsets[:-1]], trained[offsets[1:] - 1] = 0, 1
-    return Dataset(ids, offsets, trained, DataReport("made", "text", longest), {}, group=group)
+    return Dataset(
+        ids,
+        offsets=offsets,
+        trained=trained,
+        report=DataReport("made", "text", longest),
+        settings={},
+        group=group,
+    )
 
 
 def documents(batch) -> list[tuple[list[int], list[int], list[int]]]:
@@ -170,7 +225,17 @@ def test_packed_rows_hold_their_documents_one_behind_the_other(ranks, accumulati
     plan = DataPlan(rows, seed=1, slots_per_step=4, shuffle=True, packing_capacity=40)
     slots = plan.list_slots(2)
     steps = [
-        make_step(rows, slots, rank, ranks, size, accumulation, PAD, 8, plan.get_pack_length(2))
+        make_step(
+            rows,
+            slots=slots,
+            data_rank=rank,
+            data_ranks=ranks,
+            batch_size=size,
+            accumulation=accumulation,
+            pad_id=PAD,
+            multiple=8,
+            pack_length=plan.get_pack_length(2),
+        )
         for rank in range(ranks)
     ]
     found = [
@@ -197,10 +262,25 @@ def test_packed_rows_hold_their_documents_one_behind_the_other(ranks, accumulati
 def test_a_pack_of_one_is_packed_like_the_others():
     rows = made_dataset(4)
     (batch,) = make_step(
-        rows, [np.array([0]), np.array([1])], 0, 1, 2, 1, PAD, pack_length=20
+        rows,
+        slots=[np.array([0]), np.array([1])],
+        data_rank=0,
+        data_ranks=1,
+        batch_size=2,
+        accumulation=1,
+        pad_id=PAD,
+        pack_length=20,
     ).micro_batches
     assert batch.tokens.shape == (2, 20) and batch.attention.documents is not None
-    (batch,) = make_step(rows, [np.array([0]), np.array([1])], 0, 1, 2, 1, PAD).micro_batches
+    (batch,) = make_step(
+        rows,
+        slots=[np.array([0]), np.array([1])],
+        data_rank=0,
+        data_ranks=1,
+        batch_size=2,
+        accumulation=1,
+        pad_id=PAD,
+    ).micro_batches
     assert (
         batch.attention.documents is None and batch.positions is None and batch.sequence_ids is None
     )
@@ -209,7 +289,16 @@ def test_a_pack_of_one_is_packed_like_the_others():
 def test_rows_are_as_long_as_a_multiple():
     rows = made_dataset(8)
     for multiple in (1, 7, 64):
-        step = make_step(rows, np.arange(8), 0, 1, 8, 1, PAD, multiple)
+        step = make_step(
+            rows,
+            slots=np.arange(8),
+            data_rank=0,
+            data_ranks=1,
+            batch_size=8,
+            accumulation=1,
+            pad_id=PAD,
+            multiple=multiple,
+        )
         width = step.micro_batches[0].tokens.shape[1]
         assert width % multiple == 0 and 0 <= width - rows.lengths.max() < multiple
         assert step.padded_tokens == 8 * width
@@ -234,9 +323,27 @@ def test_the_loss_of_packed_rows_is_that_of_the_rows(decoder):
     rows = made_dataset(24)
     plan = DataPlan(rows, seed=0, slots_per_step=4, shuffle=True, packing_capacity=50)
     slots = plan.list_slots(0)
-    packed = make_step(rows, slots, 0, 1, 2, 2, PAD, 16, plan.get_pack_length(0))
+    packed = make_step(
+        rows,
+        slots=slots,
+        data_rank=0,
+        data_ranks=1,
+        batch_size=2,
+        accumulation=2,
+        pad_id=PAD,
+        multiple=16,
+        pack_length=plan.get_pack_length(0),
+    )
     items = np.concatenate(slots)
-    alone = make_step(rows, items, 0, 1, len(items), 1, PAD)
+    alone = make_step(
+        rows,
+        slots=items,
+        data_rank=0,
+        data_ranks=1,
+        batch_size=len(items),
+        accumulation=1,
+        pad_id=PAD,
+    )
     losses, gradients = [], []
     for step in (packed, alone):
         decoder.zero_grad()
@@ -257,7 +364,17 @@ def test_pairs_stay_together_and_their_tokens_know_their_row(packing):
     for step in range(plan.count_steps(0)):
         slots = plan.list_slots(step)
         for rank in range(2):
-            made = make_step(pairs, slots, rank, 2, 2, 1, PAD, 4, plan.get_pack_length(step))
+            made = make_step(
+                pairs,
+                slots=slots,
+                data_rank=rank,
+                data_ranks=2,
+                batch_size=2,
+                accumulation=1,
+                pad_id=PAD,
+                multiple=4,
+                pack_length=plan.get_pack_length(step),
+            )
             assert made.num_items == sum(map(len, slots))
             (batch,) = made.micro_batches
             assert batch.tokens.shape[0] == (2 if packing else 4)
@@ -278,13 +395,36 @@ def test_pairs_stay_together_and_their_tokens_know_their_row(packing):
 def test_validation_counts_every_item_once(decoder, group, packing, ranks, size):
     rows = made_dataset(22, group)
     by_rank = [
-        list(make_validation_steps(rows, rank, ranks, size, PAD, 4, packing))
+        list(
+            make_validation_steps(
+                rows,
+                data_rank=rank,
+                data_ranks=ranks,
+                batch_size=size,
+                pad_id=PAD,
+                multiple=4,
+                packing_capacity=packing,
+            )
+        )
         for rank in range(ranks)
     ]
     assert len({len(steps) for steps in by_rank}) == 1
     assert sum(step.num_items for step in by_rank[0]) == rows.items
     assert sum(step.num_label_tokens for step in by_rank[0]) == rows.trained_counts.sum()
-    whole = loss_of(decoder, [make_step(rows, np.arange(rows.items), 0, 1, rows.items, 1, PAD)])
+    whole = loss_of(
+        decoder,
+        [
+            make_step(
+                rows,
+                slots=np.arange(rows.items),
+                data_rank=0,
+                data_ranks=1,
+                batch_size=rows.items,
+                accumulation=1,
+                pad_id=PAD,
+            )
+        ],
+    )
     assert sum(loss_of(decoder, steps) for steps in by_rank).item() == pytest.approx(
         whole.item(), rel=1e-12
     )
@@ -294,7 +434,15 @@ def test_validation_counts_every_item_once(decoder, group, packing, ranks, size)
 
 def test_packed_batches_move_whole():
     pairs = made_dataset(8, group=2)
-    step = make_step(pairs, [np.array([0, 1]), np.array([2, 3])], 0, 1, 2, 1, PAD).to("meta")
+    step = make_step(
+        pairs,
+        slots=[np.array([0, 1]), np.array([2, 3])],
+        data_rank=0,
+        data_ranks=1,
+        batch_size=2,
+        accumulation=1,
+        pad_id=PAD,
+    ).to("meta")
     batch = step.micro_batches[0]
     moved = [batch.tokens, batch.labels, batch.positions, batch.sequence_ids]
     moved += [batch.attention.documents, batch.attention.boundaries]

@@ -59,7 +59,17 @@ def test_the_same_batches_for_any_number_of_workers(rows, packing, workers):
             **DIVISION,
         )
         expected = (
-            make_step(rows, plan.list_slots(step), rank, 2, 2, 2, 3, 4, plan.get_pack_length(step))
+            make_step(
+                rows,
+                slots=plan.list_slots(step),
+                data_rank=rank,
+                data_ranks=2,
+                batch_size=2,
+                accumulation=2,
+                pad_id=3,
+                multiple=4,
+                pack_length=plan.get_pack_length(step),
+            )
             for step in range(last)
         )
         assert flat(made) == flat(expected)

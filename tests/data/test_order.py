@@ -175,7 +175,9 @@ KINDS = {"rows": {}, "packed weights": {"packing": 15}}
 def trained(items: Items, plan: DataPlan, step: int, ranks: int) -> Counter[int]:
     """Rows out of the batches that the ranks train on in a step, told by their tokens."""
     found: Counter[int] = Counter()
-    slots, pack_length, size = plan.list_slots(step), plan.get_pack_length(step), SIZES[ranks]
+    slots = plan.list_slots(step)
+    pack_length = plan.get_pack_length(step)
+    size = SIZES[ranks]
     for rank in range(ranks):
         made = make_step(
             items, slots, rank, ranks, size, 12 // ranks // size, pack_length=pack_length

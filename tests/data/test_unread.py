@@ -76,7 +76,8 @@ ELSEWHERE = {"preference": ("margin",), "classification of messages": ("chat_tem
 
 @pytest.mark.parametrize("case", ROWS)
 def test_no_column_is_passed_over(case: str, qwen3: Tokenizer) -> None:
-    row, form = ROWS[case], get_format(case)
+    row = ROWS[case]
+    form = get_format(case)
     text, trained, report = encode(qwen3, form, row)
     bare = f"{text} {trained}"
     assert not report.bad_samples and not report.idle_names

@@ -165,7 +165,9 @@ def peaks(chunks: int, trained: bool) -> tuple[int, int, int]:
     hidden = torch.randn(1, TOKENS, D, requires_grad=True)
     with LiveBytes() as live:
         out = holder[0](hidden)
-        forward, kept, live.peak = live.peak, live.count_bytes(), 0
+        forward = live.peak
+        kept = live.count_bytes()
+        live.peak = 0
         out.backward(torch.ones_like(out))
     return forward // 4, kept // 4, live.peak // 4
 

@@ -100,7 +100,8 @@ def train(node: int, name: str, port: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_link_that_is_cut_ends_both_machines(machines: tuple[str, str], tmp_path: Path) -> None:
-    context, port = multiprocessing.get_context("fork"), find_free_port()
+    context = multiprocessing.get_context("fork")
+    port = find_free_port()
     ranks = [
         context.Process(target=train, args=(node, machines[node], port, tmp_path))
         for node in (0, 1)

@@ -45,7 +45,8 @@ def changed():
 
 
 def test_figures_and_differences():
-    first, second = build_example_plan(), changed()
+    first = build_example_plan()
+    second = changed()
     found = rows(render_diff(first, second, width=100))
     assert found["verdict/verdict"] == ["fits", "does not fit", "changed"]
     assert found["verdict/margin"] == [
@@ -82,7 +83,8 @@ def test_figures_and_differences():
 
 
 def test_kinds_add_up_to_the_peak():
-    first, second = build_example_plan(), changed()
+    first = build_example_plan()
+    second = changed()
     found = rows(render_diff(first, second, width=100))
     names = [name for name in found if name.startswith("live at the peak/")]
     assert {"live at the peak/gathered", "live at the peak/rounded up to blocks"} < set(names)

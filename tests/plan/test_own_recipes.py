@@ -43,7 +43,8 @@ def peaks(simulated: bool, ranks: int, cases: list[tuple[str, int]]) -> dict[str
     """Of every case the most bytes of the first step and of a later one."""
     found = {}
     for name, count in cases:
-        cfg, recipe = config(count), derive_recipe(STEP[name])
+        cfg = config(count)
+        recipe = derive_recipe(STEP[name])
         if simulated:
             trace = simulate(recipe, cfg, SHAPE, ranks=ranks, phases=(), like_cpu=True).trace
         else:

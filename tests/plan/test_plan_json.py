@@ -49,7 +49,8 @@ def test_every_field_is_read_back():
 
 
 def test_how_long_planning_took_is_in_no_file():
-    slow, quick = build_example_plan(seconds=9.0), build_example_plan(seconds=1.0)
+    slow = build_example_plan(seconds=9.0)
+    quick = build_example_plan(seconds=1.0)
     assert json.dumps(slow.to_json()) == json.dumps(quick.to_json())
 
 

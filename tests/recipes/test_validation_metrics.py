@@ -64,7 +64,8 @@ def by_transformers(folder: Path) -> dict[str, float]:
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
-    known, tokenizer = encode_samples(folder), AutoTokenizer.from_pretrained(folder)
+    known = encode_samples(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     found = [(*compute_likelihood(model, sample), len(sample.answer)) for sample in known]
     said = [generate_answer(model, tokenizer, sample, 12) for sample in known]
     return {

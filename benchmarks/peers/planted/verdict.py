@@ -99,7 +99,8 @@ def judge(
             exceptions = _read_exceptions(result)
             with_words = [text for text in exceptions if pattern.search(text)]
             outcome.outcome = NAMED_TRACEBACK if with_words else TRACEBACK
-            outcome.seconds, outcome.line = began, (with_words or exceptions)[-1].splitlines()[0]
+            outcome.seconds = began
+            outcome.line = (with_words or exceptions)[-1].splitlines()[0]
             return outcome
         outcome.outcome = UNNAMED if not messages else STOPPED if steps else REJECTED
         if not messages:

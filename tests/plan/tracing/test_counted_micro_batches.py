@@ -34,7 +34,8 @@ def of_listed_micro_batches() -> list[tuple[int, bool, bool]]:
     """(micro-batches simulated, whether that is called an estimate, whether operators are the
     shipped recipe's).
     """
-    listed, shipped = derive_recipe(run_from_a_list), derive_recipe(run_as_shipped)
+    listed = derive_recipe(run_from_a_list)
+    shipped = derive_recipe(run_as_shipped)
     listed.treats_all_alike = shipped.treats_all_alike = True
     expected = count_operators(simulate(shipped, config(8), SHAPE, phases=()).trace)
     found = []
