@@ -158,9 +158,10 @@ def _pretend_h100() -> Iterator[None]:
         mock.patch.object(interface, "get_compute_capability", staticmethod(lambda *_: 90)),
         mock.patch.object(scheduler, "has_triton", lambda: True),
         mock.patch.object(graph.GraphLowering, "compile_to_module", _raise_code),
+        # Private, as `set_active` has no counterpart that works where there is no GPU.
+        mock.patch.object(driver, "_active", target),
     ]
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        driver.set_active(target)
         yield

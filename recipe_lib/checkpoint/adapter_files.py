@@ -64,7 +64,7 @@ BASE_FINGERPRINT = "tune_base"  # hash of the base that the adapter was trained 
 BASE_DTYPE = "tune_base_dtype"  # dtype of the base in training
 BASE_STORAGE = "tune_base_storage"  # value of lora.quantize_base in training
 BASE_IMPLEMENTATION = "tune_base_implementation"  # library of a base that is not our own decoder
-SCORE_KEYS = "tune_score_head"  # the base's values of the keys OF_SCORES, as JSON
+SCORE_KEYS = "tune_score_head"  # the base's values of SCORE_CONFIG_KEYS, as JSON
 # Keys of config.json that belong to a score head.
 SCORE_CONFIG_KEYS = ("id2label", "label2id", "pad_token_id", "problem_type")
 

@@ -179,12 +179,11 @@ class TensorPlan:
         Returns an empty dict on all ranks but the mesh's first.
         """
         mesh = _get_mesh(model)
-        plans = self._list_parameter_plans(model)
+        plans = self._map_parameter_plans(model)
         state = {}
-        for name, value in model.state_dict().items():
+        for name, value in model.state_dict(keep_vars=True).items():
             if isinstance(value, DTensor):
-                # A class' own hooks may have given the tensor a name that no parameter has.
-                runs = find_runs(plans[name], mesh.size()) if name in plans else None
+                runs = find_runs(plans[id(value)], mesh.size())
                 value = restore_file_order(value.full_tensor(), runs)
             if mesh.get_local_rank() == 0:
                 state[name] = torch.empty_like(value, device="cpu").copy_(value)
@@ -197,17 +196,17 @@ class TensorPlan:
         Raises ConfigError for a missing name; names that the model does not have are ignored.
         """
         mesh = _get_mesh(model)
-        plans = self._list_parameter_plans(model)
-        for name, value in model.state_dict().items():
+        plans = self._map_parameter_plans(model)
+        for name, value in model.state_dict(keep_vars=True).items():
             if name not in state:
                 raise ConfigError(
                     f"load_full_state_dict: found no {name}, expected every tensor of the model's"
                     " state"
                 )
             part = state[name]
-            if name in plans:
+            if id(value) in plans:
                 part = take_parameter_part(
-                    part, plans[name], rank=mesh.get_local_rank(), size=mesh.size()
+                    part, plans[id(value)], rank=mesh.get_local_rank(), size=mesh.size()
                 )
             get_detached_local(value).copy_(part)
 
@@ -223,12 +222,11 @@ class TensorPlan:
             model.save_pretrained(folder, state_dict=state, **more)
         torch.distributed.barrier(mesh.get_group())
 
-    def _list_parameter_plans(self, model: nn.Module) -> dict[str, ParameterPlan]:
-        """Return name -> plan of all parameters; a tied one is under each of its names."""
-        ids = {id(parameter): name for name, parameter in model.named_parameters()}
+    def _map_parameter_plans(self, model: nn.Module) -> dict[int, ParameterPlan]:
+        """Return id of a parameter -> plan; a class' hooks may give it another name in a state."""
         return {
-            name: self.sharding.parameter(ids[id(parameter)])
-            for name, parameter in model.named_parameters(remove_duplicate=False)
+            id(parameter): self.sharding.parameter(name)
+            for name, parameter in model.named_parameters()
         }
 
 

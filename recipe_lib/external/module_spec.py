@@ -176,8 +176,8 @@ class ModuleSpec(ExternalSpec):
     def build_shrunk(self, min_layers: int = 2, num_key_heads: int = 4) -> "ModuleSpec":
         """Build the spec of a small model of the same class of transformers, not of a plugin's.
 
-        It has one layer of each kind, but at least `min_layers`. num_key_heads: the most heads of
-        keys and values in a model that has fewer of them than of queries.
+        It has one layer of each kind, but at least `min_layers`. num_key_heads: of keys and
+        values, in a model that has fewer of them than of queries.
         """
         config = shrink(
             build_transformers_config(self.source.config, self.family), min_layers, num_key_heads
@@ -308,14 +308,13 @@ def _find_number(
 ) -> Any:
     """Return the first positive number under one of the keys; `default` where there is none.
 
-    config: the content of config.json. The config object of the built model is asked before it,
-    as that has the class' defaults for keys that are left out.
+    config: the content of config.json. Each key is looked up in the config object of the built
+    model first, which has the class' defaults for keys that are left out. A 0 there is as good as
+    no value.
     """
     built_config: Any = getattr(model, "config", None)
     if hasattr(built_config, "get_text_config"):
         built_config = built_config.get_text_config()
-    built_values = ((getattr(built_config, key, None), config.get(key)) for key in keys)
-    values: list[Any] = [in_file if built is None else built for built, in_file in built_values]
-    numbers = (value for value in values if isinstance(value, (int, float)))
-    # True is an int of Python's, and no number here.
-    return next((value for value in numbers if value > 0 and value is not True), default)
+    values: list[Any] = [getattr(built_config, key, None) or config.get(key) for key in keys]
+    # True would be an instance of int.
+    return next((value for value in values if type(value) in (int, float) and value > 0), default)

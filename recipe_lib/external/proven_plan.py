@@ -341,7 +341,7 @@ def _measure_error(
 
 LENGTH = 16  # tokens of each of the two rows with which a forward is traced
 _RANK = 4  # rank r of a small model's adapters
-# (most heads of keys and values of a small model, most ranks to prove its plan for), tried in
+# (heads of keys and values of a small model, most ranks to prove its plan for), tried in
 # order. The first is for ranks that divide these heads, the second for more ranks than heads.
 _SMALL_HEADS = ((4, 2**16), (2, 4))
 
@@ -545,8 +545,8 @@ def prove_on_small_model(model: Any, plan: ShardingPlan, size: int) -> str:
 def _build_small_model(model: Any, num_key_heads: int) -> Any:
     """Build a small model of the same class on meta; one that is small already is built as it is.
 
-    A plugin's model, too: only configs of transformers can be shrunk. num_key_heads: the most heads
-    of keys and values.
+    A plugin's model, too: only configs of transformers can be shrunk. num_key_heads: of keys and
+    values, where the model has fewer of them than of queries.
     """
     of_transformers = model.spec.source.implementation == TRANSFORMERS
     # By id, since modules may share parameters.

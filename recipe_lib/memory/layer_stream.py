@@ -267,7 +267,10 @@ class LayerStream:
         for position, host in enumerate(self.units[index].list_host_parameters()):
             stand_in = self.units[index].get_device_parameter(position, self._copies.device)
             target = get_detached_local(stand_in)
-            target.untyped_storage().resize_(get_detached_local(host).nbytes)
+            # A new stand-in has its memory. To resize it to the size that it has would take as much
+            # once more, until torch has copied the one to the other.
+            if not target.untyped_storage().nbytes():
+                target.untyped_storage().resize_(target.nbytes)
             pairs.append((target, get_detached_local(host)))
         return pairs
 

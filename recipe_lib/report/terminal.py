@@ -120,7 +120,7 @@ def put_section(console: Console, section: Section) -> None:
     if section.facts:
         put_pairs(console, ((name, str(value)) for name, value in section.facts))
     if section.table and section.table.last_column_below:
-        _put_told_rows(console, section.table)
+        _put_last_column_below(console, section.table)
     elif section.table:
         put_table(console, section.table)
     if section.tree:
@@ -146,8 +146,8 @@ def _make_tree_table(lines: Sequence[TreeLine]) -> Table:
     )
 
 
-def _put_told_rows(console: Console, table: Table) -> None:
-    """Print a table with the last cell of each row below the rest of it (`Table.tells_below`)."""
+def _put_last_column_below(console: Console, table: Table) -> None:
+    """Print a table with the last cell of each row below the rest of it."""
     cut_table = replace(table, header=table.header[:-1], rows=[row[:-1] for row in table.rows])
     header, *lines = format_table_lines(cut_table, console.width)
     put(console, header, SOFT)

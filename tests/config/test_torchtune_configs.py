@@ -364,7 +364,22 @@ def test_datasets_of_a_list_differ_in_no_key_that_holds_for_all(
         read(with_datasets(f"[{train}]"), tmp_path)
     (fault,) = raised.value.faults
     assert fault.startswith(f"{tmp_path}/theirs.yaml")
-    assert f": dataset{key}: data.{name} holds for all datasets; give each the same value" in fault
+    assert f": dataset{key}" in fault
+    assert f": data.{name} holds for all datasets; give each the same value" in fault
+
+
+@pytest.mark.parametrize("override", ["data.packing=true", "data.source=a.jsonl"])
+def test_an_override_decides_where_datasets_of_a_list_differ(override: str, tmp_path: Path):
+    differing = "[{samsum_dataset, packed: True}, {samsum_dataset, packed: False}]"
+    imported = read(with_datasets(differing), tmp_path, overrides=[override, "data.format=alpaca"])
+    assert imported.cfg.data.packing
+    why = f"{override.partition('=')[0]} is set on the command line"
+    assert imported.fates["dataset[1].packed"].why == why
+
+
+def test_a_default_of_torchtune_is_told_as_one(tmp_path: Path):
+    with pytest.raises(ConfigError, match="train_on_input: 'False', torchtune's default: data"):
+        read(with_datasets("[{alpaca_dataset}, {samsum_dataset}]"), tmp_path)
 
 
 def test_keys_of_other_formats_do_not_differ(tmp_path: Path):

@@ -25,8 +25,12 @@ ROOT = Path(__file__).parent.parent.parent
 
 SMALL = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}  # fmt: skip
-# Norms of heads, whose gradients are parts of a sum; an uneven vocabulary.
-MODELS: dict[str, dict[str, Any]] = {"qwen3": SMALL | {"head_dim": 8}}
+# qwen3 has norms of heads, whose gradients are parts of a sum, and an uneven vocabulary; phi3 has
+# fused matrices, each cut within its parts.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": SMALL | {"head_dim": 8},
+    "phi3": SMALL | {"vocab_size": 100},
+}
 STEPS = 6
 
 
@@ -106,6 +110,40 @@ def test_a_trainer_on_two_ranks_is_one_of_one_process(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = [each(input_ids=batch()["input_ids"]).logits for each in (opened, model.eval())]
     assert (logits[0] - logits[1]).abs().max() < 1e-8
+
+
+def round_trip_renamed() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the state gathered from ranks, and again after it was loaded into zeroed parameters.
+
+    A hook of the model gives its fused matrices names that no parameter has.
+    """
+    model = model_of("phi3")
+
+    def rename(module: Any, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+        for name in [name for name in state if "gate_up_proj" in name]:
+            state[name.replace("gate_up_proj", "gate_and_up")] = state.pop(name)
+
+    model._register_state_dict_hook(rename)
+    plan = infer_tensor_plan(model, torch.randint(3, 100, (2, 12)), 2, tokens=False)
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    plan.apply(model, init_device_mesh("cpu", (2,)))
+    state = plan.full_state_dict(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    plan.load_full_state_dict(model, whole)
+    return state, plan.full_state_dict(model)
+
+
+def test_fused_matrices_that_a_hook_renames_are_gathered_in_order() -> None:
+    """The parameter says how its rows are cut, not the name that the state has it under."""
+    (state, loaded_state), _ = run_ranks(round_trip_renamed, 2, timeout=300)
+    whole = model_of("phi3").state_dict()
+    assert len(state) == len(whole)
+    for name, value in whole.items():
+        renamed = name.replace("gate_up_proj", "gate_and_up")
+        assert torch.equal(state[renamed], value), name
+        assert torch.equal(loaded_state[renamed], value), name
 
 
 @pytest.mark.slow

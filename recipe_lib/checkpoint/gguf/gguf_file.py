@@ -216,7 +216,7 @@ def _write_all(
 
 
 def _split_rows(values: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor's rows `[n, columns]`, about _PIECE weights at a time; a vector is one row."""
+    """Yield a tensor's rows `[n, columns]`, about _PIECE_WEIGHTS at a time; a vector is one row."""
     rows = values.reshape(-1, values.shape[-1])
     yield from rows.split(max(1, _PIECE_WEIGHTS // max(1, rows.shape[1])))
 

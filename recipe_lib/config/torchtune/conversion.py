@@ -5,7 +5,7 @@ carried to keys of ours, dropped with a reason, or refused, which is a fault. `d
 for `dataset` and `dataset_val`; `key_tables.py` gives each value of other keys a `Meaning`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from graphlib import CycleError
 from pathlib import Path
@@ -201,15 +201,19 @@ class Meaning:
 class ConfigImport:
     """Their file, our keys so far, and what became of each of theirs.
 
-    `carry`, `carry_meaning`, `drop` and `refuse` note a key. A key noted twice is a mistake in the
-    tables, not the user's, and raises AssertionError.
+    `carry`, `carry_meaning`, `drop` and `refuse` note a key. A key carried or dropped after it was
+    noted is a mistake in the tables, not the user's, and raises AssertionError.
     """
 
-    def __init__(self, theirs: TorchtuneFile, defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self, theirs: TorchtuneFile, defaults: Mapping[str, Any], given: Set[str] = frozenset()
+    ) -> None:
         """Begin with no key of ours.
 
-        defaults: key of theirs -> what torchtune takes for it if it is absent or null.
+        defaults: key of theirs -> what torchtune takes for it if it is absent or null. given: our
+        keys that the user sets, whatever the file has.
         """
+        self.given = given
         self.theirs = theirs
         self.defaults = dict(defaults)
         self.recipe = ""  # our recipe's name, set by `import_file.convert`
@@ -274,7 +278,8 @@ class ConfigImport:
 
         why: the fault, with a remedy. may_be_left_out: the error also offers `--without KEY`.
         """
-        setting = f"{show(key)}: {quote(str(self.get_value(key)))}"
+        origin = "" if key in self.theirs.values else ", torchtune's default"
+        setting = f"{show(key)}: {quote(str(self.get_value(key)))}{origin}"
         remedy = ""
         if may_be_left_out:
             # A `?` ends a hint: `did you mean X?`.

@@ -346,7 +346,8 @@ def _convert_labels(section: DatasetSection, key: str) -> None:
 def _convert_shared(section: DatasetSection, key: str, *, name: str, value: Any) -> None:
     """Note a key of a dataset whose counterpart, `name`, is one for all data, also of validation.
 
-    value: what this dataset asks for. Validation sets nothing, and training data is of one value.
+    value: what this dataset asks for. Validation sets nothing, and training data is of one value,
+    unless the user sets it or names other data.
     """
     if section.our_name == "validation":
         # Where no training data has the key, ours is at its default.
@@ -355,9 +356,11 @@ def _convert_shared(section: DatasetSection, key: str, *, name: str, value: Any)
         )
         why = f"validation has the {name} of the training data" if differs else ""
         section.conversion.carry(key, {}, why, differs=differs)
-    elif value != section.conversion.ours.get(name, value):
+    elif value == section.conversion.ours.get(name, value):
+        section.conversion.carry(key, {name: value})
+    elif given := section.conversion.given & {name, "data.source", "data.sources"}:
+        section.conversion.drop(key, f"{min(given)} is set on the command line")
+    else:
         section.conversion.refuse(
             key, f"{name} holds for all datasets; give each the same value", may_be_left_out=False
         )
-    else:
-        section.conversion.carry(key, {name: value})

@@ -132,9 +132,9 @@ def import_file(
             " for each of another tool's"
         )
     omitted_fates = _omit_keys(omitted, theirs)
-    conversion = ConfigImport(theirs, DEFAULTS)
-    convert(conversion)
     given = {word.removeprefix("~").partition("=")[0] for word in overrides}  # our keys
+    conversion = ConfigImport(theirs, DEFAULTS, given)
+    convert(conversion)
     loaded = _load(conversion, overrides, given)
     fates = _drop_idle(conversion, loaded, given) | omitted_fates
     settings = _select_settings(loaded, conversion.recipe)

@@ -423,13 +423,16 @@ class Tracer(TorchDispatchMode):
             self.checker.note_free(index)
 
     def _note_resize(self, storage: Any, size: int) -> None:
-        """Note `storage.resize_(size)`, in bytes, as a release and an allocation."""
+        """Note `storage.resize_(size)`, in bytes, as an allocation, a copy, and a release.
+
+        torch does so for the size that the storage has, too.
+        """
         entry = self._storages.get(storage._cdata)
         before = self.trace.storages[entry[0][-1]] if entry else None
-        if entry is None or before is None or before.bytes == size:
+        if entry is None or before is None or not before.bytes | size:
             return
-        self._note_free(entry[0][-1])
         index = self.note_allocation(size, device=before.device, name="resize_", kind=before.kind)
+        self._note_free(entry[0][-1])
         self.trace.storages[index].label = before.label
         entry[0].append(index)
 
