@@ -94,7 +94,7 @@ def compute_quantile(errors: Iterable[float], share: float) -> float:
 def summarize(report: dict[str, Any]) -> list[str]:
     """Summarize errors, goals, thresholds and replays, a line each."""
     rows = report["rows"]
-    lines = [*_summarize_errors(rows), *_summarize_thresholds(rows)]
+    lines = [*_summarize_errors(rows), *_summarize_thresholds(rows), *_summarize_pinned(rows)]
     replays = [row for row in rows if row["kind"] == "events" and "events" in row]
     if replays:
         num_exact = sum(row["first_difference"] is None and not row["different"] for row in replays)
@@ -156,12 +156,29 @@ def _summarize_thresholds(rows: list[PlanRow]) -> list[str]:
     ]
 
 
+def _summarize_pinned(rows: list[PlanRow]) -> list[str]:
+    """Return a line on the pinned host memory of the runs that are planned to take some."""
+    errors = [
+        row["planned_pinned"] / row["measured"]["pinned"] - 1
+        for row in rows
+        if row.get("planned_pinned", 0) > MIB and "measured" in row
+    ]
+    if not errors:
+        return []
+    return [f"pinned host memory: {len(errors)} runs, worst {max(errors, key=abs):+.2%}"]
+
+
 def format_page(report: dict[str, Any]) -> str:
-    """Return the Markdown page of a report of `gpu_plan.py`."""
+    """Return the Markdown page of a report of `gpu_plan.py`.
+
+    Optional key of the report: `notes`, paragraphs on its rows.
+    """
     rows = report["rows"]
     dry = report["device"].get("type") != "cuda"
     lines = [f"# Planner: {report['kind']}", "", *format_head(report), ""]
     lines += [DRY_HOW if dry else HOW, "", *(f"- {line}" for line in summarize(report))]
+    for note in report.get("notes", ()):
+        lines += ["", note]
     peaks = [row for row in rows if row["kind"] == "peaks"]
     lines += ["", "## Peaks", "", *_format_peaks(peaks)]
     thresholds = [row for row in rows if row["kind"] == "threshold"]

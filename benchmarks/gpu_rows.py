@@ -28,6 +28,7 @@ class ComparedRow(TypedDict, total=False):
     # Phase -> figure -> bytes. In the ladder also figures of all steps, see `gpu_ladder.plan_line`;
     # or `failed` or `refused` -> why there is no plan.
     planned: dict[str, Any]
+    planned_pinned: int  # bytes of pinned host memory
     measured: Measured
     expandable: bool  # segments of the allocator
     failed: str  # why the run gave nothing

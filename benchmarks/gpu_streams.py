@@ -8,7 +8,6 @@ under torch's sanitizer, and under torch's warnings where the host waits for the
 
 import argparse
 import functools
-import json
 import tempfile
 import time
 import warnings
@@ -28,6 +27,7 @@ from benchmarks.gpu_check import (
     make_random_batches,
     run_apart,
 )
+from benchmarks.gpu_plan_report import name_device, write_pair
 from recipe_lib.cli.plan_request import find_recipe_class
 from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
@@ -188,15 +188,33 @@ def write_report(
 
     queue: of `count_queued_launches`; empty without a GPU.
     """
-    name = "-".join(device["name"].lower().split()) if queue else "dry-run-cpu"
-    folder.mkdir(parents=True, exist_ok=True)
-    base = folder / f"gpu-streams-{name}"
-    date = datetime.now(UTC).isoformat(timespec="seconds")
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "rows": rows,
+        "queue": queue,
+    }
+    paths = write_pair(folder / f"gpu-streams-{name_device(device)}", report, format_page(report))
+    print(paths[-1])
+
+
+def format_page(report: dict[str, Any]) -> str:
+    """Return the Markdown page of a report.
+
+    Optional keys of the report: `commit`, `torch` (version).
+    """
+    queue = report["queue"]
+    device = report["device"]
+    commit = f", commit {report['commit']}" if "commit" in report else ""
+    torch_version = f", torch {report['torch']}" if "torch" in report else ""
     head = (
-        f"# Streams and waits\n\n`python benchmarks/gpu_check.py streams`, {date},"
-        f" {device['name']}\n"
+        f"# Streams and waits\n\n`python benchmarks/gpu_check.py streams`, {report['date']}{commit},"
+        f" {device['name']}{torch_version}"
     )
-    if not queue:
+    if "driver" in device:
+        head += f", driver {device['driver']}, power limit {device['power_limit']}"
+    head += "\n"
+    if device.get("type") != "cuda":
         head += "\nNothing was measured on a GPU: this checks the program, not a machine.\n"
     launches = queue.get("failed") or queue.get("launches", "not measured")
     lines = [
@@ -205,15 +223,19 @@ def write_report(
             " warnings of waits a step |"
         ),
         "|---|---:|---:|---:|---:|",
-        *map(format_line, rows),
+        *map(format_line, report["rows"]),
         "",
         (
             f"Kernels that a host issues on a busy stream before it waits: {launches}; the planner"
             f" takes {LAUNCH_QUEUE}."
         ),
     ]
-    page = head + "\n" + "\n".join(lines) + "\n"
-    report = {"date": date, "device": device, "rows": rows, "queue": queue}
-    base.with_suffix(".md").write_text(page, encoding="utf-8")
-    base.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
-    print(base.with_suffix(".md"))
+    return head + "\n" + "\n".join(lines) + "\n"
+
+
+def summarize(report: dict[str, Any]) -> str:
+    """Return in a line what torch's sanitizer reported, and which runs did not come to it."""
+    counts = [row["sanitizer"]["count"] for row in report["rows"] if "sanitizer" in row]
+    left_out = [row["case"] for row in report["rows"] if "sanitizer" not in row]
+    line = f"{len(counts)} runs under torch's sanitizer, {sum(counts)} faults"
+    return line + (f"; did not come to run: {'; '.join(left_out)}" if left_out else "")

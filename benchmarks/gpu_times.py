@@ -285,7 +285,10 @@ def describe_rates(report: Mapping[str, Any], folder: Path) -> str:
 
 
 def format_page(report: Mapping[str, Any]) -> str:
-    """Return the Markdown page of a report."""
+    """Return the Markdown page of a report.
+
+    Optional key of the report: `notes`, paragraphs on its rows.
+    """
     gpu = report["device"].get("type") == "cuda"
     timed = [row for row in report["rows"] if row.get("planned")]
     lines = [f"# Seconds of a step: {report['kind']}", "", *format_head(dict(report)), ""]
@@ -300,7 +303,8 @@ def format_page(report: Mapping[str, Any]) -> str:
             for row in missing
         ]
         lines.append("")
-    return "\n".join([*lines, *_describe_causes(report, timed)]).rstrip() + "\n"
+    notes = [f"{note}\n" for note in report.get("notes", ())]
+    return "\n".join([*lines, *notes, *_describe_causes(report, timed)]).rstrip() + "\n"
 
 
 def _list_labels(rows: list[dict[str, Any]]) -> list[str]:

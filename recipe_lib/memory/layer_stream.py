@@ -72,7 +72,7 @@ class StreamedUnit:
         return [parameters[name] for parameters, name in self._entries]
 
     def get_device_parameter(self, index: int, device: torch.device) -> nn.Parameter:
-        """Return a parameter's stand-in; the first call makes it, with memory and without values.
+        """Return a parameter's stand-in; the first call makes it, without memory.
 
         index: of the parameter in `names`.
         """
@@ -80,6 +80,9 @@ class StreamedUnit:
         if parameter is None:
             host = self.list_host_parameters()[index]
             tensor = torch.empty(get_detached_local(host).shape, dtype=host.dtype, device=device)
+            # Before `_allocate` resizes it: even to the size that it has, torch would allocate
+            # again, and copy.
+            tensor.untyped_storage().resize_(0)
             if isinstance(host, DTensor):
                 tensor = DTensor(tensor, host._spec, requires_grad=False)  # type: ignore[call-arg]
             parameter = nn.Parameter(tensor, requires_grad=host.requires_grad)
@@ -180,8 +183,6 @@ class LayerStream:
                 if host.requires_grad:
                     stand_in = unit.get_device_parameter(index, self._copies.device)
                     self._stepped[host] = stand_in
-                    # Only the tensor is needed for the hook, its memory not before the first use.
-                    get_detached_local(stand_in).untyped_storage().resize_(0)
                     stand_in.register_post_accumulate_grad_hook(
                         partial(self._step_and_send, step, host)
                     )
@@ -267,10 +268,7 @@ class LayerStream:
         for position, host in enumerate(self.units[index].list_host_parameters()):
             stand_in = self.units[index].get_device_parameter(position, self._copies.device)
             target = get_detached_local(stand_in)
-            # A new stand-in has its memory. To resize it to the size that it has would take as much
-            # once more, until torch has copied the one to the other.
-            if not target.untyped_storage().nbytes():
-                target.untyped_storage().resize_(target.nbytes)
+            target.untyped_storage().resize_(get_detached_local(host).nbytes)
             pairs.append((target, get_detached_local(host)))
         return pairs
 

@@ -260,8 +260,8 @@ def phase(
     """Show what goes on inside the block; the caller advances the `Phase` that it yields.
 
     On a terminal it has a row after ROW_SECONDS, and leaves a line with its time if it took more
-    than REPORTED_SECONDS. Without a terminal it writes a line every LINE_SECONDS. Phases may be nested;
-    the innermost is shown. Only the first rank shows anything, and nothing with `--quiet`.
+    than REPORTED_SECONDS. Without a terminal it writes a line every LINE_SECONDS. Phases may be
+    nested; the innermost is shown. Only the first rank shows anything, and nothing with `--quiet`.
 
     title, total, unit: as of `Phase`. leaves_line: False: no line with its time.
     """

@@ -143,13 +143,19 @@ def what_ran_on_a_gpu() -> None:
     page = (folder / "on_a_gpu.md").read_text(encoding="utf-8")
     cards = {path.stem.split("-nvidia-")[1] for path in folder.glob("*-nvidia-*.md")}
     assert cards == {"h200"} and "on one H200" in TEXT
-    for said in (
-        "Cards of 24 GB",
-        "More than one GPU",
-        "their bytes and times against plans",
-        "Their values were",
-    ):
+    for said in ("Cards of 24 GB", "More than one GPU", "the ladder of levers"):
         assert said in page, said
+
+
+def levers_on_a_gpu() -> None:
+    """How well peaks were planned, as the page of the report says it."""
+    folder = ROOT / "docs" / "measurements"
+    page = (folder / "gpu-plan-levers-nvidia-h200.md").read_text(encoding="utf-8")
+    requested, reserved = re.findall(r"- (?:requested|reserved): .* 95 % within ([\d.]+)%", page)
+    assert f"planned to {requested} % in 95 of 100 figures, reserved ones to {reserved} %" in TEXT
+    (row,) = re.findall(r"\| full llama3/8B .*stream_layers.*state_bits=4 .* step \|.*", page)
+    errors = [abs(float(error)) for error in re.findall(r"([+-][\d.]+)%", row)]
+    assert errors[0] <= 0.01 and 1.2 < errors[-1] < 1.4
 
 
 def one_card() -> None:
@@ -366,6 +372,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "The second fits in 24 GB": four_cards,
     "This is arithmetic, not a measurement": what_ran_on_a_gpu,
     "What has run on a GPU, and what has not": what_ran_on_a_gpu,
+    "peaks of configs with each of these were measured": levers_on_a_gpu,
     "No card of 24 GB was": what_ran_on_a_gpu,
     "of the same model on one card": one_card,
     "The 14.96 GiB of weights and the optimizer's states": one_card,

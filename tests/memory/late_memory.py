@@ -21,6 +21,9 @@ class LateMemory(LateCopies):
     Memory that a storage gets begins as NaN; a copy from or to a storage of no bytes is too late.
     """
 
+    # Resizes of storages that had memory to more than nothing: both are there at once.
+    num_doubled = 0
+
     @contextmanager
     def follow_resizes(self) -> Iterator[None]:
         """Follow storages that are resized inside."""
@@ -28,6 +31,7 @@ class LateMemory(LateCopies):
         resize = torch.UntypedStorage.resize_
 
         def follow_resize(storage: torch.UntypedStorage, size: int) -> object:
+            self.num_doubled += bool(size and storage.nbytes())
             result = resize(storage, size)
             # An operation of the computing stream: copies issued before it are stale.
             self.computing.issued += 1

@@ -140,7 +140,7 @@ def late(stream: LayerStream) -> Iterator[LateMemory]:
     stream._copies._module = device = LateMemory()
     with device, device.follow_resizes():
         yield device
-    assert not device.too_early and not device.too_late
+    assert not device.too_early and not device.too_late and not device.num_doubled
     assert bytes_there(stream) == 0 and not any(unit.in_use for unit in stream.units)
 
 

@@ -28,9 +28,24 @@ def test_other_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert main(["kernels", "--output", str(tmp_path)]) == 1
 
 
-@pytest.mark.skipif(
+NEEDS_TRITON = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed, which generates code for GPUs"
 )
+
+
+@NEEDS_TRITON
+@run_in_fork
+def test_triton_has_its_own_driver_again() -> None:
+    """Kernels are measured by it afterwards."""
+    from triton.runtime import driver
+
+    before = driver._active
+    _, function, _, arguments = CALLS[0]
+    generate_triton_code(function.__wrapped__, *arguments)
+    assert driver._active is before
+
+
+@NEEDS_TRITON
 @pytest.mark.parametrize("call", CALLS, ids=[call[0] for call in CALLS])
 @run_in_fork
 def test_a_gpu_has_one_kernel(call: tuple[Any, ...]) -> None:
@@ -44,9 +59,7 @@ def test_a_gpu_has_one_kernel(call: tuple[Any, ...]) -> None:
     assert count_bytes(code) == own + scales
 
 
-@pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed, which generates code for GPUs"
-)
+@NEEDS_TRITON
 @pytest.mark.parametrize("name", ["capped_shares", "capped_score_gradients"])
 @run_in_fork
 def test_long_rows_of_scores_are_computed_again_and_not_written(

@@ -423,16 +423,21 @@ class Tracer(TorchDispatchMode):
             self.checker.note_free(index)
 
     def _note_resize(self, storage: Any, size: int) -> None:
-        """Note `storage.resize_(size)`, in bytes, as an allocation, a copy, and a release.
+        """Note `storage.resize_(size)`, in bytes, as a release and an allocation.
 
-        torch does so for the size that the storage has, too.
+        Where it has memory before and after, of the same size too, torch copies: the release is
+        then the second of the two.
         """
         entry = self._storages.get(storage._cdata)
-        before = self.trace.storages[entry[0][-1]] if entry else None
-        if entry is None or before is None or not before.bytes | size:
+        if entry is None:
             return
+        before = self.trace.storages[entry[0][-1]]
+        copies = before.bytes and size
+        if not copies:
+            self._note_free(entry[0][-1])
         index = self.note_allocation(size, device=before.device, name="resize_", kind=before.kind)
-        self._note_free(entry[0][-1])
+        if copies:
+            self._note_free(entry[0][-1])
         self.trace.storages[index].label = before.label
         entry[0].append(index)
 
