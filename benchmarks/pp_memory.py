@@ -10,7 +10,6 @@ Parameters and gradients are not counted. The section of a 7B is planned, by `pp
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))  # for imports of `benchmarks` and `tests`, run as a file
@@ -20,6 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from benchmarks.pp_7b import format_section  # noqa: E402
 from benchmarks.pp_stock import run_stock  # noqa: E402
 from benchmarks.pp_traced import (  # noqa: E402
+    TracedStep,
     build_config,
     build_small_spec,
     compute_expected_alive,
@@ -61,30 +61,29 @@ size waits. Here both are small. On a GPU the caching allocator rounds sizes and
 {section}"""
 
 
-def _run_rank() -> list[list[dict[str, Any]]]:
-    """Measure this rank in every job; return [our `TracedStep`, torch's] for each, as dicts."""
+def _run_rank() -> list[tuple[TracedStep, TracedStep]]:
+    """Measure this rank in every job; return (our step, torch's) for each."""
     spec = build_small_spec(LAYERS)
     steps = []
     for schedule, mode in JOBS:
         cfg = build_config(schedule, ranks=RANKS, count=COUNT, checkpointing=mode)
-        ours = run_ours(cfg, spec, COUNT, peaks=True).as_dict()
-        stock = run_stock(cfg, spec=spec, count=COUNT, rank=dist.get_rank()).as_dict()
-        steps.append([ours, stock])
+        ours = run_ours(cfg, spec, COUNT, peaks=True)
+        stock = run_stock(cfg, spec=spec, count=COUNT, rank=dist.get_rank())
+        steps.append((ours, stock))
     return steps
 
 
-def _check_against_theory(job: Job, rank: int, ours: dict[str, Any]) -> int:
+def _check_against_theory(job: Job, rank: int, ours: TracedStep) -> int:
     """Return the peak in theory, in bytes.
 
-    ours: fields of our `TracedStep`. Raises ValueError if the bytes after an action are not those
-    of theory.
+    Raises ValueError if the bytes after an action of our step are not those of theory.
     """
     schedule, mode = job
     cfg = build_config(schedule, ranks=RANKS, count=COUNT, checkpointing=mode)
     spec = build_small_spec(LAYERS)
     expected = compute_expected_alive(cfg, spec=spec, rank=rank, count=COUNT)
     for (name, alive), (expected_name, expected_alive) in zip(
-        ours["alive_after_action"], expected, strict=True
+        ours.alive_after_action, expected, strict=True
     ):
         if alive != expected_alive or name != expected_name:
             raise ValueError(
@@ -94,16 +93,19 @@ def _check_against_theory(job: Job, rank: int, ours: dict[str, Any]) -> int:
     return compute_expected_peak(cfg, spec=spec, rank=rank, count=COUNT)
 
 
-def _build_row(job: Job, rank: int, ours: dict[str, Any], stock: dict[str, Any]) -> list[str]:
-    """Return the cells under HEAD. ours, stock: fields of our `TracedStep` and of torch's."""
+def build_row(job: Job, rank: int, ours: TracedStep, stock: TracedStep) -> list[str]:
+    """Return the cells under HEAD, from our step of a rank and torch's.
+
+    Raises ValueError if the bytes after an action of our step are not those of theory.
+    """
     theory = _check_against_theory(job, rank, ours)
     cells = [f"`{job[0]}`", str(rank)]
-    cells += [f"{size / 1024:.0f}" for size in (theory, ours["peak"], stock["peak"])]
-    cells += [f"{step['most'] / theory:.2f}x" for step in (ours, stock)]
-    cells += [f"{step['left'] / 1024:.0f}" for step in (ours, stock)]
+    cells += [f"{size / 1024:.0f}" for size in (theory, ours.peak, stock.peak)]
+    cells += [f"{step.peak / theory:.2f}x" for step in (ours, stock)]
+    cells += [f"{step.alive_after_step / 1024:.0f}" for step in (ours, stock)]
     for step in (ours, stock):
-        most_forwards = max(step["forwards"].values())
-        most_at_first = max(step["first_forwards"].values())
+        most_forwards = max(step.forwards.values())
+        most_at_first = max(step.first_forwards.values())
         cells.append(f"{most_forwards / COUNT:.2g} ({most_at_first - most_forwards:+d})")
     return cells
 
@@ -139,7 +141,7 @@ def build_page() -> str:
                 continue
             for rank in range(RANKS):
                 ours, stock = steps[rank][number]
-                rows.append(_build_row(job, rank=rank, ours=ours, stock=stock))
+                rows.append(build_row(job, rank=rank, ours=ours, stock=stock))
                 print(mode, *rows[-1], flush=True)
         tables.append(f"## Activation checkpointing: {mode}\n\n{format_markdown_table(HEAD, rows)}")
     version = torch.__version__.partition("+")[0]

@@ -203,9 +203,9 @@ class TracedStep:
     first_forwards: dict[str, int] = field(default_factory=dict)
     """The same in the step before, the first."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain Python values, for the process that started the ranks."""
-        return vars(self)
+
+# Ranks return it to the process that starts them, which loads it with `weights_only`.
+torch.serialization.add_safe_globals([TracedStep])
 
 
 def build_config(

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 
 from benchmarks.peers.cases import ALPHA, RANK, PeerCase
 from recipe_lib.adapters.lora import LINEARS
-from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, make_config_fields
+from recipe_lib.checkpoint.adapter_config import make_config_fields
 from recipe_lib.checkpoint.adapter_files import TENSOR_FILE
+from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import build_spec, read_config, read_preset_config
 from recipe_lib.models.weight_names import compute_parameter_shapes
@@ -103,7 +104,7 @@ def make_adapter(model: Path, folder: Path) -> None:
         ranks=modules,
         target_modules=[child for _, child in LINEARS.values()],
     )
-    (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=1), encoding="utf-8")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(fields, indent=1), encoding="utf-8")
 
 
 def make_tokenizer(size: int, folder: Path) -> None:

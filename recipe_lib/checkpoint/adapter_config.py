@@ -19,7 +19,7 @@ from typing import Any
 
 from recipe_lib.adapters.peft_names import PREFIX, FileModule, list_spellings
 from recipe_lib.checkpoint.safetensors_files import Header, list_extra_names
-from recipe_lib.config.local_files import check_adapter
+from recipe_lib.config.local_files import ADAPTER_CONFIG, check_adapter
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.spec import SCORE
@@ -27,7 +27,6 @@ from recipe_lib.reading import describe_fault, read_json
 from recipe_lib.tokenizers.chat_template import Stopped, match_apart
 from recipe_lib.tokenizers.template_process import MEMORY, match_patterns
 
-CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 # Larger values are refused.
 _MAX_BYTES = 16 * 1024**2  # size of adapter_config.json
@@ -173,7 +172,7 @@ class AdapterConfig:
     # Key of SELECTING -> its value.
     selection: Mapping[str, Any] = field(default_factory=dict)
     # The file, named in errors.
-    path: Path = Path(CONFIG_FILE)
+    path: Path = Path(ADAPTER_CONFIG)
     # Cache: (key of the file, name of a module) -> index of the pattern that matches it.
     _matches: dict[tuple[str, str], int | None] = field(
         default_factory=dict, compare=False, repr=False
@@ -236,7 +235,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     Raises CheckpointError, with all faults at once, for values of a wrong type, missing keys, and
     features of PEFT that are not supported.
     """
-    path = folder / CONFIG_FILE
+    path = folder / ADAPTER_CONFIG
     fields = _read_json(path, folder)
     kind = fields.get("peft_type")
     if kind != "LORA":

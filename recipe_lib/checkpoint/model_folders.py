@@ -12,6 +12,7 @@ from typing import Any
 from recipe_lib.config.local_files import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
+    CONFIG_FILE,
     MODEL_FOLDER,
     STATE_FOLDER,
     STATE_MANIFEST,
@@ -93,7 +94,7 @@ def find_exported_folder(folder: Path) -> Path:
     if written:
         # A model that was merged from the adapter is newer, unless the run was resumed since.
         return max(written, key=lambda path: path.stat().st_mtime_ns).parent
-    if (folder / STATE_FOLDER).is_dir() or (folder / "config.yaml").is_file():
+    if (folder / STATE_FOLDER).is_dir() or (folder / CONFIG_FILE).is_file():
         raise CheckpointError(
             f"{show(str(folder))}: is a run without {MODEL_FOLDER}/ and {ADAPTER_FOLDER}/; write"
             " one from its states with `tune export` (--hf, or --adapter)"

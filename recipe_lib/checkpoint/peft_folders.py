@@ -38,7 +38,7 @@ from recipe_lib.adapters.peft_names import (
     unstack_expert_factors,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
-from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, make_config_fields
+from recipe_lib.checkpoint.adapter_config import TENSOR_FILE, make_config_fields
 from recipe_lib.checkpoint.adapter_files import (
     BASE_DTYPE,
     BASE_FINGERPRINT,
@@ -74,6 +74,7 @@ from recipe_lib.checkpoint.rank_groups import (
     write_gathered,
 )
 from recipe_lib.checkpoint.safetensors_files import FileTensor, PlannedTensor
+from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.language_model import (
@@ -333,7 +334,7 @@ def export_adapter(
     with stage_folder(
         out,
         shards={TENSOR_FILE: plan},
-        contents={CONFIG_FILE: fields},
+        contents={ADAPTER_CONFIG: fields},
         side_files=SideFiles(
             tokenizer_folder, chat_template=chat_template, stop_ids=stop_ids, card=card
         ),

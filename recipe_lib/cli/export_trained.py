@@ -61,6 +61,7 @@ from recipe_lib.config.local_files import (
     CONFIG_FILE,
     MODEL_FOLDER,
     STATE_FOLDER,
+    STATE_MANIFEST,
     resolve_base_name,
 )
 from recipe_lib.config.suggest import show
@@ -135,7 +136,7 @@ def find_export_source(arguments: argparse.Namespace) -> ExportSource:
         # The run's records tell of the adapter in its adapter/, not of a copy under another name.
         source = _open_run(path.parent, arguments, adapter=path.name == ADAPTER_FOLDER)
         return replace(source, adapter=path)
-    if (path / "manifest.json").is_file():  # in each state: its files with their hashes
+    if (path / STATE_MANIFEST).is_file():  # in each state: its files with their hashes
         # OUTPUT_DIR/state/step_N, or OUTPUT_DIR/state/best/step_N.
         is_best = path.absolute().parent.name == BEST_FOLDER
         folder = path.parent.parent.parent if is_best else path.parent.parent
@@ -159,7 +160,7 @@ def find_export_source(arguments: argparse.Namespace) -> ExportSource:
         source = _open_run(path, arguments, adapter=True)
         states = {  # time of writing -> folder
             file.stat().st_mtime: file.parent
-            for file in path.glob(f"{STATE_FOLDER}/step_*/manifest.json")
+            for file in path.glob(f"{STATE_FOLDER}/step_*/{STATE_MANIFEST}")
         }
         # Newer states: the run was resumed after it exported its adapter, and has not ended.
         if states and max(states) > (adapter / ADAPTER_CONFIG).stat().st_mtime:
@@ -168,9 +169,8 @@ def find_export_source(arguments: argparse.Namespace) -> ExportSource:
                 " state to export it"
             )
         return replace(source, adapter=adapter)
-    state = None
-    if (path / STATE_FOLDER).is_dir():
-        state = _find_state_of_run(path / STATE_FOLDER, source.cfg)
+    has_states = (path / STATE_FOLDER).is_dir()
+    state = _find_state_of_run(path / STATE_FOLDER, source.cfg) if has_states else None
     if state is None:
         reason = (
             "holds neither an adapter nor a state; run it again, with checkpoint.save_every_n_steps"
@@ -215,7 +215,7 @@ def _find_state_of_run(root: Path, cfg: Any) -> Path | None:
     if best is None:
         return find_state(root, "latest", SingleRank())
     print_wrapped(f"note: {best} is the best step of the run, and is taken")
-    for manifest in root.glob("best/step_*/manifest.json"):
+    for manifest in root.glob(f"{BEST_FOLDER}/step_*/{STATE_MANIFEST}"):
         path = manifest.parent
         if path != best and path.stat().st_mtime > best.stat().st_mtime:
             print_wrapped(

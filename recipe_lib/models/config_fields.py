@@ -253,18 +253,19 @@ def _find_ropes(fields: Fields, family: str, key: str) -> dict[str, Mapping[str,
     key: NEWER or OLDER.
     """
     given = fields.config.get(key)
-    given = (_WITHOUT_ANY.get(family) if given is None else given) or {}
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping | None):
         raise fields.make_fault(key, "an object, or null")
+    given = (_WITHOUT_ANY.get(family) if given is None else given) or {}
     if family != "gemma3":
         return {"rope_theta": given}
     if given.keys().isdisjoint(LAYER_KINDS):
         return {"rope_theta": given, "rope_local_base_freq": {}}
+    for kind in LAYER_KINDS:
+        if not isinstance(given.get(kind), Mapping | None):
+            raise Fields(given, where=fields.where, inside=f"{key}.").make_fault(
+                kind, "an object, or null"
+            )
     full, sliding = (given.get(kind) or {} for kind in LAYER_KINDS)
-    for kind, rope in zip(LAYER_KINDS, (full, sliding), strict=True):
-        if not isinstance(rope, Mapping):
-            inner = Fields(given, where=fields.where, inside=f"{key}.")
-            raise inner.make_fault(kind, "an object, or null")
     return {"rope_theta": full, "rope_local_base_freq": sliding}
 
 

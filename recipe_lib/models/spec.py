@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
+from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.reading import describe_fault, read_json
@@ -333,9 +334,9 @@ def _explain_missing_config(file: Path) -> str:
     It names the usual mistakes: the folder of an adapter, or weights in another format.
     """
     folder = file.parent
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTER_CONFIG).is_file():
         return (
-            f"{folder}: is an adapter (it has adapter_config.json), not a model; set"
+            f"{folder}: is an adapter (it has {ADAPTER_CONFIG}), not a model; set"
             " lora.adapter_path to it and model.path to the model that it was trained on"
         )
     has_weights = any((folder / name).is_file() for name in _WEIGHTS)

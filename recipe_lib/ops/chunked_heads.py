@@ -290,18 +290,19 @@ def find_label_columns(
 
     labels: int64 `[m]`. ignored: bool `[m]`, True where a label is -100. The column of a label that
     is ignored, or in another rank's part of the vocabulary, is 0. The second tensor, bool `[m]`, is
-    True where a label is in another rank's part, or ignored; None without a group. A label that is
-    in no part gets a column that no logits have, on one rank of a group, so that `gather` raises.
+    True where a label is in another rank's part, or ignored; None without a group. Any other label
+    outside the vocabulary gets a column that no logits have, with a group on its first or last
+    rank, so that `gather` raises.
     """
     if group is None:
         return labels.masked_fill(ignored, 0).unsqueeze(1), None
     # `columns`: the entries of the vocabulary of each rank but the last ones; 0: all have `width`.
-    # Ignored labels are negative, so that they count as another rank's on all ranks.
     part = group.columns or width
     columns = labels - group.rank * part
-    # The last rank's part has no end, as a label behind it would be another rank's on all ranks.
-    end = _NO_END if group.rank == group.size - 1 else part
-    elsewhere = (columns < 0) | (columns >= end)
+    # Labels below the vocabulary are the first rank's, those behind it the last one's: as another
+    # rank's on all ranks they would be in the loss without a logit.
+    owners = labels.div(part, rounding_mode="floor").clamp_(0, group.size - 1)
+    elsewhere = ignored | (owners != group.rank)
     return columns.masked_fill_(elsewhere, 0).unsqueeze(1), elsewhere
 
 
@@ -320,7 +321,6 @@ def compute_row_max(logits: Tensor, group: Group | None) -> Tensor:
 
 
 IGNORED = -100  # the label of tokens that do not count, torch's own
-_NO_END = torch.iinfo(torch.int64).max  # more than any label
 _WIDEST_FUSED = 2  # bytes of a logit; in wider ones the loss is not fused
 
 

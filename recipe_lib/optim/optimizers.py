@@ -6,7 +6,8 @@ memory for time: here states in host memory, and steps in backward.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -86,8 +87,9 @@ def build_optimizer(
     return optimizer
 
 
-def set_hyperparameters(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
-    """Set the config's hyperparameters again, after a saved state was loaded with its own.
+@contextmanager
+def keep_hyperparameters(optimizer: Optimizer, cfg: OptimizerConfig) -> Iterator[None]:
+    """Keep each group's hyperparameters while the block loads a saved state, which has its own.
 
     The learning rate is not among them: it is set before every step.
     """
@@ -97,8 +99,10 @@ def set_hyperparameters(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
     facts = find_optimizer_facts(cfg.name)
     # Every optimizer with facts reads `weight_decay`, so that its `keys` do not list it.
     keys = (*facts.keys, "weight_decay") if facts is not None else ()
-    values = {key: optimizer.defaults[key] for key in keys if key in optimizer.defaults}
-    for group in optimizer.param_groups:
+    # Not `optimizer.defaults`: a group that a recipe adds may have a `weight_decay` of its own.
+    kept = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
+    yield
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
         group.update(values)
 
 

@@ -392,9 +392,9 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
     """Allocate a meta model's parameters and buffers on `device`, without setting their values.
 
     With `memory.cpu_offload` all parameters are on the host, else those of the layers that
-    `memory.stream_layers` keeps there. Tied parameters stay tied. Only buffers that were computed
-    when their module was made, in an external model or by a recipe off the meta device, have values
-    afterwards.
+    `memory.stream_layers` keeps there. Beside a GPU those on the host are pinned: their memory is
+    taken now. Tied parameters stay tied. Only buffers that were computed when their module was
+    made, in an external model or by a recipe off the meta device, have values afterwards.
 
     Raise SetupError for a parameter that a recipe made off the meta device: its values could differ
     from rank to rank.
@@ -425,6 +425,8 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
             tensor, device=device if id(tensor) in buffer_ids else parameter_device
         )
 
+    # With `memory.cpu_offload` FSDP pins the parameters of each unit in its own `_apply`, where an
+    # unpinned tensor would take its memory when it is first written.
     allocate(model, device, make_empty)
 
 

@@ -36,7 +36,7 @@ from recipe_lib.errors import (
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, Peaks, explain_out_of_memory
 from recipe_lib.ops.dtensor_shards import get_detached_local
-from recipe_lib.optim.optimizers import OptimizerLevers, compute_learning_rate, set_hyperparameters
+from recipe_lib.optim.optimizers import OptimizerLevers, compute_learning_rate, keep_hyperparameters
 from recipe_lib.parallel.heartbeat import FIRST_STEP_TIMEOUTS, STEP_TIMEOUTS
 from recipe_lib.parallel.world import World
 from recipe_lib.report.phases import phase
@@ -427,11 +427,11 @@ def resume_run(
             f" (epochs, max_steps); set max_steps to {done} or more, or resume from an earlier"
             " state"
         )
-    saved = load_state(
-        state, model=model, optimizer=optimizer, world=world, place_state=levers.place_state
-    )
-    # The loaded state has the hyperparameters of the earlier run; those of this config count.
-    set_hyperparameters(optimizer, cfg.optimizer)
+    # The state has the hyperparameters of the earlier run; those of this run count.
+    with keep_hyperparameters(optimizer, cfg.optimizer):
+        saved = load_state(
+            state, model=model, optimizer=optimizer, world=world, place_state=levers.place_state
+        )
     check_same_data(saved, data.identity(), state)
     data.best.restore(saved, state, world)
     get_logger().info("resume: %s, %d of %d steps done", state, saved["step"], data.total_steps)

@@ -263,7 +263,8 @@ def check_host_memory(
     # Read by all ranks before one allocates the model. The check of activations below compares with
     # it, too: it counts the models again.
     free_bytes, source = world.agree(find_free_host_memory)
-    # The needs have the other model, whose memory is taken already.
+    # The needs have the other model, whose memory is taken already: streamed layers are pinned when
+    # they are allocated, and FSDP pins what it keeps on the host (see `materialize`).
     free_bytes += ranks * (sum(needs.values()) - sum(count_offloaded_bytes(model, cfg).values()))
     free = (free_bytes, source)
     # Checked now: the bytes of parameters, gradients and optimizer states, which are known.

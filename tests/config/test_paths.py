@@ -1,12 +1,14 @@
 """Names and paths of configs and recipes."""
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from recipe_lib.config import load_config, paths
 from recipe_lib.config.load import load_with_origins
 from recipe_lib.config.paths import read_recipe_configs
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 
 GOOD = "recipe: full_finetune_distributed\nmodel: {path: x}\ndata: {source: y}\n"
@@ -125,6 +127,16 @@ def test_a_named_config_is_shown_by_its_path(checkout, monkeypatch, tmp_path_fac
 
 def test_every_shipped_recipe_has_a_config_class():
     assert set(paths.list_recipes()) == set(read_recipe_configs())
+
+
+def test_a_base_of_several_recipes_is_not_the_config_class_of_one():
+    module = ModuleType("recipe_lib.methods.example.config")
+    base_class = type("PairsConfig", (FullFinetuneConfig,), {"__module__": module.__name__})
+    recipe_class = type(
+        "ExampleConfig", (base_class,), {"__module__": module.__name__, "recipe": "example"}
+    )
+    vars(module).update({"PairsConfig": base_class, "ExampleConfig": recipe_class})
+    assert paths._find_config_class(module) is recipe_class
 
 
 SHIPPED = [name for names in paths.list_configs().values() for name in names]

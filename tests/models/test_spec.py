@@ -183,6 +183,27 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         ),
     ),
     "rope list": ({"rope_scaling": [1]}, "rope_scaling: found [1], expected an object, or null"),
+    "rope false": (
+        {"rope_parameters": False},
+        "rope_parameters: found False, expected an object, or null",
+    ),
+    "rope 0": ({"rope_scaling": 0}, "rope_scaling: found 0, expected an object, or null"),
+    "rope of full attention": (
+        {
+            "model_type": "gemma3_text",
+            "architectures": [],
+            "rope_parameters": {"full_attention": 0, "sliding_attention": {}},
+        },
+        "rope_parameters.full_attention: found 0, expected an object, or null",
+    ),
+    "rope of sliding attention": (
+        {
+            "model_type": "gemma3_text",
+            "architectures": [],
+            "rope_parameters": {"full_attention": None, "sliding_attention": []},
+        },
+        "rope_parameters.sliding_attention: found [], expected an object, or null",
+    ),
     "rope of a kind of layers": (
         {
             "model_type": "gemma3_text",

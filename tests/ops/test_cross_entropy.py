@@ -325,7 +325,7 @@ def test_validation_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (4, 4, 2)], ids=["even", "uneven"])
-def test_a_label_behind_the_vocabulary_raises_on_one_rank_that_shares_it(
+def test_a_label_outside_the_vocabulary_raises_on_one_rank_that_shares_it(
     sizes: tuple[int, ...],
 ) -> None:
     """Else each rank takes it for another one's, and the loss is that of no label."""
@@ -351,3 +351,5 @@ def test_a_label_behind_the_vocabulary_raises_on_one_rank_that_shares_it(
         ]
     for label in (sum(sizes), sum(sizes) + 5):
         assert look_up(label) == ["elsewhere", "elsewhere", "out of range"]
+    for label in (-1, -5, -101):
+        assert look_up(label) == ["out of range", "elsewhere", "elsewhere"]

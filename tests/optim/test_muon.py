@@ -17,7 +17,7 @@ from recipe_lib.optim.offloaded_states import step_parameter
 from recipe_lib.optim.optimizers import (
     build_optimizer,
     count_optimizer_state_bytes,
-    set_hyperparameters,
+    keep_hyperparameters,
 )
 from tests.distributed.ranks import run_ranks
 from tests.training.cut import Cut, place_model, shard_like
@@ -143,8 +143,8 @@ def test_the_configs_numbers_count_after_a_state_was_loaded() -> None:
     cfg = replace(CFG, momentum=0.5, eps=1e-5, weight_decay=0.3)
     optimizer = build_optimizer(cfg, weights().items(), CPU)
     (group,) = optimizer.param_groups
-    group.update(momentum=0.9, eps=1e-3, weight_decay=0.0)  # a loaded state's
-    set_hyperparameters(optimizer, cfg)
+    with keep_hyperparameters(optimizer, cfg):
+        group.update(momentum=0.9, eps=1e-3, weight_decay=0.0)  # a loaded state's
     assert (group["momentum"], group["eps"], group["weight_decay"]) == (0.5, 1e-5, 0.3)
 
 

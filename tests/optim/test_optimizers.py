@@ -13,7 +13,7 @@ from recipe_lib.optim.optimizers import (
     build_optimizer,
     count_local_bytes,
     count_optimizer_state_bytes,
-    set_hyperparameters,
+    keep_hyperparameters,
     set_learning_rate,
 )
 
@@ -100,7 +100,7 @@ def test_sgd_decays_apart_from_its_momentum(implementation: str, momentum: float
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_group_has_a_decay_of_its_own(name: str) -> None:
-    """Also after the config's numbers are set again, as for a saved state."""
+    """Also after a state with other decays was loaded."""
     cfg = OptimizerConfig(name=name, lr=1e-2, weight_decay=0.3)
     params = parameters()
     optimizer = build_optimizer(cfg, params[:1], CPU)
@@ -112,10 +112,12 @@ def test_a_group_has_a_decay_of_its_own(name: str) -> None:
     torch.testing.assert_close(params[0].detach(), before[0] * (1 - 1e-2 * 0.3))
     assert all(map(torch.equal, params[1:], before[1:]))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
-    optimizer.param_groups[0]["weight_decay"] = 0.0  # a loaded state's
-    set_hyperparameters(optimizer, cfg)
+    with keep_hyperparameters(optimizer, cfg):
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.5  # a loaded state's
     optimizer.step()
     torch.testing.assert_close(params[0].detach(), before[0] * (1 - 1e-2 * 0.3) ** 2)
+    assert all(map(torch.equal, params[1:], before[1:]))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,15 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models
 
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
+from recipe_lib.tokenizers.vocabulary import JsonVocabulary
 from tests.tokenizers.made import render, write_json, write_sentencepiece, write_tiktoken
 
 
@@ -232,6 +236,19 @@ def test_a_hostile_tokenizer_json(part, value, line, tmp_path):
 
 
 TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.content + END }}{% endfor %}"
+
+
+def test_bytes_of_pieces_follow_the_steps_of_a_sequence_of_decoders():
+    model = models.BPE(
+        vocab={"<unk>": 0, "<0x0A>": 1, "▁a": 2}, merges=[], unk_token="<unk>", byte_fallback=True
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    vocabulary = JsonVocabulary(Path("tokenizer.json"), tokenizer.to_str().encode())
+    assert vocabulary.get_token_bytes(1) == b"\n"
+    assert vocabulary.get_token_bytes(2) == b" a"
 
 
 def test_how_a_turn_ends(tmp_path):

@@ -14,7 +14,7 @@ from recipe_lib.errors import SetupError
 from recipe_lib.memory import activation_offload, apply_activation_checkpointing, layer_stream
 from recipe_lib.memory.apply_levers import MemoryLevers
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.parallel import Parallel, parallelize, start_world
+from recipe_lib.parallel import Parallel, materialize, parallelize, start_world
 from recipe_lib.training import check_host_memory, run_description
 from recipe_lib.training.run_description import count_calls_at_once, count_offloaded_bytes
 from recipe_lib.units import GIB
@@ -152,10 +152,41 @@ def test_a_run_is_refused_before_its_model_takes_memory(monkeypatch: pytest.Monk
         check_host_memory(model, Parallel(), cfg, on_a_gpu())
 
 
+def test_a_model_with_cpu_offload_has_its_host_memory_when_it_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FSDP pins the model then, without values: what the check of a second model counts as taken."""
+    pinned_bytes: dict[int, int] = {}
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        storage = copy.untyped_storage()
+        pinned_bytes[storage.data_ptr()] = storage.nbytes()
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(
+        torch.Tensor,
+        "is_pinned",
+        lambda tensor: tensor.untyped_storage().data_ptr() in pinned_bytes,
+    )
+    cfg = config("memory.cpu_offload=true", "dtype=bf16")
+    policy = build_meta(build_small_spec(), torch.bfloat16)
+    reference = build_meta(build_small_spec(), torch.bfloat16).requires_grad_(False)
+    with start_world(cfg) as world:
+        on_gpu = replace(world, device=torch.device("cuda"))
+        parallelize(reference, cfg, on_gpu, for_training=False)
+        needs = count_offloaded_bytes(policy, cfg, reference)
+        materialize(reference, cfg.memory, world.device)
+    counted = needs["cpu_offload"] - count_offloaded_bytes(policy, cfg)["cpu_offload"]
+    assert sum(map(power_of_two, pinned_bytes.values())) == counted > 0
+
+
 def judge_both(folder: Path) -> str:
     """Judge and allocate a reference, then a policy, the second rank later; return the refusal.
 
-    In `folder` are files of as many bytes as there are, and as each model has taken.
+    In `folder` are files of as many bytes as there are, and as each model has taken when it is
+    allocated.
     """
     cfg = config("memory.cpu_offload=true")
     reference = build_meta(build_small_spec(), torch.bfloat16).requires_grad_(False)

@@ -56,7 +56,7 @@ class _Output:
     """A description from which one output of an operator is made."""
 
     same: int = -1  # index of the tensor argument that it is; -1: it is none
-    make_view: int = -1  # index of the tensor argument whose storage it shares; -1: of none
+    view_of: int = -1  # index of the tensor argument whose storage it shares; -1: of none
     constant: Any = None  # an output that is no tensor; `dtype` is then None
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()  # in elements
@@ -80,9 +80,9 @@ class _Output:
                 empty = torch.empty_strided(
                     self.shape, self.stride, dtype=self.dtype, device="meta"
                 )
-            if self.make_view >= 0:
+            if self.view_of >= 0:
                 empty.set_(
-                    tensors[self.make_view].untyped_storage(), self.offset, self.shape, self.stride
+                    tensors[self.view_of].untyped_storage(), self.offset, self.shape, self.stride
                 )
         assert self.device is not None
         return wrap(empty, mode, self.device)
@@ -276,9 +276,7 @@ def _describe(
         "device": value.fake_device,
     }
     if storage._cdata in storages:
-        return _Output(
-            make_view=storages[storage._cdata], offset=value.storage_offset(), **geometry
-        )
+        return _Output(view_of=storages[storage._cdata], offset=value.storage_offset(), **geometry)
     elements, remainder = divmod(storage.nbytes(), value.element_size())
     if storage._cdata in new_storages or remainder:
         raise NotCacheable  # outputs share new memory, or it is no whole number of elements

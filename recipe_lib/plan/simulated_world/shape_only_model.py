@@ -29,7 +29,6 @@ from recipe_lib.files import replace_text
 from recipe_lib.models import ExternalSpec, ModelSpec, read_config, read_preset_config
 from recipe_lib.models.families import get_text_config, read_run_spec
 
-CONFIG_FILE = "config.json"
 _SIZE = re.compile(r"(?<![\d.])\d+(?:\.\d+)?[bm]\b")  # parameters, as 1.5b in a lower-case name
 
 
@@ -80,7 +79,7 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
     folder = Path(name).expanduser()
     if folder.is_dir():
         read_config(folder)  # raises where it cannot be read
-        return str(folder / CONFIG_FILE), ""
+        return str(folder / "config.json"), ""
     cached = find_in_hub_cache(name)
     if cached is not None:
         return cached, ""
@@ -115,7 +114,7 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
 def find_in_hub_cache(name: str) -> str | None:
     """Return the path of a hub id's config.json in the hub's cache on this machine, else None."""
     try:
-        file = try_to_load_from_cache(name, CONFIG_FILE)
+        file = try_to_load_from_cache(name, "config.json")
     except HFValidationError:  # a path and no hub id
         return None
     # Neither a path nor None: the cache knows that the hub has no such file.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._pytree import tree_map_only
@@ -238,15 +238,21 @@ def unwrap_shards(
 
     Such operators step a fused or foreach optimizer, in place. Return None for an operator that
     returns something or whose first argument is no list, and where the lists hold no DTensors or
-    such that are not sharded alike.
+    such that are not sharded alike, or a DTensor beside them is not replicated.
     """
     if func._schema.returns or not args or not isinstance(args[0], (list, tuple)):
         return None
     # DTensor's own dispatch compares the sharding of thousands of tensors, which takes seconds.
     # A DTensor beside plain lists is left to that dispatch, which refuses the mixture as in a run.
+    # So is one beside the lists that is not replicated: a run makes it so, with a collective.
     lists = [value for value in args if isinstance(value, (list, tuple))]
     shards = [tensor for tensor in list_tensors(lists) if isinstance(tensor, DTensor)]
-    if len({(shard.device_mesh, shard.placements) for shard in shards}) != 1:
+    tensors_beside = [value for value in (*args, *kwargs.values()) if isinstance(value, DTensor)]
+    if (
+        len({tensor.device_mesh for tensor in (*shards, *tensors_beside)}) != 1
+        or len({shard.placements for shard in shards}) != 1
+        or not all(set(tensor.placements) == {Replicate()} for tensor in tensors_beside)
+    ):
         return None
     local_arguments: tuple[Any, Any] = tree_map_only(
         DTensor, lambda shard: shard._local_tensor, (tuple(args), dict(kwargs))

@@ -4,7 +4,15 @@ twice.
 
 import pytest
 
-from benchmarks.pp_traced import build_config, build_small_spec, compute_expected_alive, run_ours
+from benchmarks import pp_memory
+from benchmarks.pp_traced import (
+    TracedStep,
+    build_config,
+    build_small_spec,
+    compute_expected_alive,
+    compute_expected_peak,
+    run_ours,
+)
 from tests.distributed.ranks import run_ranks
 from tests.selection import mark_slow_except, select_cases
 
@@ -29,7 +37,7 @@ def traced(request):
 
 
 def _run(schedule, mode):
-    return run_ours(build_config(schedule, RANKS, COUNT, mode), SPEC, COUNT).as_dict()
+    return run_ours(build_config(schedule, RANKS, COUNT, mode), SPEC, COUNT)
 
 
 @pytest.mark.slow
@@ -40,14 +48,14 @@ def test_what_is_alive_after_each_action_is_what_theory_says_to_the_byte(traced,
         wanted = compute_expected_alive(
             build_config(schedule, RANKS, COUNT, mode), SPEC, rank, COUNT
         )
-        assert traced[job][rank]["alive_after_action"] == wanted
+        assert traced[job][rank].alive_after_action == wanted
         assert max(bytes_ for _, bytes_ in wanted) > 4 * min(bytes_ for _, bytes_ in wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", QUICK, ids="-".join)
 def test_nothing_but_parameters_and_gradients_is_alive_after_a_step(traced, job):
-    assert [found["alive_after_step"] for found in traced[job]] == [0] * RANKS
+    assert [found.alive_after_step for found in traced[job]] == [0] * RANKS
 
 
 @pytest.mark.parametrize("job", QUICK, ids="-".join)
@@ -62,7 +70,7 @@ def test_a_checkpointed_layer_runs_forward_twice_for_each_micro_batch_in_every_s
     ):  # nor does the first step run anything to learn shapes
         calls = {}
         for found in traced[job]:
-            calls |= found[step]
+            calls |= getattr(found, step)
         assert calls == wanted
 
 
@@ -92,9 +100,7 @@ def _run_spoilt():
 
     found = []
     for spoil in (hold_outputs, hold_sent):
-        found.append(
-            run_ours(build_config("1f1b", RANKS, COUNT, "none"), SPEC, COUNT, spoil=spoil).as_dict()
-        )
+        found.append(run_ours(build_config("1f1b", RANKS, COUNT, "none"), SPEC, COUNT, spoil=spoil))
         kept.clear()
     return found
 
@@ -108,5 +114,43 @@ def test_a_driver_that_held_its_outputs_or_what_it_sent_would_be_noticed():
                 build_config("1f1b", RANKS, COUNT, "none"), SPEC, rank, COUNT
             )
             found = spoilt[rank][number]
-            assert found["alive_after_action"] != wanted
-            assert found["alive_after_step"] > 0
+            assert found.alive_after_action != wanted
+            assert found.alive_after_step > 0
+
+
+@pytest.mark.benchmark
+def test_a_row_of_the_page_has_theory_ours_and_torchs():
+    job = ("1f1b", "none")
+    cfg = build_config("1f1b", RANKS, pp_memory.COUNT, "none")
+    sizes = {"spec": build_small_spec(pp_memory.LAYERS), "rank": 1, "count": pp_memory.COUNT}
+    expected_alive = compute_expected_alive(cfg, **sizes)
+    theory = compute_expected_peak(cfg, **sizes)
+    forwards = {"0": pp_memory.COUNT}
+    ours = TracedStep(
+        alive_after_action=expected_alive, peak=theory, forwards=forwards, first_forwards=forwards
+    )
+    stock = TracedStep(
+        alive_after_step=48 * 1024,
+        peak=2 * theory,
+        forwards={"0": pp_memory.COUNT},
+        first_forwards={"0": pp_memory.COUNT + 1},
+    )
+    cells = pp_memory.build_row(job, rank=1, ours=ours, stock=stock)
+    assert dict(zip(pp_memory.HEAD, cells, strict=True)) == {
+        "schedule": "`1f1b`",
+        "rank": "1",
+        "theory, KiB": f"{theory / 1024:.0f}",
+        "ours, KiB": f"{theory / 1024:.0f}",
+        "torch, KiB": f"{2 * theory / 1024:.0f}",
+        "ours / theory": "1.00x",
+        "torch / theory": "2.00x",
+        "ours between steps, KiB": "0",
+        "torch between steps, KiB": "48",
+        "forwards, ours": "1 (+0)",
+        "forwards, torch": "1 (+1)",
+    }
+    # A byte more after the last action than theory has: no row.
+    name, alive = expected_alive[-1]
+    ours.alive_after_action = [*expected_alive[:-1], (name, alive + 1)]
+    with pytest.raises(ValueError, match=f"{alive + 1} bytes after {name}, {alive} in theory"):
+        pp_memory.build_row(job, rank=1, ours=ours, stock=stock)

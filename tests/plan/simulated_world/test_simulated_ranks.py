@@ -3,7 +3,8 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from recipe_lib.plan.simulated_world.simulated_ranks import unwrap_shards
 from tests.distributed.ranks import run_ranks
@@ -28,5 +29,23 @@ def multiply_lists() -> None:
         MULTIPLY([values], factor)
 
 
+def multiply_by_a_partial_factor() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    values = torch.arange(6.0).view(2, 3)
+    shard = distribute_tensor(values, mesh, [Shard(0)])
+    factor = DTensor.from_local(torch.tensor(2.0), mesh, [Partial()])
+    # A run reduces the factor over both ranks: a plan has to have that collective.
+    assert unwrap_shards(MULTIPLY, ([shard], factor), {}) is None
+    assert unwrap_shards(MULTIPLY, ([shard],), {"other": factor}) is None
+    with CommDebugMode() as counter:
+        MULTIPLY([shard], factor)
+    assert counter.get_total_counts() == 1
+    assert torch.equal(shard.full_tensor(), values * 4)
+
+
 def test_only_lists_decide_whether_shards_are_unwrapped() -> None:
     run_ranks(multiply_lists, 2)
+
+
+def test_shards_beside_a_tensor_that_is_not_replicated_stay_wrapped() -> None:
+    run_ranks(multiply_by_a_partial_factor, 2)
