@@ -183,8 +183,9 @@ class TensorPlan:
         state = {}
         for name, value in model.state_dict(keep_vars=True).items():
             if isinstance(value, DTensor):
-                runs = find_runs(plans[id(value)], mesh.size())
-                value = restore_file_order(value.full_tensor(), runs)
+                value = restore_file_order(
+                    value.full_tensor(), find_runs(plans[id(value)], mesh.size())
+                )
             if mesh.get_local_rank() == 0:
                 state[name] = torch.empty_like(value, device="cpu").copy_(value)
         return state

@@ -278,8 +278,9 @@ class ConfigImport:
 
         why: the fault, with a remedy. may_be_left_out: the error also offers `--without KEY`.
         """
-        origin = "" if key in self.theirs.values else ", torchtune's default"
-        setting = f"{show(key)}: {quote(str(self.get_value(key)))}{origin}"
+        setting = f"{show(key)}: {quote(str(self.get_value(key)))}" + (
+            "" if key in self.theirs.values else ", torchtune's default"
+        )
         remedy = ""
         if may_be_left_out:
             # A `?` ends a hint: `did you mean X?`.

@@ -432,11 +432,10 @@ class Tracer(TorchDispatchMode):
         if entry is None:
             return
         before = self.trace.storages[entry[0][-1]]
-        copies = before.bytes and size
-        if not copies:
+        if not (before.bytes and size):
             self._note_free(entry[0][-1])
         index = self.note_allocation(size, device=before.device, name="resize_", kind=before.kind)
-        if copies:
+        if before.bytes and size:
             self._note_free(entry[0][-1])
         self.trace.storages[index].label = before.label
         entry[0].append(index)
