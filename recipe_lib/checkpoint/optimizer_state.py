@@ -8,6 +8,7 @@ with others. `Holders` says which ranks have which parameters. "Collective": all
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -46,6 +47,18 @@ _SAME_OPTIMIZER = (
 )
 
 
+@dataclass(frozen=True)
+class DtypeAndShape:
+    """A tensor without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the whole tensor, also if it is sharded
+
+    def describe(self) -> str:
+        """Return type and shape for a message, as in `bfloat16 [4, 8]`."""
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
 @runtime_checkable
 class MakesStates(Protocol):
     """An optimizer that allocates its states itself, in forms of its own (fewer bits)."""
@@ -80,10 +93,10 @@ def get_parameter_name(full_name: str) -> str:
     return full_name.split("/", 1 if full_name.startswith(f"{MODEL}/") else 2)[-1]
 
 
-# Return parameter -> name; raise ValueError if the optimizer has other tensors.
 def _map_parameter_names(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[torch.Tensor, str]:
+    """Return parameter -> name; raise ValueError if the optimizer has other tensors."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     optimized = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     if any(parameter not in names for parameter in optimized):
@@ -123,6 +136,7 @@ def gather_optimizer_settings(
     -> value, such as lr). `states` is parameter -> the states that are no tensors. In a pipeline
     each rank's optimizer has the parameters of its stages; groups of the same index are one.
     """
+    # Each rank lists its own; a value that JSON cannot hold raises on all ranks.
     parts = holders.gather(run_on_all_ranks(world, lambda: _list_settings(model, optimizer)), world)
     if not holders.is_divided:
         return parts[0]
@@ -145,8 +159,8 @@ def gather_optimizer_settings(
     }
 
 
-# Return what `gather_optimizer_settings` returns, for this rank's parameters.
 def _list_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what `gather_optimizer_settings` returns, for this rank's parameters."""
     names = _map_parameter_names(model, optimizer)
     groups = [
         {
@@ -161,13 +175,13 @@ def _list_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     ]
     states: dict[str, dict[str, Any]] = {}
     for parameter, name in names.items():
-        plain = {
+        non_tensor_states = {
             key: _convert_to_json(value)
             for key, value in optimizer.state.get(parameter, {}).items()
             if not isinstance(value, torch.Tensor)
         }
-        if plain:
-            states[name] = plain
+        if non_tensor_states:
+            states[name] = non_tensor_states
     return {"groups": groups, "states": states}
 
 
@@ -184,9 +198,9 @@ def _convert_to_json(value: Any) -> Any:
 def make_optimizer_states(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    saved: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    saved_tensors: dict[str, DtypeAndShape],
     *,
-    where: str,
+    path: Path,
     holders: Holders,
     place_state: PlaceState = None,
 ) -> dict[str, torch.Tensor]:
@@ -194,13 +208,13 @@ def make_optimizer_states(
 
     The caller fills them. A full name is `optimizer/STATE/PARAMETER`.
 
-    saved: full name -> type and global shape, those of other ranks' parameters too. where: the
-    state's folder, named in errors. Raises CheckpointError for states of another optimizer.
+    saved_tensors: by full name, those of other ranks' parameters too. path: the state's folder,
+    named in errors. Raises CheckpointError for states of another optimizer.
     """
     parameters = {
         name: parameter for parameter, name in _map_parameter_names(model, optimizer).items()
     }
-    # Parameter -> the states that its optimizer has made and `saved` has not named so far.
+    # Parameter -> the states that its optimizer has made and the loop has not met so far.
     unsaved: dict[str, dict[str, torch.Tensor]] = {}
     groups: dict[torch.Tensor, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -209,31 +223,38 @@ def make_optimizer_states(
     is_torch_optimizer = type(optimizer).__module__.startswith("torch.")
     optimizer.state.clear()  # the former states are gone before the new ones take memory
     targets: dict[str, torch.Tensor] = {}
-    for full_name, (dtype, shape) in saved.items():
+    for full_name, saved_tensor in saved_tensors.items():
         key, name = full_name.split("/", 2)[1:]
         parameter = parameters.get(name)
         if parameter is None and holders.kinds.get(name) == TRAINED:
             continue  # another rank of the pipeline has it
         if parameter is None or parameter not in groups:
             raise CheckpointError(
-                f"{where}: holds optimizer state of {name}, which is not trained here; resume with"
+                f"{path}: holds optimizer state of {name}, which is not trained here; resume with"
                 " the run's own config"
             )
         if isinstance(optimizer, MakesStates):
             if name not in unsaved:
                 unsaved[name] = optimizer.make_states(parameter)
-            made_state = unsaved[name].pop(key, None)
             value = _check_own_state(
-                made_state, key=key, name=name, dtype=dtype, shape=shape, where=where
+                unsaved[name].pop(key, None),
+                key=key,
+                name=name,
+                saved_tensor=saved_tensor,
+                path=path,
             )
         else:
-            value = _make_empty_state(parameter, group=groups[parameter], dtype=dtype, shape=shape)
-        has_other_dtype = is_torch_optimizer and bool(shape) and dtype != parameter.dtype
+            value = _make_empty_state(parameter, group=groups[parameter], saved_tensor=saved_tensor)
+        has_other_dtype = (
+            is_torch_optimizer
+            and bool(saved_tensor.shape)  # not a step counter
+            and saved_tensor.dtype != parameter.dtype
+        )
         if value is None or has_other_dtype:
-            parameter_text = describe_tensor(parameter.dtype, tuple(parameter.shape))
             raise CheckpointError(
-                f"{where}: optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, its"
-                f" parameter {parameter_text}; {_SAME_OPTIMIZER}"
+                f"{path}: optimizer state {key} of {name} is {saved_tensor.describe()}, its"
+                f" parameter {DtypeAndShape(parameter.dtype, tuple(parameter.shape)).describe()};"
+                f" {_SAME_OPTIMIZER}"
             )
         if place_state is not None:
             # Now, since all states together would not fit on the device.
@@ -242,7 +263,7 @@ def make_optimizer_states(
         targets[full_name] = value
     for name, states in unsaved.items():
         for key in states:
-            raise _make_other_optimizer_error(f"holds no optimizer state {key} of {name}", where)
+            raise _make_other_optimizer_error(f"holds no optimizer state {key} of {name}", path)
     return targets
 
 
@@ -251,80 +272,79 @@ def _check_own_state(
     *,
     key: str,
     name: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    where: str,
+    saved_tensor: DtypeAndShape,
+    path: Path,
 ) -> torch.Tensor:
     """Return the state that an optimizer has made; raise CheckpointError if it is not as saved.
 
-    value: None: it has made none. key, dtype, shape: of the saved state. name: of its parameter.
+    value: None: it has made none. key: of the saved state. name: of its parameter.
     """
     if value is None:
         raise _make_other_optimizer_error(
             f"holds optimizer state {key} of {name}, which this run's optimizer does not keep",
-            where,
+            path,
         )
-    if (value.dtype, tuple(value.shape)) != (dtype, shape):
+    made_tensor = DtypeAndShape(value.dtype, tuple(value.shape))
+    if made_tensor != saved_tensor:
         fault = (
-            f"optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, this run's is"
-            f" {describe_tensor(value.dtype, tuple(value.shape))}"
+            f"optimizer state {key} of {name} is {saved_tensor.describe()}, this run's is"
+            f" {made_tensor.describe()}"
         )
-        bits = {torch.bfloat16: 16, torch.float32: 32}.get(dtype)
-        if tuple(value.shape) == shape and bits:
+        bits = {torch.bfloat16: 16, torch.float32: 32}.get(saved_tensor.dtype)
+        if made_tensor.shape == saved_tensor.shape and bits:
             # Before master weights had states in fp32, a run without state_bits had them in its
             # dtype.
-            raise CheckpointError(f"{where}: {fault}; resume with optimizer.state_bits={bits}")
-        raise _make_other_optimizer_error(fault, where)
+            raise CheckpointError(f"{path}: {fault}; resume with optimizer.state_bits={bits}")
+        raise _make_other_optimizer_error(fault, path)
     return value
 
 
-def _make_other_optimizer_error(fault: str, where: str) -> CheckpointError:
-    return CheckpointError(f"{where}: {fault}; {_SAME_OPTIMIZER}")
+def _make_other_optimizer_error(fault: str, path: Path) -> CheckpointError:
+    return CheckpointError(f"{path}: {fault}; {_SAME_OPTIMIZER}")
 
 
-def describe_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """Return type and shape for a message, as in `bfloat16 [4, 8]`."""
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
-
-
-# Return zeros for a state of an optimizer of torch, sharded as its parameter; None if the state has
-# another shape than its sharded parameter.
 def _make_empty_state(
-    parameter: torch.Tensor, *, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
+    parameter: torch.Tensor, *, group: dict[str, Any], saved_tensor: DtypeAndShape
 ) -> torch.Tensor | None:
-    if shape and shape == tuple(parameter.shape):
-        return torch.zeros_like(parameter.detach(), dtype=dtype)
-    if not shape:
+    """Return zeros for a state of an optimizer of torch, sharded as its parameter.
+
+    None if the state has another shape than its sharded parameter.
+    """
+    if saved_tensor.shape and saved_tensor.shape == tuple(parameter.shape):
+        return torch.zeros_like(parameter.detach(), dtype=saved_tensor.dtype)
+    if not saved_tensor.shape:
         # A step counter: torch keeps it on the host unless the kernel reads it on the device.
         on_device = bool(group.get("fused")) or bool(group.get("capturable"))
-        return torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
+        return torch.zeros(
+            (), dtype=saved_tensor.dtype, device=parameter.device if on_device else "cpu"
+        )
     if not isinstance(parameter, DTensor):
-        return torch.zeros(shape, dtype=dtype, device=parameter.device)
+        return torch.zeros(saved_tensor.shape, dtype=saved_tensor.dtype, device=parameter.device)
     return None
 
 
 def restore_settings(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    saved: dict[str, Any],
+    saved_settings: dict[str, Any],
     *,
-    where: str,
+    path: Path,
     current_groups: list[dict[str, Any]],
 ) -> None:
     """Set the optimizer's values that are no tensors, as `gather_optimizer_settings` returned them.
 
-    saved: of the state. where: the state's folder, named in errors. current_groups: the `groups`
-    of this run. Raises CheckpointError if groups have other parameters or keys.
+    saved_settings: of the state. path: its folder, named in errors. current_groups: the `groups` of
+    this run. Raises CheckpointError if groups have other parameters or keys.
     """
     current_names = [set(group["parameters"]) for group in current_groups]
-    saved_names = [set(group["parameters"]) for group in saved["groups"]]
+    saved_names = [set(group["parameters"]) for group in saved_settings["groups"]]
     if current_names != saved_names:
         raise CheckpointError(
-            f"{where}: the optimizer has {len(saved_names)} groups of other parameters than"
+            f"{path}: the optimizer has {len(saved_names)} groups of other parameters than"
             f" this run's {len(current_names)}; resume with the run's own config"
         )
     # Not strict: the saved ones may have further groups, of other ranks of a pipeline.
-    for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=False):
+    for group, saved_group in zip(optimizer.param_groups, saved_settings["groups"], strict=False):
         for key, value in saved_group["values"].items():
             if key not in group:
                 is_ours = key in _OUR_KEYS or bool(_OUR_KEYS & group.keys())
@@ -332,7 +352,7 @@ def restore_settings(
                     ", state_bits, master_weights and stochastic_rounding" if is_ours else ""
                 )
                 raise CheckpointError(
-                    f"{where}: was saved by another optimizer (it has {key}); resume with the run's"
+                    f"{path}: was saved by another optimizer (it has {key}); resume with the run's"
                     f" own optimizer.name{more_keys}"
                 )
             current = group[key]
@@ -341,13 +361,13 @@ def restore_settings(
             else:  # of a tuple, as betas are, JSON has made a list
                 group[key] = tuple(value) if isinstance(current, tuple) else value
     for parameter, name in _map_parameter_names(model, optimizer).items():
-        if name in saved["states"]:
-            optimizer.state[parameter].update(saved["states"][name])
+        if name in saved_settings["states"]:
+            optimizer.state[parameter].update(saved_settings["states"][name])
 
 
 _PIECE_ELEMENTS = 2**22  # elements whose bits are added up at a time
 # Bytes of an element -> integer type of that size, as which its bits are added up.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def hash_frozen_parameters(model: nn.Module, world: RankGroup, holders: Holders) -> str | None:
@@ -362,24 +382,25 @@ def hash_frozen_parameters(model: nn.Module, world: RankGroup, holders: Holders)
     totals = dict.fromkeys((name for name, kind in holders.kinds.items() if kind == FROZEN), 0)
     if not totals:
         return None
-    # First rank of a group -> the parameters that the group counts.
+    # Ranks with the same parameters are a group, and its first rank is the leader of them all;
+    # `holders.leaders` has it for each rank. Leader -> the parameters that its group counts.
     frozen_names: dict[int, list[str]] = {leader: [] for leader in holders.leaders}
     for name in totals:
         frozen_names[holders.first_ranks[name]].append(name)
-    names_here = frozen_names[holders.leader]
+    local_names = frozen_names[holders.leader]
 
-    def add_up() -> list[int]:
-        sums = [_sum_bits(name, parameters[name].detach(), holders) for name in names_here]
+    def sum_local_bits() -> list[int]:
+        sums = [_sum_bits(name, parameters[name].detach(), holders) for name in local_names]
         # One copy to the host, which waits for the device once.
-        return [int(number) for number in torch.stack(sums).tolist()] if sums else []
+        return [int(bit_sum) for bit_sum in torch.stack(sums).tolist()] if sums else []
 
-    sums_by_rank = world.gather_json(run_on_all_ranks(world, add_up))
+    sums_by_rank = world.gather_json(run_on_all_ranks(world, sum_local_bits))
     for leader, sums in zip(holders.leaders, sums_by_rank, strict=True):
-        for name, number in zip(frozen_names[leader], sums, strict=True):
-            totals[name] = (totals[name] + number) % 2**64
-    types_here = [(name, str(parameters[name].dtype)) for name in names_here]
-    types = dict(chain.from_iterable(holders.gather(types_here, world)))
-    text = " ".join(f"{name}:{types[name]}:{total}" for name, total in totals.items())
+        for name, bit_sum in zip(frozen_names[leader], sums, strict=True):
+            totals[name] = (totals[name] + bit_sum) % 2**64
+    local_dtypes = [(name, str(parameters[name].dtype)) for name in local_names]
+    dtypes = dict(chain.from_iterable(holders.gather(local_dtypes, world)))
+    text = " ".join(f"{name}:{dtypes[name]}:{total}" for name, total in totals.items())
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -393,11 +414,11 @@ def _sum_bits(name: str, parameter: torch.Tensor, holders: Holders) -> torch.Ten
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     if holders.is_counted_here(name, parameter):
         for piece in local.reshape(-1).split(_PIECE_ELEMENTS):
-            total += piece.view(_BITS[piece.element_size()]).sum(dtype=torch.int64)
+            total += piece.view(_INTEGER_TYPES[piece.element_size()]).sum(dtype=torch.int64)
     return total
 
 
-def gather_adapter_use(
+def gather_adapter_settings(
     model: nn.Module, world: RankGroup, holders: Holders
 ) -> dict[str, Any] | None:
     """Return the settings without which the adapters' weights mean nothing. Collective.
@@ -408,17 +429,18 @@ def gather_adapter_use(
     adapted = {
         name: module for name, module in model.named_modules() if isinstance(module, AdaptedModule)
     }
-    settings_here = [
+    local_settings = [
         [module.settings.rank, module.settings.scaling, module.settings.dora]
         for module in adapted.values()
     ]
-    kinds_here = {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}
-    part_here: dict[str, list[Any]] = {
-        "settings": settings_here[:1],  # all adapters of a model have the same
+    local_part: dict[str, list[Any]] = {
+        "settings": local_settings[:1],  # all adapters of a model have the same
         "targets": sorted({get_target(name) or name.rpartition(".")[2] for name in adapted}),
-        "kinds": sorted(kinds_here),
+        "kinds": sorted(
+            {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}
+        ),
     }
-    parts = holders.gather(part_here, world)
+    parts = holders.gather(local_part, world)
     settings = list(chain.from_iterable(part["settings"] for part in parts))
     if not settings:
         return None
@@ -434,12 +456,12 @@ def gather_adapter_use(
     }
 
 
-def check_adapter_use(
+def check_adapter_settings(
     path: Path, saved: dict[str, Any] | None, current: dict[str, Any] | None
 ) -> None:
     """Raise CheckpointError unless the state at `path` was saved with the model's own adapters.
 
-    saved, current: see `gather_adapter_use`; of the state, and of the model.
+    saved, current: see `gather_adapter_settings`; of the state, and of the model.
     """
     if (saved is None) != (current is None):
         # (in the run that saved, in this run).
@@ -455,14 +477,16 @@ def check_adapter_use(
     changed_keys = [key for key in current if saved[key] != current[key]]
     if changed_keys:
         raise CheckpointError(
-            f"{path}: was saved with lora {_describe_use(saved, changed_keys)}, found"
-            f" {_describe_use(current, changed_keys)}; resume with the run's own section lora"
+            f"{path}: was saved with lora {_format_adapter_settings(saved, changed_keys)}, found"
+            f" {_format_adapter_settings(current, changed_keys)}; resume with the run's own section"
+            " lora"
         )
 
 
-def _describe_use(use: dict[str, Any], keys: list[str]) -> str:
+def _format_adapter_settings(settings: dict[str, Any], keys: list[str]) -> str:
     texts = {
-        key: ", ".join(value) if isinstance(value, list) else value for key, value in use.items()
+        key: ", ".join(value) if isinstance(value, list) else value
+        for key, value in settings.items()
     }
     return " and ".join(f"{key} {texts[key]}" for key in keys)
 

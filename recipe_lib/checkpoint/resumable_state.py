@@ -34,11 +34,11 @@ from recipe_lib.checkpoint.model_export import gather_whole
 from recipe_lib.checkpoint.optimizer_state import (
     MODEL,
     OPTIMIZER,
+    DtypeAndShape,
     PlaceState,
-    check_adapter_use,
+    check_adapter_settings,
     check_frozen_hash,
-    describe_tensor,
-    gather_adapter_use,
+    gather_adapter_settings,
     gather_optimizer_settings,
     get_parameter_name,
     hash_frozen_parameters,
@@ -138,7 +138,7 @@ def save_state(
         "optimizer": optimizer_settings,
         # What the loading run's model must have too: adapters of these settings, frozen weights of
         # this hash.
-        "adapters": gather_adapter_use(model, world, holders),
+        "adapters": gather_adapter_settings(model, world, holders),
         "frozen": hash_frozen_parameters(model, world, holders),
         # The order of the rows of fused matrices, which depends on the tensor parallel size.
         "runs": dict(chain.from_iterable(map(dict.items, world.gather_json(get_runs(model))))),
@@ -379,8 +379,8 @@ def load_state(
     shard_names = [record.name for record in manifest.files if record.name.startswith("shard-")]
     saved = run_on_all_ranks(world, lambda: _read_settings(path, optimizer is not None))
     holders = find_holders(model, world)
-    adapters = gather_adapter_use(model, world, holders)
-    run_on_all_ranks(world, lambda: check_adapter_use(path, saved.get("adapters"), adapters))
+    adapters = gather_adapter_settings(model, world, holders)
+    run_on_all_ranks(world, lambda: check_adapter_settings(path, saved.get("adapters"), adapters))
     metadata = run_on_all_ranks(world, lambda: _read_shards(path, shard_names))
     targets = run_on_all_ranks(
         world,
@@ -406,7 +406,7 @@ def load_state(
     run_on_all_ranks(
         world,
         lambda: restore_settings(
-            model, optimizer, saved["optimizer"], where=str(path), current_groups=groups
+            model, optimizer, saved["optimizer"], path=path, current_groups=groups
         ),
     )
     # Each rank has its own generators: another number of ranks draws other dropout masks.
@@ -516,7 +516,7 @@ def _make_targets(
     names, shapes or dtypes are not the saved ones.
     """
     saved = {
-        name: (entry.properties.dtype, tuple(entry.size))
+        name: DtypeAndShape(entry.properties.dtype, tuple(entry.size))
         for name, entry in metadata.state_dict_metadata.items()
     }
     model_tensors = list_model_tensors(model, holders)
@@ -532,19 +532,19 @@ def _make_targets(
             "resume with the run's own config"
         )
     for name in sorted(saved_names & model_tensors.keys()):
-        dtype = model_tensors[name].dtype
-        shape = tuple(model_tensors[name].shape)
-        if saved[name] != (dtype, shape):
+        tensor = model_tensors[name]
+        current = DtypeAndShape(tensor.dtype, tuple(tensor.shape))
+        if saved[name] != current:
             raise CheckpointError(
-                f"{path}: {name.split('/', 1)[1]} is {describe_tensor(*saved[name])}, this run's"
-                f" model has {describe_tensor(dtype, shape)}; resume with the run's own config"
+                f"{path}: {name.split('/', 1)[1]} is {saved[name].describe()}, this run's"
+                f" model has {current.describe()}; resume with the run's own config"
             )
     targets = {name: tensor for name, tensor in model_tensors.items() if name in saved_names}
     if optimizer is None:
         return targets
     states = {name: entry for name, entry in saved.items() if name.startswith(f"{OPTIMIZER}/")}
     return targets | make_optimizer_states(
-        model, optimizer, states, where=str(path), holders=holders, place_state=place_state
+        model, optimizer, states, path=path, holders=holders, place_state=place_state
     )
 
 

@@ -55,9 +55,9 @@ def run(words: list[str]) -> int:
     for plugin in arguments.plugin:
         load_plugin(plugin)
     if arguments.describe:
-        from recipe_lib.config.describe import describe_text
+        from recipe_lib.config.describe import format_terminal_reference
 
-        print(describe_text(find_config_recipe(configs[0]).load_schema()))
+        print(format_terminal_reference(find_config_recipe(configs[0]).load_schema()))
     else:
         try:
             text = read_text(path)

@@ -286,7 +286,7 @@ def print_slot(number: int, documents: list["ShownSequence"], packed: bool) -> N
 def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     """Print counts and faults; return exit code 2 if --allow does not name all of the faults."""
     from recipe_lib.data import format_report_lines
-    from recipe_lib.data.inspect import collect_ids, inspect, list_special_tokens
+    from recipe_lib.data.inspect import collect_ids, inspect_datasets, list_special_tokens
 
     tokenizer, dataset, validation, source = read_datasets(cfg, arguments)
     untrained_tokens = None  # texts; None: the weights are not here
@@ -302,7 +302,7 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
                 source.spec, folder=source.folder, tokens=used_ids, special=special_tokens
             )
         ]
-    inspection = inspect(
+    inspection = inspect_datasets(
         dataset,
         validation=validation,
         max_seq_len=cfg.max_seq_len,

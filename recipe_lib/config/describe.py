@@ -26,32 +26,48 @@ from recipe_lib.config.suggest import format_word
 _INTRODUCTION = """\
 # Config reference
 
-Generated from `recipe_lib/config/schema.py` by `python -m recipe_lib.config.describe`; do not \
-edit it by hand.
+For those who write a config, or look for the key that does something.
 
-A config is a YAML file with the keys below. It holds only what differs from the defaults; a key \
+```bash
+tune validate demo/full
+tune cat demo/full --resolved
+```
+
+The first names every fault at once, with its line and the nearest valid key. The second prints \
+every value that
+will be used, and where it was set.
+
+A config is a YAML file with the keys below. It holds only what differs from the defaults. A key \
 inside a section
-is indented under the section's name. `tune cat NAME --resolved` prints every value that will be \
-used and where it
-was set, `tune validate NAME` names every fault at once, with its line and the nearest valid key.
+is indented under the section's name. No key takes a Python import path; names of your own come \
+from `--plugin FILE`.
 
-On the command line: `key=value`, `section.key=value`, `section={key: value, ...}`, and `~key` \
-for the default.
-A list is written `[a, b]`, one of sections `[{key: value}, {key: value}]`, where \
-`name[0].key=value` sets one key of
-the first; a value may contain `=`. A text that looks like a number or like true, false or null
-has to be quoted in a file. `${section.key}` is the value of another key of the config, also
-inside a text or, relative, `${.key}`; in a list or mapping written with brackets it has to be in \
-quotes. Of several
-files (`--config base.yaml --config mine.yaml`) the later ones win, key by key. A key that \
-another one makes idle
-(`Only with ...` below) is named in one line of `tune validate` and at the start of a run, which \
-uses its default.
-Refused: tags, anchors, aliases, duplicate keys, environment variables and resolvers in `${...}`, \
-one name inside
-another, more than 1024 names or 256 K characters filled in, more than one document, more than 1 \
-MiB. No key takes a
-Python import path; names of your own come from `--plugin FILE`.
+| to write | this |
+|---|---|
+| a key on the command line | `key=value`, `section.key=value`; the value may contain `=` |
+| a section on the command line | `section={key: value, ...}` |
+| the default on the command line | `~key` |
+| a list | `[a, b]` |
+| a list of sections | `[{key: value}, {key: value}]`; `name[0].key=value` sets one key of the \
+first |
+| a text like a number, true, false or null | quoted, in a file |
+| the value of another key | `${section.key}`, or, relative, `${.key}`; also inside a text; in \
+quotes where a list or mapping is written with brackets |
+| several files | `--config base.yaml --config mine.yaml`: the later ones win, key by key |
+
+A key that another one makes idle (`Only with ...` below) is named in one line of `tune validate` \
+and at the start of
+a run, which uses its default.
+
+Refused:
+
+- tags, anchors, aliases and duplicate keys
+- in `${...}`: environment variables, resolvers and one name inside another
+- more than 1024 names, or 256 K characters, filled in
+- more than one document, or more than 1 MiB
+
+Do not edit this page: `python -m recipe_lib.config.describe` generates it from \
+`recipe_lib/config/schema.py`.
 """
 
 # Text that means itself without quotes, here and in YAML 1.1; but for these words.
@@ -59,22 +75,25 @@ _PLAIN_TEXT = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*(?:[:+][A-Za-z0-9_./-]+)*")
 _NOT_TEXT = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
 
 
-def format_markdown(*schemas: type) -> str:
+def format_markdown(*config_classes: type) -> str:
     """Return the page `docs/config.md`, with the keys of these config classes.
 
     Without an argument they are those of every shipped recipe.
     """
-    views = [read_schema(schema) for schema in schemas or read_recipe_configs().values()]
+    schemas = [
+        read_schema(config_class)
+        for config_class in config_classes or read_recipe_configs().values()
+    ]
     parts = [_INTRODUCTION]
     written_sections = set()
-    for view in views:
-        for section, title, keys in _list_sections(view):
+    for schema in schemas:
+        for section, title, keys in _list_sections(schema):
             # Sections of the same name have the same keys in all recipes.
             if section in written_sections:
                 continue
             written_sections.add(section)
             heading = (
-                f"## `{section}`\n\n{title}{_describe_owners(section, views)}\n"
+                f"## `{section}`\n\n{title}{_describe_owners(section, schemas)}\n"
                 if section
                 else "## Top level\n"
             )
@@ -97,6 +116,7 @@ def _format_table(keys: list[Key]) -> str:
             f"`{_format_default(key)}`",
             describe_expected(key),
             describe_key(key),
+            # `limits` has all arguments of the field's `key(...)`: what other tools call the key.
             key.limits.get("known_as", ""),
         )
         # A bar in a text would end its cell.
@@ -122,34 +142,34 @@ def describe_key(key: Key, schema: Schema | None = None) -> str:
     return f"{key.help} Only with {describe_needs(needs)}." if needs else key.help
 
 
-def _describe_owners(section: str, views: list[Schema]) -> str:
+def _describe_owners(section: str, schemas: list[Schema]) -> str:
     """Return ` Recipes: ...`, of those that have a section; empty if all of them do."""
     name = section.partition("[")[0]  # `data.sources` of the section `data.sources[0]`
-    owners = [view for view in views if name in view.sections or name in view.keys]
-    if len(owners) == len(views):
+    owners = [schema for schema in schemas if name in schema.sections or name in schema.keys]
+    if len(owners) == len(schemas):
         return ""
-    names = ", ".join(f"`{view.keys['recipe'].default}`" for view in owners)
+    names = ", ".join(f"`{schema.keys['recipe'].default}`" for schema in owners)
     return f" Recipes: {names}."
 
 
-def describe_text(schema: type = FullFinetuneConfig) -> str:
+def format_terminal_reference(config_class: type = FullFinetuneConfig) -> str:
     """Return a config class' keys for a terminal: name, default, legal values, description."""
     lines: list[str] = []
-    view = read_schema(schema)
-    for section, title, keys in _list_sections(view):
+    schema = read_schema(config_class)
+    for section, title, keys in _list_sections(schema):
         if section:
             lines += ["", f"{section}: {title}"]
         for key in keys:
             lines.append(f"  {key.name} = {_format_default(key)}   ({describe_expected(key)})")
             if key.help:
-                lines.append(f"      {describe_key(key, view)}")
+                lines.append(f"      {describe_key(key, schema)}")
     return "\n".join(lines) + "\n"
 
 
 def format_config(cfg: Any) -> str:
     """Return a config object as YAML with every value; `load_config` reads back the same object."""
-    schema: type = type(cfg)
-    keys = read_schema(schema).keys
+    config_class: type = type(cfg)
+    keys = read_schema(config_class).keys
     return format_settings({name: attrgetter(name)(cfg) for name in keys}, keys)
 
 
@@ -162,7 +182,7 @@ def format_settings(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str
     lines: list[str] = []
     open_sections: list[str] = []  # of the line before, the outermost first
     for name, value in settings.items():
-        *sections, word = name.split(".")
+        *sections, leaf_name = name.split(".")
         # commonprefix compares the items of any sequences, not only letters.
         num_shared = len(os.path.commonprefix([open_sections, sections]))
         lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(num_shared, len(sections))]
@@ -170,7 +190,7 @@ def format_settings(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str
         indent = "  " * len(sections)
         first_item = value[0] if isinstance(value, list) and value else None
         if isinstance(first_item, dict) or dataclasses.is_dataclass(first_item):
-            lines.append(f"{indent}{word}:")
+            lines.append(f"{indent}{leaf_name}:")
             lines += [f"{indent}  - {format_value(item)}" for item in value]
             continue
         text = format_value(value)
@@ -178,7 +198,7 @@ def format_settings(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str
         is_none = isinstance(value, str) and value.lower() == "none"
         if is_none and "choices" not in keys[name].limits:
             text = json.dumps(value)
-        lines.append(f"{indent}{word}: {text}")
+        lines.append(f"{indent}{leaf_name}: {text}")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -207,19 +227,22 @@ def _format_default(key: Key) -> str:
     return "required" if key.required else format_value(key.default)
 
 
-def _list_sections(view: Schema) -> Iterator[tuple[str, str, list[Key]]]:
-    """Yield (section, the line that describes it, its keys), the top level first.
+def _list_sections(schema: Schema) -> Iterator[tuple[str, str, list[Key]]]:
+    """Yield (name of a section, the line that describes it, its keys), the top level first.
 
     The section of a list's items, `data.sources[0]`, comes after the section that holds the list.
     """
-    for section, section_class in view.sections.items():
-        keys = [view.keys[name] for name in view.list_children(section) if name in view.keys]
+    for section, section_class in schema.sections.items():
+        keys = [schema.keys[name] for name in schema.list_children(section) if name in schema.keys]
         yield section, _read_title(section_class), keys
         for key in keys:
             if key.section_class is not None:
-                inner = build_item_schema(key, 0)
-                for name in inner.sections:
-                    yield name, _read_title(key.section_class), list(inner.keys.values())
+                # All items of the list have the same keys: those of the first stand for them.
+                yield (
+                    f"{key.name}[0]",
+                    _read_title(key.section_class),
+                    list(build_item_schema(key, 0).keys.values()),
+                )
 
 
 def _read_title(section_class: type) -> str:
@@ -266,16 +289,13 @@ NO_LEVERS = (
 
 def list_changed_levers(cfg: Any) -> dict[str, str]:
     """Return the levers of a config that are not at their defaults: key -> value as in a config."""
-    schema: type = type(cfg)
+    config_class: type = type(cfg)
     single_keys = {*LEVERS, *cfg.memory_keys}
     levers = {}
-    for name, key in read_schema(schema).keys.items():
-        if name in NO_LEVERS or not (
-            name in single_keys or name.partition(".")[0] in LEVER_SECTIONS
-        ):
-            continue
+    for name, key in read_schema(config_class).keys.items():
+        is_lever = name in single_keys or name.partition(".")[0] in LEVER_SECTIONS
         value = attrgetter(name)(cfg)
-        if value != key.default:
+        if is_lever and name not in NO_LEVERS and value != key.default:
             levers[name] = format_value(value)
     return levers
 

@@ -1,9 +1,9 @@
 """Inspect all sequences of a run: what they contain, and what is wrong with them.
 
-`tune data check` prints the counts and findings of `inspect`, `tune data show` the sequences of
-`show_item`, whose pieces it colors by whether they are trained. A finding is a fault of the samples
-that a user may allow. An item is a sequence, or a pair of two. A pack is items that share one
-sequence of max_seq_len tokens.
+`tune data check` prints the counts and findings of `inspect_datasets`. `tune data show` prints the
+sequences of `show_item`, whose pieces it colors by whether they are trained. A finding is a fault
+of the samples that a user may allow. An item is a sequence, or a pair of two. A pack is items that
+share one sequence of max_seq_len tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,13 +20,17 @@ from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.units import pluralize
 
-MAX_PLACES = 5  # places that a finding names
+# Places that a finding names. A place is the file and line of a sample.
+MAX_PLACES = 5
 NOTHING_LEFT = "nothing-left"  # name of the finding that `--allow` cannot allow: no sample is left
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong with the samples of a run."""
+    """Something wrong with the samples of a run.
+
+    `tune data check --json` prints the fields under these names.
+    """
 
     name: str  # the name by which `--allow` of `tune data check` allows it
     line: str  # description, mostly with a remedy
@@ -44,7 +48,7 @@ class Inspection:
     findings: list[Finding] = field(default_factory=list)
 
 
-def inspect(
+def inspect_datasets(
     training: Dataset,
     validation: Dataset | None,
     max_seq_len: int,
@@ -58,24 +62,22 @@ def inspect(
     """
     report = training.report
     pack_length = max_seq_len * training.group  # tokens of a pack: a pair may fill two sequences
-    packs = len(pack(training.item_lengths, pack_length))  # if the run were packed
-    counts = _collect_counts(report) | {
-        "shortest_sequence": int(training.lengths.min()) if len(training) else 0,
-        "median_sequence": int(np.median(training.lengths)) if len(training) else 0,
-        "longest_sequence": int(training.lengths.max()) if len(training) else 0,
-        "packs": packs,
-        "pack_length": pack_length,
-        "packing_efficiency": float(training.item_lengths.sum()) / (max(1, packs) * pack_length),
-        "validation_sequences": len(validation) if validation is not None else 0,
-    }
+    num_packs = len(pack(training.item_lengths, pack_length))  # if the run were packed
     # Indices of the validation items that are training items too
     overlap = (
         find_overlap(training, validation)
         if validation is not None
         else np.array([], dtype=np.int64)
     )
-    counts |= {
-        "duplicate_sequences": report.duplicate_sequences,
+    counts = _collect_counts(report) | {
+        "shortest_sequence": int(training.lengths.min()) if len(training) else 0,
+        "median_sequence": int(np.median(training.lengths)) if len(training) else 0,
+        "longest_sequence": int(training.lengths.max()) if len(training) else 0,
+        "packs": num_packs,
+        "pack_length": pack_length,
+        "packing_efficiency": float(training.item_lengths.sum())
+        / (max(1, num_packs) * pack_length),
+        "validation_sequences": len(validation) if validation is not None else 0,
         "overlapping_sequences": len(overlap),
     }
     findings = _find_faults(report, max_seq_len)
@@ -86,25 +88,36 @@ def inspect(
             for finding in _find_faults(validation.report, max_seq_len)
         ]
         if len(overlap):
-            subject = _say(len(overlap), f"validation {validation.report.item_noun}", "is/are")
-            finding = _make_finding(
-                "overlap",
-                f"{subject} in the training data as well",
-                count=len(overlap),
-                places=[validation.locate_item(item) for item in overlap[:MAX_PLACES].tolist()],
+            findings.append(
+                _make_finding(
+                    name="overlap",
+                    line=(
+                        _format_count_with_verb(
+                            len(overlap), f"validation {validation.report.item_noun}", "is/are"
+                        )
+                        + " in the training data as well"
+                    ),
+                    count=len(overlap),
+                    places=[validation.locate_item(item) for item in overlap[:MAX_PLACES].tolist()],
+                    dataset="validation",
+                )
             )
-            findings.append(replace(finding, dataset="validation"))
     if untrained_tokens is not None:
         counts["untrained_tokens"] = list(untrained_tokens)
     if untrained_tokens:
         names = ", ".join(untrained_tokens[:MAX_PLACES]) + (
             ", ..." if len(untrained_tokens) > MAX_PLACES else ""
         )
-        line = (
-            f"the sequences use {names}, whose embeddings the checkpoint has never trained; train"
-            " the embedding as well"
+        findings.append(
+            Finding(
+                name="untrained-tokens",
+                line=(
+                    f"the sequences use {names}, whose embeddings the checkpoint has never trained;"
+                    " train the embedding as well"
+                ),
+                count=0,
+            )
         )
-        findings.append(Finding("untrained-tokens", line, count=0))
     return Inspection(counts, findings)
 
 
@@ -125,14 +138,18 @@ def _collect_counts(report: DataReport) -> dict[str, Any]:
         "untrained_ends": report.untrained_ends,
         "split_samples": report.split_samples,
         "split_sequences": report.split_sequences,
+        # Tokens of conversations that became several sequences, and if each had become one.
         "split_tokens": report.split_tokens,
         "unsplit_tokens": report.unsplit_tokens,
+        # Marked by the chat template, as what is trained: `{% generation %}`.
         "marked_answers": report.marked_answers,
         "marks_differing": report.marks_differing,
         "samples_with_unseen_messages": report.unseen_samples,
         "special_tokens_parsed": dict(report.special.parsed),
+        # They stay text, which the tokenizer splits into several tokens.
         "special_tokens_unparsed": dict(report.special.split),
         "samples_with_unparsed_special_tokens": report.special.samples,
+        # Samples whose texts hold a chat template's special tokens; no template is applied.
         "samples_rendered_already": report.special.rendered,
         "columns_that_change_nothing": dict(report.idle_names),
         "samples_with_control_characters": report.control_characters,
@@ -142,96 +159,134 @@ def _collect_counts(report: DataReport) -> dict[str, Any]:
 
 def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
     source_reports = report.parts or [report]  # one for each source
-    special = report.special  # counts of special tokens that the samples spell out
-    lost_tokens = report.lost_answer_tokens
-    # Items over max_seq_len are a finding only if answer tokens were lost.
-    num_long = report.truncated_sequences + report.skipped_long_sequences if lost_tokens else 0
-    exceed = f"{_say(num_long, report.item_noun, 'exceeds/exceed')} {max_seq_len} tokens"
-    share = lost_tokens / max(1, report.trained_tokens + lost_tokens)
-    bad_samples = [
+    bad_sample_findings = [
         _make_finding(
-            "bad-samples",
-            f"{pluralize(count, 'bad sample')}: {cause}",
+            name="bad-samples",
+            line=f"{pluralize(count, 'bad sample')}: {cause}",
             count=count,
             places=report.list_places(cause),
         )
         for cause, count in report.bad_samples.most_common()
     ]
-    empty_sources = [
-        Finding(NOTHING_LEFT, reason, 0)
+    empty_source_findings = [
+        Finding(name=NOTHING_LEFT, line=reason, count=0)
         for source_report in source_reports
         if (reason := source_report.why_nothing_left())
     ]
-    by_count = [
+    label_share_findings = [
         Finding(
-            "truncation", f"{exceed}; {lost_tokens} answer tokens ({share:.1%}) are lost", num_long
+            name="label-tokens",
+            line=f"{source_report.source}: {fault}",
+            count=source_report.sequences,
+        )
+        for source_report in source_reports
+        if (fault := source_report.find_share_fault())
+    ]
+    findings = [
+        *bad_sample_findings,
+        *empty_source_findings,
+        # A count of 0 is none.
+        *(finding for finding in _make_counted_findings(report, max_seq_len) if finding.count),
+        *label_share_findings,
+    ]
+    if report.duplicate_sequences:
+        findings.append(
+            _make_finding(
+                name="duplicates",
+                line=(
+                    _format_count_with_verb(
+                        report.duplicate_sequences, report.item_noun, "repeats/repeat"
+                    )
+                    + " an earlier one"
+                ),
+                count=report.duplicate_sequences,
+                places=[f"{item} is {earlier}" for item, earlier in report.duplicates],
+            )
+        )
+    return findings
+
+
+def _make_counted_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
+    lost_tokens = report.lost_answer_tokens
+    # Items over max_seq_len are a finding only if answer tokens were lost.
+    num_long = report.truncated_sequences + report.skipped_long_sequences if lost_tokens else 0
+    share = lost_tokens / max(1, report.trained_tokens + lost_tokens)
+    return [
+        Finding(
+            name="truncation",
+            line=(
+                _format_count_with_verb(num_long, report.item_noun, "exceeds/exceed")
+                + f" {max_seq_len} tokens; {lost_tokens} answer tokens ({share:.1%}) are lost"
+            ),
+            count=num_long,
         ),
         Finding(
-            "no-answer-left",
-            f"{_say(report.emptied_sequences, report.item_noun, 'is/are')} left out because the"
-            f" whole answer is after {max_seq_len} tokens",
-            report.emptied_sequences,
+            name="no-answer-left",
+            line=(
+                _format_count_with_verb(report.emptied_sequences, report.item_noun, "is/are")
+                + f" left out because the whole answer is after {max_seq_len} tokens"
+            ),
+            count=report.emptied_sequences,
         ),
         Finding(
-            "untrained-ends",
-            f"{_say(report.untrained_ends, 'answer', 'ends/end')} without a trained end-of-turn"
-            " token: nothing teaches to stop there",
-            report.untrained_ends,
+            name="untrained-ends",
+            line=(
+                _format_count_with_verb(report.untrained_ends, "answer", "ends/end")
+                + " without a trained end-of-turn token: nothing teaches to stop there"
+            ),
+            count=report.untrained_ends,
         ),
         _make_finding(
-            "generation-marks",
-            f"in {pluralize(report.marks_differing, 'answer')} the chat template marks something"
-            " else than what is generated",
+            name="generation-marks",
+            line=(
+                f"in {pluralize(report.marks_differing, 'answer')} the chat template marks"
+                " something else than what is generated"
+            ),
             count=report.marks_differing,
             places=[report.first_mark],
         ),
         Finding(
-            "unseen-messages",
-            f"in {pluralize(report.unseen_samples, 'sample')} the chat template leaves out a"
-            " system's or user's message",
-            report.unseen_samples,
+            name="unseen-messages",
+            line=(
+                f"in {pluralize(report.unseen_samples, 'sample')} the chat template leaves out a"
+                " system's or user's message"
+            ),
+            count=report.unseen_samples,
         ),
         _make_finding(
-            "split-special-tokens",
-            special.describe_split(),
-            count=special.samples,
-            places=special.places,
+            name="split-special-tokens",
+            line=report.special.describe_split(),
+            count=report.special.samples,
+            places=report.special.places,
         ),
         _make_finding(
-            "control-characters",
-            f"in {pluralize(report.control_characters, 'sample')} a text holds a control character"
-            " (JSON reads \\b as one; a backslash is two there)",
+            name="control-characters",
+            line=(
+                f"in {pluralize(report.control_characters, 'sample')} a text holds a control"
+                " character (JSON reads \\b as one; a backslash is two there)"
+            ),
             count=report.control_characters,
             places=[report.first_control],
         ),
     ]
-    shares = [
-        Finding("label-tokens", f"{source_report.source}: {fault}", source_report.sequences)
-        for source_report in source_reports
-        if (fault := source_report.find_share_fault())
-    ]
-    copies = _make_finding(
-        "duplicates",
-        f"{_say(report.duplicate_sequences, report.item_noun, 'repeats/repeat')} an earlier one",
-        count=report.duplicate_sequences,
-        places=[f"{item} is {earlier}" for item, earlier in report.duplicates],
-    )
-    return [
-        *bad_samples,
-        *empty_sources,
-        *(finding for finding in by_count if finding.count),
-        *shares,
-        *([copies] if copies.count else []),
-    ]
 
 
-def _say(count: int, noun: str, verbs: str) -> str:
+def _format_count_with_verb(count: int, noun: str, verbs: str) -> str:
     """Return `1 pair repeats` or `2 pairs repeat`. verbs: singular and plural, `repeats/repeat`."""
     return f"{pluralize(count, noun)} {verbs.split('/')[count != 1]}"
 
 
-def _make_finding(name: str, line: str, count: int, places: Sequence[str]) -> Finding:
-    return Finding(name, line, count=count, places=places, more=count - len(places))
+def _make_finding(
+    *, name: str, line: str, count: int, places: Sequence[str], dataset: str = "training"
+) -> Finding:
+    return Finding(
+        name=name,
+        line=line,
+        count=count,
+        places=places,
+        more=count - len(places),
+        dataset=dataset,
+    )
 
 
 def list_special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
@@ -262,7 +317,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShownSequence:
-    """A sequence as `tune data show` shows it."""
+    """A sequence as `tune data show` shows it; `--json` prints the fields under these names."""
 
     number: int  # index in the dataset
     place: str  # file and line of its sample
@@ -292,7 +347,7 @@ def _show_label(dataset: Dataset, item: int, sequence: int) -> str:
     """Return which answer of a pair a sequence is, or its label in words; "": neither."""
     if dataset.group == 2:
         return ("chosen", "rejected")[sequence % 2]
-    value = int(dataset.values[item])
+    value = int(dataset.values[item])  # a class' index, or KTO's 1 (desirable) or 0
     if dataset.report.labels:
         return "wanted" if value else "not wanted"
     return f"class {dataset.report.classes[value]}" if dataset.report.classified else ""
@@ -311,7 +366,7 @@ def split_pieces(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piec
     special = np.isin(ids, list(list_special_tokens(tokenizer)))
     kinds = zip(ids.tolist(), trained.tolist(), special.tolist(), strict=True)
     for (is_trained, is_special), run in groupby(kinds, key=itemgetter(1, 2)):
-        text = b"".join(tokenizer.get_token_bytes(number) for number, *_ in run).decode(
+        text = b"".join(tokenizer.get_token_bytes(token_id) for token_id, *_ in run).decode(
             "utf-8", errors="replace"
         )
         yield Piece(text, is_trained, is_special)

@@ -1,9 +1,9 @@
 """Resolve the model of a run, from a checkpoint or a preset, and check it before it is built.
 
 A preset is an architecture with random weights. A recipe calls `resolve_model`, and `prepare_data`
-also `validate_parallelism`. `run_recipe` calls `check_models` and `check_trained` for the extra
-parameters, those that a recipe adds to a model of a known family: a checkpoint may lack their
-values, and an export may lose them.
+also `validate_parallelism`. `run_recipe` calls `check_models` and
+`check_extra_parameters_are_stepped` for the extra parameters, those that a recipe adds to a model
+of a known family: a checkpoint may lack their values, and an export may lose them.
 """
 
 from collections import Counter
@@ -69,6 +69,7 @@ def resolve_model(
             " adapter if it is to be trained on"
         )
     config = read_config(folder) if folder else read_preset_config(name)
+    # Not `read_run_spec`, which takes the config of a run: a teacher has a ModelConfig alone.
     if scored:
         spec: ModelSpec = build_scored_spec(config, str(folder or name), num_labels)
     else:
@@ -78,7 +79,11 @@ def resolve_model(
         # is allocated.
         check_weights(spec, folder)
     return ResolvedModel(
-        resolve_base_name(name, folder) if folder else name, folder=folder, config=config, spec=spec
+        # The files of a trained adapter name the model: a relative path would be wrong elsewhere.
+        name=resolve_base_name(name, folder) if folder else name,
+        folder=folder,
+        config=config,
+        spec=spec,
     )
 
 
@@ -143,7 +148,7 @@ def check_models(recipe: Any, cfg: FullFinetuneConfig, world: World) -> None:
             raise ConfigError(fault)
 
 
-def check_trained(recipe: Any, world: World) -> None:
+def check_extra_parameters_are_stepped(recipe: Any, world: World) -> None:
     """Raise SetupError on all ranks if no optimizer steps an extra parameter that is trained.
 
     Collective.
@@ -154,7 +159,7 @@ def check_trained(recipe: Any, world: World) -> None:
             for group in value.param_groups:
                 stepped.update(map(id, group["params"]))
 
-    def check(model: nn.Module) -> None:
+    def check_model_parameters(model: nn.Module) -> None:
         if not any(id(parameter) in stepped for parameter in model.parameters()):
             return  # no optimizer trains this model: a frozen reference, for example
         for name, tensor in find_extra_tensors(model).items():
@@ -164,7 +169,7 @@ def check_trained(recipe: Any, world: World) -> None:
                     " every parameter that requires one, or freeze it by requires_grad_(False)"
                 )
 
-    check_each_model(recipe, world, check)
+    check_each_model(recipe, world, check_model_parameters)
 
 
 def check_each_model(recipe: Any, world: World, check: Callable[[nn.Module], None]) -> None:
@@ -174,7 +179,7 @@ def check_each_model(recipe: Any, world: World, check: Callable[[nn.Module], Non
             check(model)
 
 
-def describe_extra(model: nn.Module, world: World) -> list[str]:
+def describe_extra_parameters(model: nn.Module, world: World) -> list[str]:
     """Return log lines on the extra parameters and buffers, and where their values come from.
 
     Collective in a pipeline.

@@ -23,7 +23,11 @@ from recipe_lib.models.language_model import check_written
 from recipe_lib.ops.device import get_compute_capability
 from recipe_lib.parallel import World, make_world, meet_ranks
 from recipe_lib.parallel.world import set_seeds
-from recipe_lib.training.resolve_model import check_each_model, check_models, check_trained
+from recipe_lib.training.resolve_model import (
+    check_each_model,
+    check_extra_parameters_are_stepped,
+    check_models,
+)
 from recipe_lib.training.training_data import get_prepared, prepare_data
 
 
@@ -96,7 +100,7 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
                 check_each_model(recipe, world, check_written)
             with phase("setting up the optimizer"):
                 recipe.setup_optimizer()
-                check_trained(recipe, world)
+                check_extra_parameters_are_stepped(recipe, world)
             for line in recipe.describe():
                 (warn_on_first_rank if line.startswith("warning:") else get_logger().info)(line)
             with phase("resuming"):

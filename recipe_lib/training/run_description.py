@@ -36,7 +36,7 @@ from recipe_lib.optim.optimizers import (
 from recipe_lib.parallel import Parallel, World
 from recipe_lib.parallel.gradient_accumulation import list_param_entries, reduces_once
 from recipe_lib.training.best_step import describe_best
-from recipe_lib.training.resolve_model import describe_extra
+from recipe_lib.training.resolve_model import describe_extra_parameters
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import format_bytes, format_count, pluralize
 
@@ -61,7 +61,7 @@ def list_derived_numbers(
         _describe_steps(cfg, data.dataset, data.plan),
         _describe_learning_rate(cfg, data.plan.count_total_steps(cfg.epochs, cfg.max_steps)),
         *_describe_model(cfg, model, parallel),
-        *describe_extra(model, world),
+        *describe_extra_parameters(model, world),
         *_describe_other_parts(model),
         *([levers.kernels] if levers.kernels else []),
         *describe_best(cfg),

@@ -446,8 +446,8 @@ def test_the_findings_to_allow_are_those_that_are_reported() -> None:
     names = set()
     for node in ast.walk(ast.parse(Path(inspect.__file__).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            if node.func.id in ("Finding", "_make_finding") and isinstance(
-                node.args[0], ast.Constant
-            ):
-                names.add(node.args[0].value)
+            if node.func.id in ("Finding", "_make_finding"):
+                keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+                if isinstance(keywords["name"], ast.Constant):
+                    names.add(keywords["name"].value)
     assert names == set(FINDINGS)

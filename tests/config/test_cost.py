@@ -12,7 +12,7 @@ LIMIT = 300  # modules, the interpreter's own included; torch brings 900 more
 CODE = """
 import sys
 from recipe_lib.config import FullFinetuneConfig, load_config
-from recipe_lib.config.describe import describe_text
+from recipe_lib.config.describe import format_terminal_reference
 from recipe_lib.config.paths import list_configs
 from recipe_lib.errors import ConfigError
 names = [name for names in list_configs().values() for name in names]
@@ -21,7 +21,7 @@ try:
     load_config("llama3/8B_full", ["bach_size=2", "lr=3", "optimizer.lr=x", "zzz=1"])
 except ConfigError as error:
     assert len(error.faults) == 4
-assert describe_text(FullFinetuneConfig)
+assert format_terminal_reference(FullFinetuneConfig)
 heavy = {"torch", "numpy", "transformers", "huggingface_hub", "rich", "jinja2"} & set(sys.modules)
 assert not heavy, heavy
 print(len(sys.modules))

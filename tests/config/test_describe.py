@@ -10,7 +10,12 @@ import pytest
 
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.config.compatibility.table import list_rules
-from recipe_lib.config.describe import describe_text, format_config, format_markdown, format_value
+from recipe_lib.config.describe import (
+    format_config,
+    format_markdown,
+    format_terminal_reference,
+    format_value,
+)
 from recipe_lib.config.flat_schema import build_item_schema, read_schema
 from recipe_lib.config.load import load_with_origins
 from recipe_lib.config.paths import list_configs, read_recipe_configs
@@ -26,7 +31,7 @@ def test_the_page_is_up_to_date():
 
 
 def test_every_key_and_combination_is_described():
-    page, text = format_markdown(), describe_text(DpoFinetuneConfig)
+    page, text = format_markdown(), format_terminal_reference(DpoFinetuneConfig)
     inner = build_item_schema(read_schema(FullFinetuneConfig).keys["data.sources"], 0).keys
     for name, described in {**read_schema(DpoFinetuneConfig).keys, **inner}.items():
         assert described.help.endswith("."), f"{name}: a line of description ends with a full stop"
@@ -81,7 +86,7 @@ def test_own_keys_are_described():
         "| `noise` | `0.5` | a number >= 0 and < 1 | Share of tokens \\| replaced. |"
         in format_markdown(Mine)
     )
-    assert "  bare = 3   (an integer)\n" in describe_text(Mine)
+    assert "  bare = 3   (an integer)\n" in format_terminal_reference(Mine)
 
 
 def test_resolved(write):

@@ -15,7 +15,7 @@ from recipe_lib.data import (
     warn_of_positions,
 )
 from recipe_lib.data.dataset_report import DataReport
-from recipe_lib.data.inspect import inspect
+from recipe_lib.data.inspect import inspect_datasets
 from recipe_lib.errors import DataError
 from recipe_lib.training.training_data import TrainingData
 
@@ -128,7 +128,8 @@ def test_pairs_are_counted_as_pairs(chatml, rows_file, said):
             for line in lines
         )
         found = {
-            finding.name: finding.line for finding in inspect(cut, held_out, limit, None).findings
+            finding.name: finding.line
+            for finding in inspect_datasets(cut, held_out, limit, None).findings
         }
         assert found["truncation"].startswith(f"1 pair exceeds {limit} tokens")
         assert (found["duplicates"], found["overlap"]) == (

@@ -9,7 +9,7 @@ import pytest
 
 from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import build_dataset
-from recipe_lib.data.inspect import inspect
+from recipe_lib.data.inspect import inspect_datasets
 from recipe_lib.tokenizers import load_tokenizer
 from tests.selection import mark_slow_except
 
@@ -66,7 +66,9 @@ def test_tokens_of_another_template_are_named(
         assert dict(special.foreign) == dict.fromkeys(pieces, 1) and special.samples == bool(
             pieces
         ), form
-        findings = {finding.name: finding for finding in inspect(dataset, None, 256, None).findings}
+        findings = {
+            finding.name: finding for finding in inspect_datasets(dataset, None, 256, None).findings
+        }
         assert ("split-special-tokens" in findings) is bool(pieces), form
         lines = [line for line in dataset.report.format_lines() if "cut into pieces" in line]
         assert len(lines) == bool(pieces) and all(

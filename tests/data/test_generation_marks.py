@@ -13,7 +13,7 @@ import pytest
 
 from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import build_dataset
-from recipe_lib.data.inspect import inspect
+from recipe_lib.data.inspect import inspect_datasets
 from recipe_lib.data.label_masks import Encoder
 from recipe_lib.data.samples import Conversation, SampleFault
 from recipe_lib.tokenizers import load_tokenizer
@@ -156,7 +156,7 @@ def test_differences_are_reported_with_their_place(tmp_path: Path, rows_file: Ca
         dataset = build_dataset(
             cfg, load_tokenizer(write_json(tmp_path / name, template=source)), 64
         )
-        found = inspect(dataset, None, 64, None)
+        found = inspect_datasets(dataset, None, 64, None)
         assert found.counts["marked_answers"] == 3
         assert (found.counts["marks_differing"], found.counts["untrained_ends"]) == (
             differing,

@@ -15,7 +15,7 @@ import tokenizers
 
 from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import build_dataset
-from recipe_lib.data.inspect import inspect
+from recipe_lib.data.inspect import inspect_datasets
 from recipe_lib.tokenizers import load_tokenizer
 from tests.selection import mark_slow_except
 
@@ -133,7 +133,7 @@ def check_counts(dataset: Any, parses: bool, *met: Counter[str]) -> None:
     assert all(repr(token) in lines for token, _ in total.most_common(5))
     faulty = [number for number, tokens in enumerate(met, start=1) if tokens and not parses]
     assert ("data.parse_special_tokens=true" in lines) is bool(faulty)
-    faults = {one.name: one for one in inspect(dataset, None, 512, None).findings}
+    faults = {one.name: one for one in inspect_datasets(dataset, None, 512, None).findings}
     assert ("split-special-tokens" in faults) is bool(faulty)
     if faulty:
         fault = faults["split-special-tokens"]

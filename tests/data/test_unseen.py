@@ -6,7 +6,7 @@ import numpy as np
 
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, ValidationConfig
 from recipe_lib.data import build_dataset, build_validation_dataset, warn_of_overlap
-from recipe_lib.data.inspect import inspect
+from recipe_lib.data.inspect import inspect_datasets
 from recipe_lib.tokenizers import load_tokenizer
 from tests.tokenizers.made import write_json
 
@@ -29,7 +29,8 @@ def unseen(tmp_path, rows_file, template):
     tokenizer = load_tokenizer(write_json(tmp_path, template=template))
     dataset = build_dataset(DataConfig(source=rows_file(*rows()), format="messages"), tokenizer, 64)
     findings = {
-        finding.name: finding.count for finding in inspect(dataset, None, 64, None).findings
+        finding.name: finding.count
+        for finding in inspect_datasets(dataset, None, 64, None).findings
     }
     assert findings.get("unseen-messages", 0) == dataset.report.unseen_samples
     return dataset.report
