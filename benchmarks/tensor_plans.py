@@ -36,6 +36,28 @@ from recipe_lib.external.tensor_plan.transformers_models import (
 
 COMMAND = "python -m benchmarks.tensor_plans --output docs/measurements/tensor_plans.md"
 SIZE = 2  # tensor-parallel ranks of a certified plan
+# Outcome for an architecture -> its meaning.
+OUTCOMES = {
+    "certified": f"{SIZE} ranks, each with its part in a thread, give the whole model's results",
+    "rejected": "the ranks give other results, or fail",
+    "refused": f"no axis of the layers that {SIZE} ranks can divide",
+    "not built": "the model or its forward fails by itself",
+    "not traced": "its forward cannot be followed",
+    "no time": "it took too long",
+}
+# Column of the table -> its meaning.
+COLUMNS = {
+    "sharded": "share of the elements of matrices that ranks divide",
+    "tokens": "share of the elements of activations without a divided axis, of which a rank has its"
+    " own tokens alone",
+    "axes": "dimensions that ranks divide together, such as heads",
+    "boundaries": "places where a rank's forward sums, gathers or slices beyond the model's own",
+    "rewrites": "integer attributes of modules, such as a number of heads, made a rank's",
+    "agree": "column- and row-parallel entries of transformers' own plan that ours shards, of all",
+    "gradient": "largest relative error of a parameter's gradient or of the output, in float64"
+    " (float32 where the forward takes no other)",
+    "note": "why it is not certified, or what the plan leaves whole",
+}
 
 
 @dataclasses.dataclass
@@ -43,16 +65,14 @@ class Row:
     """A row of the table: the outcome for one architecture."""
 
     name: str  # its model type
-    # certified; rejected: ranks give other results, or fail; refused: no axis that SIZE divides;
-    # not built: the model or its forward fails by itself; not traced: its forward cannot be
-    # followed; no time.
-    outcome: str
-    cut: float = 0.0  # share of the elements of matrices that are sharded
-    tokens: float = 0.0  # share of activations of which a rank has its own tokens alone
-    axes: int = 0  # of tensors, that ranks divide together, such as heads
-    boundaries: int = 0  # where a rank's forward sums, gathers or slices beyond the model's own
-    rewrites: int = 0  # integer attributes of modules, such as a number of heads, made a rank's
-    agree: str = ""  # `11/12`: entries of transformers' own plan that ours has, of all; empty: none
+    outcome: str  # a key of OUTCOMES
+    sharded_share: float = 0.0  # of the elements of matrices
+    token_share: float = 0.0  # share of activations of which a rank has its own tokens alone
+    num_axes: int = 0  # of tensors, that ranks divide together, such as heads
+    num_boundaries: int = 0  # where a rank's forward sums, gathers or slices beyond the model's own
+    num_rewrites: int = 0  # integer attributes, such as a number of heads, made a rank's
+    # `11/12`: entries of transformers' own plan that ours has, of all; empty: there are none
+    agreement: str = ""
     gradient: str = ""  # the largest relative error, or `failed`; empty: no plan ran
     note: str = ""  # why it is not certified, or what a plan leaves whole
 
@@ -72,9 +92,9 @@ def main(argv: list[str]) -> None:
     for name in names:
         row = _examine_in_time(name, arguments.seconds)
         rows.append(row)
-        shares = f"{row.cut:5.0%} {row.tokens:5.0%}"
+        shares = f"{row.sharded_share:5.0%} {row.token_share:5.0%}"
         print(
-            f"{row.name:32} {row.outcome:12} {shares} {row.agree:8} {row.gradient:6}"
+            f"{row.name:32} {row.outcome:12} {shares} {row.agreement:8} {row.gradient:6}"
             f" {row.note[:150]}",
             flush=True,
         )
@@ -83,6 +103,7 @@ def main(argv: list[str]) -> None:
 
 def list_model_types() -> list[str]:
     """Return the model types of transformers that are causal language models."""
+    # Here, as transformers is an optional extra: tests import this module without it.
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -93,16 +114,17 @@ def _examine_in_time(name: str, seconds: float) -> Row:
 
     seconds: after which it is killed.
     """
+    # Forked, as a spawned process would import torch and transformers anew for each row.
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_send_row, args=(theirs, name))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_row, args=(sender, name))
     process.start()
-    theirs.close()  # else a crash of the process would not end the pipe
+    sender.close()  # else a crash of the process would not end the pipe
     try:
-        if not ours.poll(seconds):
+        if not receiver.poll(seconds):
             process.kill()
             return Row(name, "no time", note=f"not done in {seconds:g} s")
-        row: Row = ours.recv()
+        row: Row = receiver.recv()
         return row
     except EOFError:
         return Row(name, "not built", note="the process ended")
@@ -115,27 +137,27 @@ def _send_row(pipe: Connection, name: str) -> None:
     warnings.simplefilter("ignore")
     # Standard error is closed by its descriptor, so that warnings of C++ are not printed either.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    pipe.send(examine(name))
+    pipe.send(examine_architecture(name))
 
 
-def examine(name: str) -> Row:
+def examine_architecture(name: str) -> Row:
     """Build, plan and certify one architecture.
 
     A plan in which ranks share tokens (sequence parallel) is tried first. If it is rejected, and
     one without passes or is refused, that one's row is returned.
     """
-    row = _examine_plan(name, tokens=True)
-    if row.outcome == "rejected" and row.tokens:
-        row_without_tokens = _examine_plan(name, tokens=False)
+    row = _examine_plan(name, shares_tokens=True)
+    if row.outcome == "rejected" and row.token_share:
+        row_without_tokens = _examine_plan(name, shares_tokens=False)
         if row_without_tokens.outcome != "rejected":
             row_without_tokens.note = f"tokens are not shared: {row.note}"
             return row_without_tokens
     return row
 
 
-def _examine_plan(name: str, tokens: bool) -> Row:
-    """Build, plan and certify one architecture. tokens: ranks may share tokens."""
-    from transformers import AutoConfig
+def _examine_plan(name: str, shares_tokens: bool) -> Row:
+    """Build, plan and certify one architecture. shares_tokens: ranks may share tokens."""
+    from transformers import AutoConfig  # here: see `list_model_types`
 
     try:
         config = shrink(AutoConfig.for_model(name))
@@ -144,7 +166,7 @@ def _examine_plan(name: str, tokens: bool) -> Row:
         return Row(name, "not built", note=_format_line(error))
     try:
         # mask: the form of attention mask with which the forward could be traced.
-        plan, mask = infer_plan_and_mask(config, tokens=tokens)
+        plan, mask = infer_plan_and_mask(config, tokens=shares_tokens)
         randomize(model)  # zero biases and unit scales would hide a wrong cut
         inputs = build_example_inputs(config, device="cpu", mask=mask)
         with torch.no_grad():
@@ -156,18 +178,18 @@ def _examine_plan(name: str, tokens: bool) -> Row:
     row = Row(
         name=name,
         outcome="",
-        cut=compute_cut_share(plan),
-        tokens=plan.shared_tokens,
-        axes=len(plan.axes),
-        boundaries=len(plan.boundaries),
-        rewrites=len(plan.rewrites),
-        agree=compare_plans(model, plan),
+        sharded_share=compute_sharded_share(plan),
+        token_share=plan.shared_tokens,
+        num_axes=len(plan.axes),
+        num_boundaries=len(plan.boundaries),
+        num_rewrites=len(plan.rewrites),
+        agreement=compare_plans(model, plan),
     )
     # A plan that divides embedding and head alone is called refused.
     hidden_axes = [axis for axis in plan.axes if not axis.vocabulary]
     if not hidden_axes or SIZE not in plan.legal_sizes:
         row.outcome = "refused"
-        row.tokens = 0.0
+        row.token_share = 0.0
         if hidden_axes:
             row.note = f"axes of {sorted({axis.size for axis in hidden_axes})} steps"
         else:
@@ -178,12 +200,15 @@ def _examine_plan(name: str, tokens: bool) -> Row:
             ]
             row.note = max(reasons, key=reasons.count, default="no axis")
         return row
-    return _certify(row, model=model, plan=plan, inputs=inputs)
+    return _certify_plan(row, model=model, plan=plan, inputs=inputs)
 
 
-def _certify(row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dict[str, Any]) -> Row:
+def _certify_plan(
+    row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dict[str, Any]
+) -> Row:
     """Run the ranks of a plan, fill outcome, gradient and note into the row, and return it."""
     row.outcome = "certified"
+    # The first axis that looks possible and stays whole, with the reason.
     row.note = plan.refused[0] if plan.refused else ""
     try:
         errors = measure_errors(model, plan, inputs)
@@ -192,12 +217,12 @@ def _certify(row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dict[
         row.gradient = "failed"
         row.note = _format_line(error)
         return row
-    worst = max(errors, key=lambda name: errors[name])
-    row.gradient = f"{errors[worst]:.0e}"
-    if not errors[worst] <= MAX_RELATIVE_ERROR:  # written so, it is true of NaN, too
+    worst_name = max(errors, key=lambda name: errors[name])
+    row.gradient = f"{errors[worst_name]:.0e}"
+    if not errors[worst_name] <= MAX_RELATIVE_ERROR:  # written so, it is true of NaN, too
         row.outcome = "rejected"
-        row.note = f"{worst}, or its gradient, is not the whole model's"
-        if math.isnan(errors[worst]):
+        row.note = f"{worst_name}, or its gradient, is not the whole model's"
+        if math.isnan(errors[worst_name]):
             row.note = "outputs or gradients are not numbers, of the whole model or of ranks"
     return row
 
@@ -215,17 +240,17 @@ def measure_errors(
         return measure_rank_errors(model.float(), plan=plan, size=SIZE, inputs=inputs)
 
 
-def compute_cut_share(plan: ShardingPlan) -> float:
+def compute_sharded_share(plan: ShardingPlan) -> float:
     """Return the share of the elements of matrices that are sharded."""
     total = 0
-    cut = 0
+    sharded = 0
     for parameter in plan.parameters:
         if len(parameter.shape) > 1:
             size = torch.Size(parameter.shape).numel()
             total += size
             if parameter.dim >= 0:  # -1: every rank has all of it
-                cut += size
-    return cut / max(total, 1)
+                sharded += size
+    return sharded / max(total, 1)
 
 
 def compare_plans(model: torch.nn.Module, plan: ShardingPlan) -> str:
@@ -264,15 +289,17 @@ def _format_line(error: Exception) -> str:
 
 def build_page(rows: list[Row], seconds: float) -> str:
     """Return the page of the rows so far. seconds: that they took."""
-    import transformers
+    import transformers  # here: see `list_model_types`
 
     counts = Counter(row.outcome for row in rows)  # in the order of the first of each
-    num_sharing_tokens = sum(row.outcome == "certified" and row.tokens > 0 for row in rows)
-    agreements = [row.agree.split("/") for row in rows if row.agree]
+    num_sharing_tokens = sum(row.outcome == "certified" and row.token_share > 0 for row in rows)
+    agreements = [row.agreement.split("/") for row in rows if row.agreement]
     num_agreed = sum(int(agreed) for agreed, _ in agreements)
     num_entries = sum(int(entries) for _, entries in agreements)
     lines = [
         "# Tensor parallel plans for transformers' causal language models",
+        "",
+        "For whoever trains a model of transformers on several GPUs: which classes ranks can share.",
         "",
         f"`{COMMAND}`, torch {torch.__version__}, transformers {transformers.__version__},"
         f" {platform.machine()} CPU, {seconds:.0f} s. {len(rows)} model types; "
@@ -280,21 +307,20 @@ def build_page(rows: list[Row], seconds: float) -> str:
         + ".",
         "",
         (
-            f"Every model is a small copy of its own config's class; certified is a plan for {SIZE}"
-            " ranks, each of which ran on its own part in a thread. Cut is the share of the"
-            " elements of matrices that ranks share. Tokens is the share of the elements of"
-            " activations that no axis cuts of which a rank has its own tokens alone: above 0 in"
-            f" {num_sharing_tokens} of the certified plans. Agree: of the column and row entries of"
-            f" transformers' own plans, {num_agreed} of {num_entries} are ours, too. Gradient is"
-            " the largest"
-            " relative error of any parameter's gradient, or of the output, in float64 (float32"
-            " where the forward takes no other)."
+            "Every model is a small copy of its own config's class. Ranks share tokens in"
+            f" {num_sharing_tokens} of the certified plans. Of the column- and row-parallel entries"
+            f" of transformers' own plans, {num_agreed} of {num_entries} are ours, too."
         ),
         "",
-        (
-            "| model type | outcome | cut | tokens | axes | boundaries | rewrites | agree |"
-            " gradient | note |"
-        ),
+        "| outcome | model types | meaning |",
+        "|---|---:|---|",
+        *(f"| {outcome} | {counts[outcome]} | {text} |" for outcome, text in OUTCOMES.items()),
+        "",
+        "| column | meaning |",
+        "|---|---|",
+        *(f"| {column} | {meaning} |" for column, meaning in COLUMNS.items()),
+        "",
+        f"| model type | outcome | {' | '.join(COLUMNS)} |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in rows:
@@ -304,12 +330,12 @@ def build_page(rows: list[Row], seconds: float) -> str:
         cells = [
             row.name,
             row.outcome,
-            f"{row.cut:.0%}",
-            f"{row.tokens:.0%}",
-            str(row.axes),
-            str(row.boundaries),
-            str(row.rewrites),
-            row.agree,
+            f"{row.sharded_share:.0%}",
+            f"{row.token_share:.0%}",
+            str(row.num_axes),
+            str(row.num_boundaries),
+            str(row.num_rewrites),
+            row.agreement,
             row.gradient,
             note,
         ]

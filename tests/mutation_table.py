@@ -81,7 +81,7 @@ MUTATIONS = [
     Mutation(
         name="dora_lengths_of_a_part",
         path="recipe_lib/external/tensor_parallel.py",
-        old='return norms if cut != 1 else all_reduce(norms.square(), "sum", group).sqrt()',
+        old='return norms if lora_a_dim != 1 else all_reduce(norms.square(), "sum", group).sqrt()',
         new="return norms",
         harm="several: DoRA on ranks that share matrices trains other weights than on one",
         tests=(

@@ -31,10 +31,10 @@ from recipe_lib.external.inspection import find_embedding_and_head
 from recipe_lib.external.plan_executor import build_rank_forward, build_ranks
 from recipe_lib.external.proven_plan import certify, find_plan_difference
 from recipe_lib.external.tensor_parallel import (
+    compute_loss_or_logits,
     exclude_head_exchanges,
     find_runs,
     place_parameters,
-    project,
 )
 from recipe_lib.external.tensor_plan import sharding_plan
 from recipe_lib.external.tensor_plan.exchanges import take_parameter_part
@@ -149,14 +149,14 @@ class TensorPlan:
         group = Group(mesh.get_group().group_name, size, mesh.get_local_rank())
         _, head = find_embedding_and_head(model) or (None, None)
         if head is not None:
-            plan, columns = exclude_head_exchanges(plan, model, head)
-        if head is None or (not columns and any(axis.output for axis in plan.axes)):
+            plan, vocab_size = exclude_head_exchanges(plan, model, head)
+        if head is None or (not vocab_size and any(axis.output for axis in plan.axes)):
             raise ConfigError(
                 f"tensor plan of {type(model).__name__}: its logits come of no output projection;"
                 " found none"
             )
         place_parameters(model, plan, mesh)
-        head.forward = partial(project, head, group, columns)
+        head.forward = partial(compute_loss_or_logits, head, group, vocab_size)
         rank_forward = build_rank_forward(model, plan=plan, ranks=build_ranks(group), head=head)
         partial_names = [
             parameter.name for parameter in plan.parameters if parameter.gradient == "partial"

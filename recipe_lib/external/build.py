@@ -338,9 +338,11 @@ class ExternalModel(LanguageModel):
         if labels is None:
             return get_logits(self.class_forward(**inputs))
         if not division.whole:
-            hidden, after = run_trunk(self, division, inputs)
+            hidden, logit_transform = run_trunk(self, division, inputs)
             if hidden is not None:
-                return division.head(hidden, labels=labels, head_loss=head_loss, after=after)
+                return division.head(
+                    hidden, labels=labels, head_loss=head_loss, logit_transform=logit_transform
+                )
             division.whole = True  # from now on; this forward runs a second time
             _log_undivided(
                 self, "what follows its output projection is not done to each logit by itself"

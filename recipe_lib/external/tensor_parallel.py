@@ -2,9 +2,9 @@
 
 `ModuleSpec.shard_tensors` calls `shard_module` for a meta model with its adapters. Parameters
 become DTensors, the class' forward that of one rank (`plan_executor`), and the output projection's
-forward `project`. `apply_plan` uses parts of the file for a user's own model. A plan says how each
-parameter is cut (in segments, such as q, k and v of a fused matrix), and at which calls ranks
-exchange tensors (a boundary).
+forward `compute_loss_or_logits`. `apply_plan` uses parts of the file for a user's own model. A plan
+says how each parameter is cut (in segments, such as q, k and v of a fused matrix), and at which
+calls ranks exchange tensors (a boundary).
 """
 
 from collections.abc import Mapping
@@ -38,9 +38,9 @@ from recipe_lib.parallel.tensor import place_parameter
 from recipe_lib.parallel.world import World
 
 _MAGNITUDE = "lora_magnitude_vector"  # attribute of an adapted linear: DoRA's magnitudes
-# Torch function calls of an adapted linear before DoRA changes their results: the products of the
-# weight, of A and of B.
-_NUM_ADAPTER_CALLS = 3
+# Index of B's product among the torch function calls of an adapted linear. Before it come the
+# products of the weight and of A, and the latter's scaling.
+_B_PRODUCT_CALL = 3
 
 
 def shard_module(
@@ -56,31 +56,35 @@ def shard_module(
     assert group is not None
     # Parameters of other pipeline ranks' modules are left out. Their exchanges may stay: they are
     # never reached.
-    elsewhere = model.modules_elsewhere
+    absent_modules = model.modules_elsewhere
     plan = replace(
         plan,
         parameters=tuple(
             parameter
             for parameter in plan.parameters
-            if parameter.name.rpartition(".")[0] not in elsewhere
+            if parameter.name.rpartition(".")[0] not in absent_modules
         ),
-        rewrites=tuple(rewrite for rewrite in plan.rewrites if rewrite.module not in elsewhere),
+        rewrites=tuple(
+            rewrite for rewrite in plan.rewrites if rewrite.module not in absent_modules
+        ),
     )
     head = model.get_output_head()
-    vocabulary = 0  # rows of the whole projection, if ranks share them
+    vocab_size = 0  # rows of the whole projection, if ranks share them
     if head is not None:
-        plan, vocabulary = exclude_head_exchanges(plan, model, head)
+        plan, vocab_size = exclude_head_exchanges(plan, model, head)
     # Parameters that are no weights of the class, and so not in the plan: the codes of quantized
     # weights with their scales, and DoRA's magnitudes.
-    stored = _take_parts(model, plan, group) | _shard_magnitudes(model, plan, group)
-    place_parameters(model, plan=plan, mesh=world.mesh["tensor"], stored=stored)
+    extra_placements = _assign_quantized_parts(model, plan, group) | _shard_magnitudes(
+        model, plan, group
+    )
+    place_parameters(model, plan=plan, mesh=world.mesh["tensor"], extra_placements=extra_placements)
     runs = {parameter.name: find_runs(parameter, group.size) for parameter in plan.parameters}
     # Magnitudes are cut as B's rows, which may be those of several matrices fused into one.
-    b_names = {name: f"{name.removesuffix(_MAGNITUDE)}lora_B.weight" for name in stored}
-    runs |= {name: runs[b_names[name]] for name in stored if name.endswith(_MAGNITUDE)}
+    b_names = {name: f"{name.removesuffix(_MAGNITUDE)}lora_B.weight" for name in extra_placements}
+    runs |= {name: runs[b_names[name]] for name in extra_placements if name.endswith(_MAGNITUDE)}
     model.runs = {name: run for name, run in runs.items() if run is not None}
     if head is not None:
-        head.forward = partial(project, head, group, vocabulary)
+        head.forward = partial(compute_loss_or_logits, head, group, vocab_size)
     run_by_plan(
         model,
         plan=plan,
@@ -96,12 +100,14 @@ def shard_module(
     }
     return gradients | {
         name: "full" if placement.is_replicate() else "sharded"
-        for name, placement in stored.items()
+        for name, placement in extra_placements.items()
     }
 
 
-def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
-    """Tell quantized linears which part of their weight this rank computes with.
+def _assign_quantized_parts(
+    model: nn.Module, plan: ShardingPlan, group: Group
+) -> dict[str, Placement]:
+    """Give quantized linears the part of their weight that this rank computes with, in place.
 
     Returns the placements of their codes, factors and scales by name. Raises ConfigError where a
     part would not be whole quantization blocks, or would be several ranges of rows.
@@ -114,19 +120,17 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
     }
     for name, module in quantized.items():
         weight = plan.parameter(f"{name}.weight")
-        outputs = module.out_features
-        inputs = module.in_features
-        by_columns = weight.dim == 1
+        is_row_parallel = weight.dim == 1  # each rank has a part of the columns
         codes: Placement = Replicate()
         factors: Placement = Replicate()
         if weight.dim >= 0:
             is_one_matrix = len(weight.segments) == 1
             if not is_one_matrix or not can_cut(
-                inputs,
-                out_features=outputs,
+                in_features=module.in_features,
+                out_features=module.out_features,
                 kind=module.kind,
                 parts=group.size,
-                by_columns=by_columns,
+                by_columns=is_row_parallel,
             ):
                 reason = (
                     "has no whole blocks of 64 numbers for each rank"
@@ -139,10 +143,13 @@ def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str,
                     f" {'int8, ' if is_one_matrix else ''}or parallel.tensor=1"
                 )
             (part,) = compute_bounds(weight.segments, group.rank, group.size)
-            module.take_part(*((0, outputs), part) if by_columns else (part, (0, inputs)))
+            module.take_part(
+                rows=(0, module.out_features) if is_row_parallel else part,
+                columns=part if is_row_parallel else (0, module.in_features),
+            )
             codes = Shard(weight.dim)
             # One factor a row, except in nf4, whose factors of all blocks every rank keeps.
-            if not by_columns and module.kind != "nf4":
+            if not is_row_parallel and module.kind != "nf4":
                 factors = Shard(0)
         placements[f"{name}.weight_codes"] = codes
         placements[f"{name}.weight_factors"] = factors
@@ -156,21 +163,24 @@ def exclude_head_exchanges(
 ) -> tuple[ShardingPlan, int]:
     """Return the plan without the output projection's exchanges, and the size of the vocabulary.
 
-    `project` makes these exchanges together with the loss. The size is 0 where every rank has the
-    whole projection; the plan is the same then.
+    `compute_loss_or_logits` makes these exchanges together with the loss. The size is 0 where every
+    rank has the whole projection; the plan is the same then.
     """
     head_ids = {id(parameter) for parameter in head.parameters()}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in head_ids}
     axis = next((axis for axis in plan.axes if axis.output and names & set(axis.parameters)), None)
     if axis is None:
         return plan, 0
-    # What stays: the lookup of a tied embedding, and exchanges of tokens, which the layers need.
+    head_boundaries = {
+        boundary
+        for boundary in plan.boundaries
+        if boundary.parameters and set(boundary.parameters) <= names
+    }
+    # The lookup of a tied embedding and exchanges of tokens stay: the layers need them.
     boundaries = tuple(
         boundary
         for boundary in plan.boundaries
-        if boundary.kind in ("lookup", "gather", "slice")
-        or not boundary.parameters
-        or not set(boundary.parameters) <= names
+        if boundary not in head_boundaries or boundary.kind in ("lookup", "gather", "slice")
     )
     return replace(plan, boundaries=boundaries), plan.parameter(axis.parameters[0]).shape[0]
 
@@ -179,24 +189,25 @@ def place_parameters(
     model: nn.Module,
     plan: ShardingPlan,
     mesh: DeviceMesh,
-    stored: Mapping[str, Placement] | None = None,
+    extra_placements: Mapping[str, Placement] | None = None,
 ) -> None:
     """Replace each parameter by a DTensor of this rank's part, in place; tied ones stay tied.
 
-    mesh: of one dimension. stored: name -> placement, of parameters that the plan does not have.
+    mesh: of one dimension. extra_placements: name -> placement, of parameters that the plan does
+    not have.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    placed: dict[int, nn.Parameter] = {}
+    placed_parameters: dict[int, nn.Parameter] = {}  # by id of the parameter that was replaced
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in placed:
+            if id(parameter) not in placed_parameters:
                 path = names[id(parameter)]
-                placed[id(parameter)] = (
-                    place_parameter(parameter, stored[path], mesh)
-                    if stored and path in stored
+                placed_parameters[id(parameter)] = (
+                    place_parameter(parameter, extra_placements[path], mesh)
+                    if extra_placements and path in extra_placements
                     else _shard_parameter(parameter, plan.parameter(path), mesh)
                 )
-            setattr(module, name, placed[id(parameter)])
+            setattr(module, name, placed_parameters[id(parameter)])
 
 
 def _shard_parameter(
@@ -205,10 +216,10 @@ def _shard_parameter(
     full = parameter.detach()
     part = take_parameter_part(full, plan, rank=mesh.get_local_rank(), size=mesh.size())
     placement = Shard(plan.dim) if plan.dim >= 0 else Replicate()
-    placed = DTensor.from_local(
+    dtensor = DTensor.from_local(
         part, mesh, [placement], run_check=False, shape=full.shape, stride=full.stride()
     )
-    return nn.Parameter(placed, parameter.requires_grad)
+    return nn.Parameter(dtensor, parameter.requires_grad)
 
 
 def find_runs(plan: ParameterPlan, size: int) -> Runs | None:
@@ -227,66 +238,70 @@ def find_runs(plan: ParameterPlan, size: int) -> Runs | None:
 # Run the output projection, of which each rank may have a part of the vocabulary.
 
 
-def project(
+def compute_loss_or_logits(
     head: Any,
     group: Group,
-    vocabulary: int,
+    vocab_size: int,
     hidden: Tensor,
     *,
     labels: Tensor | None = None,
     head_loss: HeadLoss | None = None,
-    after: LogitTransform | None = None,
+    logit_transform: LogitTransform | None = None,
 ) -> Tensor:
     """Compute the loss, or logits `[..., v]` without labels: the head's forward on each rank.
 
-    vocabulary: rows of the whole projection, of which the head has this rank's; 0: the head has
-    all. hidden: `[..., d]`, the same on all ranks. labels: one for each token of `hidden`. after:
-    what the model does to its logits; None: nothing. With labels each rank passes its share of the
-    tokens to the loss, which exchanges them over the group. Without, all ranks get all logits,
-    which is for short texts.
+    vocab_size: rows of the whole projection, of which the head has this rank's; 0: the head has
+    all. hidden: `[..., d]`, the same on all ranks. labels: one for each token of `hidden`.
+    head_loss: see `ops.head_losses`; None: the sum of the tokens' cross-entropies.
+    logit_transform: what the model does to its logits; None: nothing. With labels each rank passes
+    its share of the tokens to the loss, which exchanges them over the group. Without, all ranks get
+    all logits, which is for short texts.
     """
     weight, bias = map(get_local, (head.weight, head.bias))
-    after = after or LogitTransform()
-    if labels is None and vocabulary:
+    logit_transform = logit_transform or LogitTransform()
+    if labels is None and vocab_size:
+        # `enter` is Megatron's f: the identity, whose backward sums the gradient over ranks.
         return _gather_columns(
-            F.linear(enter(hidden, make_all_reduce(group)), weight, bias), vocabulary, group
+            F.linear(enter(hidden, make_all_reduce(group)), weight, bias), vocab_size, group
         )
     if labels is None:
         return F.linear(hidden, weight, bias)
-    parts = None
-    if vocabulary:
-        # Backward gathers: each rank has the gradient of its own tokens of `hidden`.
+    vocab_group = None
+    if vocab_size:
+        # Forward takes this rank's tokens, without a collective. Backward gathers: each rank has
+        # the gradient of its own tokens of `hidden`.
         hidden = exchange(
             hidden.flatten(0, -2),
             lambda all_hidden: all_hidden.chunk(group.size)[group.rank].clone(),
             lambda gradient: wait(start_gather(gradient, group)),
         )
-        parts = replace(group, columns=-(-vocabulary // group.size))
+        # The loss needs the number of entries of the vocabulary on each rank (`Group.columns`).
+        vocab_group = replace(group, columns=-(-vocab_size // group.size))
     return run_head_loss(
         head_loss,
         hidden=hidden,
         weight=weight,
         labels=labels,
-        softcap=after.softcap,
-        finish=after.finish,
+        softcap=logit_transform.softcap,
+        finish=logit_transform.finish,  # other elementwise operations, before the softcap
         bias=bias,
-        group=parts,
+        group=vocab_group,
     )
 
 
-def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
+def _gather_columns(logits: Tensor, vocab_size: int, group: Group) -> Tensor:
     """Gather logits `[..., v / t]` of each of t ranks to `[..., v]` on all.
 
     Backward takes this rank's columns of the gradient, without a sum: all ranks compute one loss.
     """
-    columns = -(-vocabulary // group.size)
+    columns = -(-vocab_size // group.size)
     num_columns = logits.shape[-1]
 
     def gather(part: Tensor) -> Tensor:
         # The last rank's part may be smaller, and a gather takes equal ones.
         padded = F.pad(part, (0, columns - num_columns)).flatten(0, -2)
-        gathered = wait(start_gather(padded.t(), group))[:vocabulary]
-        return gathered.t().reshape(*part.shape[:-1], vocabulary)
+        gathered = wait(start_gather(padded.t(), group))[:vocab_size]
+        return gathered.t().reshape(*part.shape[:-1], vocab_size)
 
     return exchange(
         logits, gather, lambda gradient: gradient.narrow(-1, group.rank * columns, num_columns)
@@ -295,8 +310,8 @@ def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
 
 # Shard linears with DoRA. Their plan is that of LoRA. DoRA multiplies each output channel by the
 # trained magnitude over the norm of the adapted weight's row. It computes these norms outside the
-# calls that the plan counts. Where a weight is cut by columns (dimension 1), the squares of the
-# norms are summed over ranks.
+# calls that the plan counts. Where a weight is row-parallel (cut along dimension 1), the squares of
+# the norms are summed over ranks.
 
 
 def _shard_magnitudes(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
@@ -305,8 +320,10 @@ def _shard_magnitudes(model: nn.Module, plan: ShardingPlan, group: Group) -> dic
     Raises ConfigError where ranks would exchange an adapter's output before DoRA has changed it, or
     where A is cut along the adapter's rank r.
     """
+    # An exchange at B's product or later is of what DoRA still multiplies by its factors. With a
+    # bias the indices of DoRA's later calls are not those of LoRA's plan, either.
     late_modules = {
-        boundary.module for boundary in plan.boundaries if boundary.call >= _NUM_ADAPTER_CALLS
+        boundary.module for boundary in plan.boundaries if boundary.call >= _B_PRODUCT_CALL
     }
     placements: dict[str, Placement] = {}
     for name, module in model.named_modules():
@@ -321,32 +338,33 @@ def _shard_magnitudes(model: nn.Module, plan: ShardingPlan, group: Group) -> dic
                 " parallel.tensor=1"
             )
         module.compute_weight_norms = partial(  # type: ignore[method-assign]
-            _gather_norms, module, group, lora_a.dim, lora_b.dim
+            _gather_norms, module, group, lora_a_dim=lora_a.dim, lora_b_dim=lora_b.dim
         )
         module.compute_relative_lengths = partial(  # type: ignore[method-assign]
-            _compute_relative_lengths, module, group, lora_a.dim
+            _compute_relative_lengths, module, group, lora_a_dim=lora_a.dim
         )
         placements[f"{name}.{_MAGNITUDE}"] = Shard(0) if lora_b.dim == 0 else Replicate()
     return placements
 
 
-def _compute_relative_lengths(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
+def _compute_relative_lengths(module: AdaptedMatrix, group: Group, lora_a_dim: int) -> Tensor:
     """Return the factors of this rank's output channels: magnitudes over norms.
 
-    cut: see `_compute_norms`.
+    lora_a_dim: see `_compute_norms`.
     """
     # Not counted among the calls of the forward: the plan is that of LoRA, which has none of these.
     with torch._C.DisableTorchFunction():
         magnitudes: Tensor = get_local(module.lora_magnitude_vector)
-        return magnitudes / _compute_norms(module, group, cut)
+        return magnitudes / _compute_norms(module, group, lora_a_dim)
 
 
 @torch.no_grad()
-def _compute_norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
-    """Compute the norms `[out]` of this rank's rows of the adapted matrix. A collective if cut=1.
+def _compute_norms(module: AdaptedMatrix, group: Group, lora_a_dim: int) -> Tensor:
+    """Compute the norms `[out]` of this rank's rows of the adapted matrix.
 
-    cut: the dimension along which A is cut. 1: the matrix is cut by columns, so that ranks have
-    parts of every row, and the squares of the parts' norms are summed. -1: A is whole.
+    lora_a_dim: the dimension along which A is cut. 1: the matrix is row-parallel, so that ranks
+    have parts of every row, and the squares of the parts' norms are summed: a collective. -1: A is
+    whole.
     """
     weight = (
         module.dequantize_local_weight()
@@ -356,14 +374,14 @@ def _compute_norms(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:
     weight = weight.t() if module.transposed else weight
     lora_a, lora_b = map(get_local, (module.lora_A.weight, module.lora_B.weight))
     norms = module.compute_norms_with(lambda start, stop: weight[start:stop], lora_a, lora_b)
-    return norms if cut != 1 else all_reduce(norms.square(), "sum", group).sqrt()
+    return norms if lora_a_dim != 1 else all_reduce(norms.square(), "sum", group).sqrt()
 
 
-def _gather_norms(module: AdaptedMatrix, group: Group, cut: int, rows: int) -> Tensor:
+def _gather_norms(module: AdaptedMatrix, group: Group, lora_a_dim: int, lora_b_dim: int) -> Tensor:
     """Gather the norms of all rows, in the order of the ranks. A collective.
 
-    cut: see `_compute_norms`. rows: the dimension along which B is cut; 0: each rank has other
-    rows; else all ranks have all rows, and nothing is gathered.
+    lora_a_dim: see `_compute_norms`. lora_b_dim: the dimension along which B is cut; 0: each rank
+    has other rows; else all ranks have all rows, and nothing is gathered.
     """
-    norms = _compute_norms(module, group, cut)
-    return wait(start_gather(norms, group)) if rows == 0 else norms
+    norms = _compute_norms(module, group, lora_a_dim)
+    return wait(start_gather(norms, group)) if lora_b_dim == 0 else norms

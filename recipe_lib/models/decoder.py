@@ -566,22 +566,22 @@ class LinearHead(nn.Linear):
         *,
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
-        after: LogitTransform | None = None,
+        logit_transform: LogitTransform | None = None,
     ) -> Tensor:
         """Return logits of hidden `[..., d]`, or with labels the result of `head_loss`.
 
-        after: the operations that the model's own forward applies to logits. They are applied for
-        the loss alone: logits are returned without them. None: there are none.
+        logit_transform: the operations that the model's own forward applies to logits. They are
+        applied for the loss alone: logits are returned without them. None: there are none.
         """
         if labels is None:
             return F.linear(hidden, self.weight, self.bias)
-        after = after or LogitTransform()
+        logit_transform = logit_transform or LogitTransform()
         return run_head_loss(
             head_loss,
             hidden=hidden,
             weight=self.weight,
             labels=labels,
-            softcap=after.softcap,
-            finish=after.finish,
+            softcap=logit_transform.softcap,
+            finish=logit_transform.finish,
             bias=self.bias,
         )

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.planned_times import (
-    Compared,
     PublishedSpeed,
+    RowComparison,
     compare_row,
     compute_statistics,
     read_sources,
@@ -40,5 +40,7 @@ def test_a_row_is_planned(tmp_path: Path) -> None:
 
 
 def test_the_summary_is_of_errors_without_their_sign() -> None:
-    rows = [Compared(ROWS[0], ROWS[0].published * ratio, 0.5, "fits") for ratio in (0.9, 1.1, 1.3)]
+    rows = [
+        RowComparison(ROWS[0], ROWS[0].published * ratio, 0.5, "fits") for ratio in (0.9, 1.1, 1.3)
+    ]
     assert compute_statistics(rows) == "3 | 16.7% | 26.0% | 1.10 | 2"

@@ -9,6 +9,7 @@ divided: `infer` asks `find_rewrites` for such attributes.
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -49,11 +50,11 @@ class TracedTensor:
     dims: list[AxisNode]
     # Names of the parameters it is made of; empty as soon as an input is among its sources.
     parameters: frozenset[str] = frozenset()
-    activation: bool = False  # it depends on an input of the model
-    identifiers: bool = False  # it is the model's token ids, or made of them one by one
+    is_activation: bool = False  # it depends on an input of the model
+    is_token_ids: bool = False  # it is the model's token ids, or made of them one by one
     # The tensor that it is a view of; None for one with memory of its own.
     base: "TracedTensor | None" = None
-    call: int = -1  # number of the torch function call that makes it; -1: none does
+    call_index: int = -1  # in the trace, of the torch function call that makes it; -1: none does
 
     @property
     def root(self) -> "TracedTensor":
@@ -71,30 +72,34 @@ class OperatorCall:
         kwargs: dict[str, Any],
         *,
         results: list[torch.Tensor],
-        place: str,
-        known: Callable[[torch.Tensor], TracedTensor],
+        module_path: str,
+        get_traced: Callable[[torch.Tensor], TracedTensor],
     ):
         self.function = function  # an `OpOverload`
         self.args = args
         self.kwargs = kwargs
         self.results = results  # the tensors that come out
-        self.place = place  # path of the module, for messages
-        self.known = known  # returns what is known of a tensor
+        self.module_path = module_path  # for messages
+        self.get_traced = get_traced  # returns what is known of a tensor
         self.name = get_short_name(function)
-        self.reason = f"{self.name} in {place}"  # why what this operator blocks stays whole
+        self.reason = f"{self.name} in {module_path}"  # why what this operator blocks stays whole
         # What is known of the tensors that go in, by id and in order, and of those that come out.
-        self.held = {id(tensor): known(tensor) for tensor in list_tensors((args, kwargs))}
-        self.inputs = [self.held[id(tensor)] for tensor in list_tensors((args, kwargs))]
+        self.traced_by_id = {
+            id(tensor): get_traced(tensor) for tensor in list_tensors((args, kwargs))
+        }
+        self.inputs = [self.traced_by_id[id(tensor)] for tensor in list_tensors((args, kwargs))]
         self.outputs: list[TracedTensor] = []  # filled in after the rule has run
-        self.call = -1  # number of the torch function call that runs it; -1: none does
+        self.call_index = -1  # in the trace, of the torch function call that runs it; -1: none does
         # (dimension that a product sums over, left operand, right operand)
         self.contractions: list[tuple[AxisNode, TracedTensor, TracedTensor]] = []
         # (dimension that a sum or a mean goes over, its input)
         self.reductions: list[tuple[AxisNode, TracedTensor]] = []
-        self.lookup = False  # it picks rows of a matrix by number, as an embedding
-        self.uniform = False  # all elements of the result are equal, whatever its size
-        self.values = False  # elements of the result belong to no elements of an input (`arange`)
-        self.ordered = False  # an element of the result depends on several of a dimension (`sort`)
+        self.is_lookup = False  # it picks rows of a matrix by number, as an embedding
+        self.is_uniform = False  # all elements of the result are equal, whatever its size
+        # Elements of the result belong to no elements of an input (`arange`).
+        self.makes_values = False
+        # An element of the result depends on several ones of a dimension (`sort`).
+        self.mixes_elements = False
         self.added: TracedTensor | None = None  # what a product is added to
         # Of `x[...]`: what is within the brackets, by place (`sharding_plan.list_places`).
         self.picked: dict[str, Any] = {}
@@ -109,9 +114,9 @@ class OperatorCall:
         self._arguments: dict[str, Any] = defaults | dict(given) | kwargs
 
     def get_dims(self, tensor: torch.Tensor) -> Dims:
-        return self.known(tensor).dims
+        return self.get_traced(tensor).dims
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get_arg(self, name: str, default: Any = None) -> Any:
         """Return an argument by its name in the operator's schema, with the schema's default."""
         return self._arguments.get(name, default)
 
@@ -122,12 +127,14 @@ class OperatorCall:
         """Return the sizes of the first output."""
         return list(self.results[0].shape)
 
-    def contract(
+    def add_contraction(
         self, left: AxisNode, right: AxisNode, left_tensor: torch.Tensor, right_tensor: torch.Tensor
     ) -> None:
-        """Note that a product sums over a dimension of each operand, which are one."""
+        """Add that a product sums over a dimension of each operand; unite the two."""
         unify(left, right, self.reason)
-        self.contractions.append((left, self.known(left_tensor), self.known(right_tensor)))
+        self.contractions.append(
+            (left, self.get_traced(left_tensor), self.get_traced(right_tensor))
+        )
 
     def join(self, left: AxisNode, right: AxisNode) -> AxisNode:
         """Unite two dimensions as broadcasting does, and return the result's."""
@@ -172,7 +179,7 @@ class FunctionCall:
     source: str  # file and line in the model
     arguments: list[Argument] = dataclasses.field(default_factory=list)  # those that are tensors
     # Other arguments, by place: integers, slices, `...`, None and texts.
-    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    non_tensor_args: dict[str, Any] = dataclasses.field(default_factory=dict)
     outputs: list[TracedTensor] = dataclasses.field(default_factory=list)
     records: list[OperatorCall] = dataclasses.field(default_factory=list)  # operators that it runs
 
@@ -197,21 +204,24 @@ class ForwardTrace:
     # Comparisons that the forward made: of attributes, and of sizes of tensors.
     decisions: list[Decision] = dataclasses.field(default_factory=list)
     size_decisions: list[Decision] = dataclasses.field(default_factory=list)
-    tokens: int = 0  # the number of token ids; 0: the model takes none
+    num_tokens: int = 0  # of token ids; 0: the model takes none
     ids: TracedTensor | None = None  # the token ids, if they are `[b, s]`
     # Path -> first tensor of the output, of layers and of modules outside the layers.
-    given: dict[str, TracedTensor] = dataclasses.field(default_factory=dict)
+    module_outputs: dict[str, TracedTensor] = dataclasses.field(default_factory=dict)
 
-    def find_differing_modules(self, other: "ForwardTrace") -> frozenset[str]:
+    def find_differing_modules(self, other_trace: "ForwardTrace") -> frozenset[str]:
         """Return paths of the modules whose forwards make other calls in another trace."""
         first = Counter((call.key, call.function) for call in self.calls)
-        second = Counter((call.key, call.function) for call in other.calls)
+        second = Counter((call.key, call.function) for call in other_trace.calls)
         return frozenset(key.module for key, _ in (first - second) + (second - first))
 
 
 @dataclasses.dataclass(eq=False)
 class PendingBoundary:
-    """An exchange between ranks before it becomes a `Boundary` of a plan, which names its kinds."""
+    """An exchange between ranks before it becomes a `Boundary` of a plan.
+
+    Fields are named as that class', which says for each kind what ranks exchange.
+    """
 
     kind: str  # enter, leave, lookup, cut or assemble
     call: int  # number of the call in the trace; in a Boundary, in its module's forward
@@ -297,6 +307,7 @@ class LocalSizes:
         of.
         """
         offset = 0
+        # A dimension is a concatenation of parts, each of them a product of factors (`axes`).
         for part in list_parts(node):
             if start >= part.size:
                 start -= part.size
@@ -327,16 +338,16 @@ class SizeDemand:
     sharded_axes: list[ShardedAxis]  # the axes that make them differ; empty: they are equal
 
 
-def list_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
+def list_demands(call: FunctionCall, local_sizes: LocalSizes) -> Iterator[SizeDemand]:
     """Yield what the integer arguments of a call have to be on a rank, where that is known."""
-    if not call.outputs or not call.numbers:
+    if not call.outputs or not call.non_tensor_args:
         return
     if call.function == "__getitem__":
-        yield from _list_slice_demands(call, ranks)
+        yield from _list_slice_demands(call, local_sizes)
         return
     output = call.outputs[0]
     for place, dimension in _list_size_places(call):
-        value: Any = call.numbers.get(place)
+        value: Any = call.non_tensor_args.get(place)
         is_size = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         if not is_size or dimension >= len(output.dims):
             continue
@@ -344,19 +355,19 @@ def list_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
             output = call.outputs[min(int(place.split(".")[1]), len(call.outputs) - 1)]
         # If they differ, the argument is not that size: it is broadcast, or rounded.
         if int(value) == output.dims[dimension].size:
-            expected = ranks.compute_size(output, output.dims[dimension])
+            expected = local_sizes.compute_size(output, output.dims[dimension])
             yield SizeDemand(
-                call,
+                call=call,
                 value=value,
                 expected=expected,
-                sharded_axes=ranks.list_axes(output) if expected != int(value) else [],
+                sharded_axes=local_sizes.list_axes(output) if expected != int(value) else [],
             )
 
 
 def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
     """Yield (place of an integer argument, dimension of the output of which it is the size)."""
     dims = call.outputs[0].dims
-    numbers = call.numbers
+    numbers = call.non_tensor_args
     if call.function in SHAPES:
         # Spellings: `x.view(2, 3)`, `x.view((2, 3))`, `torch.zeros(2, 3)`, `torch.zeros((2, 3))`,
         # `size=(2, 3)`.
@@ -380,21 +391,21 @@ def _list_size_places(call: FunctionCall) -> Iterator[tuple[str, int]]:
         names = {"3", "length"} if is_narrow else {"1", "split_size_or_sections", "split_size"}
         dimension = int(numbers.get("dim", numbers.get("1" if is_narrow else "2", 0))) % len(dims)
         for place in numbers:
-            if place.split(".")[0] in names and place != "1.dim":
+            if place.split(".")[0] in names:
                 yield place, dimension
     elif call.function.startswith("conv"):  # the number of groups is that of channels, if depthwise
         yield "6", 1
         yield "groups", 1
 
 
-def _list_slice_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeDemand]:
+def _list_slice_demands(call: FunctionCall, local_sizes: LocalSizes) -> Iterator[SizeDemand]:
     """Yield what starts and stops of the slices in `x[...]` have to be on a rank."""
     # With tensors in the brackets elements are picked by number: their dimensions are blocked.
     if len(call.arguments) != 1 or call.arguments[0].place != "0":
         return
     tensor = call.arguments[0].tensor
     items = [
-        call.numbers[place] for place in sorted(call.numbers, key=_split_place) if place != "0"
+        call.non_tensor_args[place] for place in sorted(call.non_tensor_args, key=_split_place)
     ]
     num_picked = sum(item is not None and item is not ... for item in items)
     dimension = 0
@@ -407,15 +418,17 @@ def _list_slice_demands(call: FunctionCall, ranks: LocalSizes) -> Iterator[SizeD
             for value in (item.start, item.stop):
                 expected = None
                 if isinstance(value, int) and 0 < value < node.size:
-                    expected = ranks.compute_offset(tensor, node, int(value))
+                    expected = local_sizes.compute_offset(tensor, node, int(value))
                 elif isinstance(value, int) and 0 < value == node.size:
-                    expected = ranks.compute_size(tensor, node)
+                    expected = local_sizes.compute_size(tensor, node)
                 if expected is not None:
                     yield SizeDemand(
-                        call,
+                        call=call,
                         value=value,
                         expected=expected,
-                        sharded_axes=ranks.list_axes(tensor) if expected != int(value) else [],
+                        sharded_axes=local_sizes.list_axes(tensor)
+                        if expected != int(value)
+                        else [],
                     )
         dimension += item is not None  # None is a new dimension of the output
 
@@ -444,24 +457,24 @@ def find_rewrites(
     Each call's integers are computed anew for a rank. Where one comes out wrong, a division of one
     of the attributes that it was computed from is tried.
     """
-    ranks = LocalSizes(sharded_axes)
-    demands = [demand for call in trace.calls for demand in list_demands(call, ranks)]
+    local_sizes = LocalSizes(sharded_axes)
+    demands = list(chain.from_iterable(list_demands(call, local_sizes) for call in trace.calls))
     # An attribute that is right as it is for some call must not be divided for another one.
     kept: set[Attribute] = set()
     for demand in demands:
         is_same = demand.expected == int(demand.value) and not demand.sharded_axes
-        if is_same and _is_right(demand, ranks, {}):
+        if is_same and _is_right(demand, local_sizes, {}):
             kept.update(list_sources(demand.value, Attribute))
     divisions: dict[Attribute, Division] = {}
     rewrites: dict[Attribute, AttributeDivision] = {}
     for demand in demands:
         attributes = dict.fromkeys(list_sources(demand.value, Attribute))
-        if _is_right(demand, ranks, divisions):
+        if _is_right(demand, local_sizes, divisions):
             for attribute in divisions.keys() & attributes.keys():
                 rewrites[attribute].sharded_axes.update(demand.sharded_axes)
             continue
         # An attribute is divided by one number of ranks, and 1 cannot be divided.
-        shares = {ranks.shares[axis] for axis in demand.sharded_axes}
+        shares = {local_sizes.shares[axis] for axis in demand.sharded_axes}
         if len(shares) != 1 or int(demand.value) < 2:
             continue
         for attribute in [key for key in attributes if key not in kept | divisions.keys()]:
@@ -469,7 +482,7 @@ def find_rewrites(
                 (
                     division
                     for division in _list_divisions(demand, *shares)
-                    if _is_right(demand, ranks, {**divisions, attribute: division})
+                    if _is_right(demand, local_sizes, {**divisions, attribute: division})
                 ),
                 None,
             )
@@ -478,7 +491,7 @@ def find_rewrites(
                 rewrites[attribute] = AttributeDivision(set(demand.sharded_axes), division.kept)
                 break
     refused: dict[ShardedAxis, str] = {}
-    for demand in [demand for demand in demands if not _is_right(demand, ranks, divisions)]:
+    for demand in [demand for demand in demands if not _is_right(demand, local_sizes, divisions)]:
         failed_axes = list(demand.sharded_axes)
         if not failed_axes:  # the tensor is whole, but other axes have divided its attribute
             for attribute in list_sources(demand.value, Attribute):
@@ -492,16 +505,17 @@ def find_rewrites(
     return rewrites, refused
 
 
-def _list_divisions(demand: SizeDemand, ranks: int) -> Iterator[Division]:
+def _list_divisions(demand: SizeDemand, num_ranks: int) -> Iterator[Division]:
     """Yield the ways to divide an attribute: all of it, or as much as the demand needs.
 
     The second is possible where the integer is the attribute itself, not computed from it.
     """
-    yield Division(ranks)
+    yield Division(num_ranks)
     value = int(demand.value)
-    kept = (ranks * demand.expected - value) // (ranks - 1)
+    # Solves kept + (value - kept) / num_ranks = expected, which is `Division.divide`.
+    kept = (num_ranks * demand.expected - value) // (num_ranks - 1)
     if isinstance(getattr(demand.value, "source", None), Attribute) and 0 < kept < value:
-        yield Division(ranks, kept)
+        yield Division(num_ranks, kept)
 
 
 def is_control_flow_same(
@@ -510,23 +524,26 @@ def is_control_flow_same(
     rewrites: dict[Attribute, AttributeDivision],
     *,
     size: int,
-    last: dict[str, int],
+    last_boundary_calls: dict[str, int],
 ) -> bool:
     """Return True if comparisons of sizes come out on each of `size` ranks as in the whole model.
 
-    last: module -> the number of its last call with a boundary. A comparison after that call may
-    come out otherwise, since no exchange depends on it: `if groups == 1: return keys`.
+    last_boundary_calls: module -> the index of its last call with a boundary. A comparison after
+    that call may come out otherwise, since no exchange depends on it: `if groups == 1: return
+    keys`.
     """
     # The vocabulary is cut unevenly, and no size in a layer depends on it.
-    ranks = LocalSizes([axis for axis in sharded_axes if not axis.vocabulary], size)
+    local_sizes = LocalSizes([axis for axis in sharded_axes if not axis.vocabulary], size)
     divisions = {attribute: Division(size, rewrite.kept) for attribute, rewrite in rewrites.items()}
     return all(
-        is_decided_alike(decision, ranks.read_size, divisions)
+        is_decided_alike(decision, local_sizes.read_size, divisions)
         for decision in trace.decisions
-        if decision.call <= last.get(decision.module, -1)
+        if decision.call <= last_boundary_calls.get(decision.module, -1)
     )
 
 
-def _is_right(demand: SizeDemand, ranks: LocalSizes, divisions: dict[Attribute, Division]) -> bool:
+def _is_right(
+    demand: SizeDemand, local_sizes: LocalSizes, divisions: dict[Attribute, Division]
+) -> bool:
     """Return True if a call's integer, computed anew with these divisions, is right on a rank."""
-    return evaluate(demand.value, ranks.read_size, divisions) == demand.expected
+    return evaluate(demand.value, local_sizes.read_size, divisions) == demand.expected

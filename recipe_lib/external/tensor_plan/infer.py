@@ -306,7 +306,9 @@ def _find_legal_sizes(
     return tuple(
         size
         for size in sizes
-        if is_control_flow_same(forward, chosen, divisions, size=size, last=last_calls)
+        if is_control_flow_same(
+            forward, chosen, divisions, size=size, last_boundary_calls=last_calls
+        )
     )
 
 
@@ -354,11 +356,11 @@ def _find_partial_parameters(
     partial = {name for boundary in boundaries for name in boundary.parameters}
     full: set[str] = set()
     for index, call in enumerate(forward.calls):
-        makes_activation = any(output.activation for output in call.outputs)
+        makes_activation = any(output.is_activation for output in call.outputs)
         for place, tensor, needs_gradient in call.arguments:
             if (index, place) in token_uses:
                 partial |= tensor.parameters
-            is_parameter_use = needs_gradient and makes_activation and not tensor.activation
+            is_parameter_use = needs_gradient and makes_activation and not tensor.is_activation
             if is_parameter_use and (index, place) not in partial_uses:
                 full |= tensor.parameters
     return partial - full, partial & full
@@ -422,7 +424,7 @@ def _build_token_boundaries(forward: ForwardTrace, shared: SharedTokens) -> tupl
                 tokens_first=layout.first,
                 function=call.function,
                 source=call.source,
-                width=math.prod(node.size for node in tensor.dims) // forward.tokens,
+                width=math.prod(node.size for node in tensor.dims) // forward.num_tokens,
             ),
         )
     return tuple(boundaries.values())
@@ -510,7 +512,7 @@ def _build_boundaries(
             mean=boundary.mean,
             function=call.function,
             source=call.source,
-            width=num_elements // forward.tokens if is_summed and forward.tokens else 0,
+            width=num_elements // forward.num_tokens if is_summed and forward.num_tokens else 0,
         )
     return tuple(boundaries.values())
 
@@ -530,7 +532,7 @@ def _find_moved(call: FunctionCall, users: Uses) -> TracedTensor | None:
     inputs = [argument.tensor for argument in call.arguments if argument.needs_gradient]
     if not len(call.outputs) == len(call.arguments) == len(inputs) == 1:
         return None
-    return inputs[0] if inputs[0].activation and len(users[inputs[0]]) == 1 else None
+    return inputs[0] if inputs[0].is_activation and len(users[inputs[0]]) == 1 else None
 
 
 def _find_giving_call(
@@ -541,7 +543,7 @@ def _find_giving_call(
     Calls that return their input count too. None if a later use does not need that, or an earlier
     call reads the tensor.
     """
-    calls = range(max(tensor.call, 0), max(users[tensor])[0] + 1)
+    calls = range(max(tensor.call_index, 0), max(users[tensor])[0] + 1)
     giving_calls = [index for index in calls if tensor in forward.calls[index].outputs]
     if (
         not giving_calls

@@ -85,7 +85,7 @@ def find_rule(function: Any) -> Rule | None:
 def trace_elementwise(step: OperatorCall) -> list[Dims] | None:
     """Trace any operator that works element by element, under broadcasting."""
     tensors = list(list_tensors((step.args, step.kwargs)))
-    step.uniform = step.name in ("fill_", "zero_")
+    step.is_uniform = step.name in ("fill_", "zero_")
     if step.name in ("prelu", "_prelu_kernel"):
         # One weight per channel, which is the second dimension.
         tensors = tensors[:1] if tensors[1].numel() == 1 else tensors
@@ -99,7 +99,7 @@ def trace_elementwise(step: OperatorCall) -> list[Dims] | None:
 )
 def trace_uniform(step: OperatorCall) -> list[Dims]:
     """Trace an operator that fills its result with one value: any part of it is like the whole."""
-    step.uniform = True
+    step.is_uniform = True
     if step.name.endswith("_like"):
         return [list(step.get_dims(step.get_first_tensor()))]
     return [step.make_dims(step.get_shape())]
@@ -114,7 +114,7 @@ def trace_uniform(step: OperatorCall) -> list[Dims]:
 )
 def trace_values(step: OperatorCall) -> list[Dims]:
     """Trace an operator whose results do not correspond to its inputs element by element."""
-    step.values = True
+    step.makes_values = True
     for tensor in list_tensors((step.args, step.kwargs)):
         for node in step.get_dims(tensor):
             block(node, step.reason)
@@ -133,14 +133,14 @@ def trace_reduction(step: OperatorCall) -> list[Dims]:
 
     Those of sums and means are noted instead: ranks can add up what each of them has.
     """
-    step.ordered = True
+    step.mixes_elements = True
     tensor = step.get_first_tensor()
     dims = step.get_dims(tensor)
     gone = _list_given_dims(step, len(dims))
     linear = step.name in ("mean", "sum") and len(gone) < len(dims) and tensor.is_floating_point()
     for dim in gone if dims else ():
         if linear:
-            step.reductions.append((dims[dim], step.known(tensor)))
+            step.reductions.append((dims[dim], step.get_traced(tensor)))
         else:
             block(dims[dim], step.reason)
     keepdim = len(step.get_shape()) == len(dims)
@@ -154,7 +154,7 @@ def trace_reduction(step: OperatorCall) -> list[Dims]:
 
 def _list_given_dims(step: OperatorCall, count: int) -> set[int]:
     """Return the `dim` argument as numbers from 0. Without one, it is all `count` dimensions."""
-    argument = step.get("dim")
+    argument = step.get_arg("dim")
     dims = [argument] if isinstance(argument, int) else argument or range(count)
     return {dim % max(count, 1) for dim in dims}
 
@@ -173,8 +173,8 @@ def trace_along(step: OperatorCall) -> list[Dims]:
     An element of the result depends there on its neighbors, or on where it lies.
     """
     dims = list(step.get_dims(step.get_first_tensor()))
-    step.ordered = not step.name.startswith(("tri", "constant_pad"))
-    argument = step.get("dim", step.get("dims"))
+    step.mixes_elements = not step.name.startswith(("tri", "constant_pad"))
+    argument = step.get_arg("dim", step.get_arg("dims"))
     along = [argument] if isinstance(argument, int) else argument or list(range(len(dims)))
     if step.name.startswith("tri"):
         along = [-2, -1]
@@ -202,13 +202,13 @@ def trace_normalization(step: OperatorCall) -> list[Dims]:
 
     The statistics are results, too, with one element in these dimensions.
     """
-    dims = list(step.get_dims(step.get("input")))
-    count = len(step.get("normalized_shape"))
+    dims = list(step.get_dims(step.get_arg("input")))
+    count = len(step.get_arg("normalized_shape"))
     for node in dims[len(dims) - count :]:
         block(node, step.reason)
     for name in ("weight", "bias"):
-        if step.get(name) is not None:
-            broadcast(step, [step.get(name), step.get("input")], step.get("input").shape)
+        if step.get_arg(name) is not None:
+            broadcast(step, [step.get_arg(name), step.get_arg("input")], step.get_shape())
     statistics = dims[: len(dims) - count] + [AxisNode(1)] * count
     return [dims if index == 0 else list(statistics) for index in range(len(step.results))]
 
@@ -231,7 +231,7 @@ def trace_matrix_product(step: OperatorCall) -> list[Dims] | None:
     if min(len(left_dims), len(right_dims)) > 2 and len(left_dims) != len(right_dims):
         return None
     rows = right_dims[-2] if len(right_dims) > 1 else right_dims[0]
-    step.contract(left_dims[-1], right=rows, left_tensor=left, right_tensor=right)
+    step.add_contraction(left_dims[-1], right=rows, left_tensor=left, right_tensor=right)
     batch = [
         step.join(left_node, right_node)
         for left_node, right_node in zip(left_dims[:-2], right_dims[:-2], strict=False)
@@ -244,7 +244,7 @@ def trace_matrix_product(step: OperatorCall) -> list[Dims] | None:
         *(left_dims[-2:-1] if len(left_dims) > 1 else []),
         *(right_dims[-1:] if len(right_dims) > 1 else []),
     ]
-    step.added = None if added is None else step.known(added)
+    step.added = None if added is None else step.get_traced(added)
     if added is not None and [node.size for node in product_dims] == step.get_shape():
         offset = len(product_dims) - added.dim()
         for dim, node in enumerate(step.get_dims(added)):
@@ -260,15 +260,15 @@ def trace_grouped_product(step: OperatorCall) -> list[Dims] | None:
     if len(row_dims) != 2 or len(matrix_dims) != 3:
         return None
     block(matrix_dims[0], step.reason)
-    step.contract(row_dims[1], right=matrix_dims[1], left_tensor=rows, right_tensor=matrices)
+    step.add_contraction(row_dims[1], right=matrix_dims[1], left_tensor=rows, right_tensor=matrices)
     return [[row_dims[0], matrix_dims[2]]]
 
 
 @register_rule("embedding")
 def trace_embedding(step: OperatorCall) -> list[Dims]:
     """Trace a look-up: rows of a matrix that are picked by number."""
-    step.lookup = True
-    return [[*step.get_dims(step.get("indices")), step.get_dims(step.get("weight"))[1]]]
+    step.is_lookup = True
+    return [[*step.get_dims(step.get_arg("indices")), step.get_dims(step.get_arg("weight"))[1]]]
 
 
 @register_rule("convolution")
@@ -278,16 +278,18 @@ def trace_convolution(step: OperatorCall) -> list[Dims] | None:
     It sums over channels, unless each channel has its own kernel (depthwise). Channels in groups
     are blocked.
     """
-    data, weight, bias = map(step.get, ("input", "weight", "bias"))
+    data, weight, bias = map(step.get_arg, ("input", "weight", "bias"))
     data_dims, kernel_dims = map(step.get_dims, (data, weight))
     for node in (*data_dims[2:], *kernel_dims[2:]):
         block(node, step.reason)
-    if step.get("transposed"):
+    if step.get_arg("transposed"):
         return None
     channels = kernel_dims[0]
-    if step.get("groups") == 1:
-        step.contract(data_dims[1], right=kernel_dims[1], left_tensor=data, right_tensor=weight)
-    elif step.get("groups") == data_dims[1].size == kernel_dims[0].size:
+    if step.get_arg("groups") == 1:
+        step.add_contraction(
+            data_dims[1], right=kernel_dims[1], left_tensor=data, right_tensor=weight
+        )
+    elif step.get_arg("groups") == data_dims[1].size == kernel_dims[0].size:
         channels = step.join(data_dims[1], kernel_dims[0])
     else:
         block(data_dims[1], step.reason)
@@ -331,12 +333,12 @@ def trace_permutation(step: OperatorCall) -> list[Dims]:
     """Trace dimensions in another order."""
     dims = list(step.get_dims(step.get_first_tensor()))
     if step.name in ("transpose", "transpose_"):
-        first, second = map(step.get, ("dim0", "dim1"))
+        first, second = map(step.get_arg, ("dim0", "dim1"))
         if dims:
             dims[first], dims[second] = dims[second], dims[first]
         return [dims]
     if step.name == "permute":
-        return [[dims[number] for number in step.get("dims")]]
+        return [[dims[number] for number in step.get_arg("dims")]]
     return [dims[::-1]]
 
 
@@ -359,10 +361,10 @@ def trace_squeeze(step: OperatorCall) -> list[Dims]:
     """Trace dimensions of one element that are added or removed."""
     dims = list(step.get_dims(step.get_first_tensor()))
     if step.name.startswith("unsqueeze"):
-        dims.insert(step.get("dim") % (len(dims) + 1), AxisNode(1))
+        dims.insert(step.get_arg("dim") % (len(dims) + 1), AxisNode(1))
         return [dims]
     # An empty list of dimensions removes none, no list at all removes every one of size 1.
-    removable = set() if step.get("dim") == [] else _list_given_dims(step, len(dims))
+    removable = set() if step.get_arg("dim") == [] else _list_given_dims(step, len(dims))
     return [[node for dim, node in enumerate(dims) if dim not in removable or node.size != 1]]
 
 
@@ -370,13 +372,13 @@ def trace_squeeze(step: OperatorCall) -> list[Dims]:
 def trace_slice(step: OperatorCall) -> list[Dims]:
     """Trace a slice of one dimension: it cuts the dimension into parts, of which it keeps one."""
     dims = list(step.get_dims(step.get_first_tensor()))
-    sliced_dim = step.get("dim", 0) % len(dims)
+    sliced_dim = step.get_arg("dim", 0) % len(dims)
     size = dims[sliced_dim].size
     length = step.get_shape()[sliced_dim]
     if length == size:
         return [dims]
-    stride = step.get("step", 1)
-    start = step.get("start") or 0
+    stride = step.get_arg("step", 1)
+    start = step.get_arg("start") or 0
     if stride > 1 and size % stride == 0 and 0 <= start < stride and length == size // stride:
         # Such as `x[..., ::2]` of a gate and an up projection that alternate.
         dims[sliced_dim], within = regroup([dims[sliced_dim]], [length, stride], step.reason)
@@ -400,7 +402,7 @@ def trace_slice(step: OperatorCall) -> list[Dims]:
 def trace_split(step: OperatorCall) -> list[Dims]:
     """Trace a dimension that is cut into several; picks of single elements (`unbind`) block it."""
     dims = list(step.get_dims(step.get_first_tensor()))
-    split_dim = step.get("dim", 0) % len(dims)
+    split_dim = step.get_arg("dim", 0) % len(dims)
     if step.name in ("unbind", "select"):
         block(dims[split_dim], step.reason)
         return [dims[:split_dim] + dims[split_dim + 1 :] for _ in step.results]
@@ -425,7 +427,7 @@ def trace_cat(step: OperatorCall) -> list[Dims]:
         tensor for tensor in list_tensors(step.args[0]) if tensor.numel() or tensor.dim() > 1
     ]
     shape = step.get_shape()
-    cat_dim = step.get("dim", 0) % len(shape)
+    cat_dim = step.get_arg("dim", 0) % len(shape)
     dims_by_tensor = [list(step.get_dims(tensor)) for tensor in tensors]
     if step.name == "stack":
         joined = AxisNode(shape[cat_dim], blocked=step.reason)
@@ -445,7 +447,7 @@ def trace_cat(step: OperatorCall) -> list[Dims]:
 @register_rule("repeat")
 def trace_repeat(step: OperatorCall) -> list[Dims]:
     """Trace `Tensor.repeat`: a dimension becomes (copies x itself), copies outermost."""
-    repeats = step.get("repeats")
+    repeats = step.get_arg("repeats")
     dims = list(step.get_dims(step.get_first_tensor()))
     dims = [AxisNode(1)] * (len(repeats) - len(dims)) + dims
     return [
@@ -470,7 +472,7 @@ def trace_opaque(step: OperatorCall) -> list[Dims]:
     keeps_some = step.name in ("view_as_real", "view_as_complex", "unfold")
     kept = 0  # how many
     while keeps_some and kept < min(len(dims), len(shape)) and dims[kept].size == shape[kept]:
-        if step.name == "unfold" and kept == step.get("dimension") % len(dims):
+        if step.name == "unfold" and kept == step.get_arg("dimension") % len(dims):
             break
         kept += 1
     for node in (*dims[kept:], *(node for other in step.inputs[1:] for node in other.dims)):
@@ -488,7 +490,7 @@ def trace_index(step: OperatorCall) -> list[Dims]:
     one. Indices of neighboring dimensions leave their common shape there, others leave it in front.
     """
     dims = list(step.get_dims(step.get_first_tensor()))
-    indices = list(step.get("indices"))  # None: a dimension that is not indexed
+    indices = list(step.get_arg("indices"))  # None: a dimension that is not indexed
     single = _find_negative_pick(step, indices)
     if single is not None:
         single_dim, element = single
@@ -517,7 +519,7 @@ def trace_index(step: OperatorCall) -> list[Dims]:
     kept = [node for number, node in enumerate(dims) if number not in indexed]
     # Where the dimensions of the indices lie in the result.
     first = indexed[0] if indexed and indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
-    target = step.get("values") if "put" in step.name else step.results[0]
+    target = step.get_arg("values") if "put" in step.name else step.results[0]
     count = len(torch.broadcast_shapes(*shapes)) if given and not has_mask else 1
     if "put" in step.name:
         put_dims = [*kept[:first], *(AxisNode(1) for _ in range(count)), *kept[first:]]
@@ -559,12 +561,12 @@ def _find_negative_pick(
 def trace_index_along(step: OperatorCall) -> list[Dims]:
     """Trace slices that are picked, or written, by number along one dimension, which is blocked."""
     dims = list(step.get_dims(step.get_first_tensor()))
-    indexed_dim = step.get("dim") % max(len(dims), 1)
+    indexed_dim = step.get_arg("dim") % max(len(dims), 1)
     block(dims[indexed_dim], step.reason)
     if step.name == "index_select":
-        dims[indexed_dim] = step.get_dims(step.get("index"))[0]
+        dims[indexed_dim] = step.get_dims(step.get_arg("index"))[0]
         return [dims]
-    source = step.get("source")
+    source = step.get_arg("source")
     for dim, node in enumerate(step.get_dims(source) if source is not None else ()):
         if dim != indexed_dim:
             unify(dims[dim], node, step.reason)
@@ -580,11 +582,11 @@ def trace_gather(step: OperatorCall) -> list[Dims]:
     That dimension is blocked; the index has the others, too.
     """
     dims = list(step.get_dims(step.get_first_tensor()))
-    indexed_dim = step.get("dim") % max(len(dims), 1)
+    indexed_dim = step.get_arg("dim") % max(len(dims), 1)
     block(dims[indexed_dim], step.reason)
     dims_by_tensor = [
         step.get_dims(tensor)
-        for tensor in (step.get("index"), step.get("src"))
+        for tensor in (step.get_arg("index"), step.get_arg("src"))
         if isinstance(tensor, torch.Tensor)
     ]
     for tensor_dims in dims_by_tensor:
@@ -613,7 +615,7 @@ def trace_attention(step: OperatorCall) -> list[Dims]:
 
     There may be fewer heads of keys and values than of queries: each serves a group of these.
     """
-    query, key, value = map(step.get, ("query", "key", "value"))
+    query, key, value = map(step.get_arg, ("query", "key", "value"))
     query_dims, key_dims, value_dims = map(step.get_dims, (query, key, value))
     group_size = query.shape[-3] // key.shape[-3]
     for dims in (key_dims, value_dims):
@@ -624,7 +626,7 @@ def trace_attention(step: OperatorCall) -> list[Dims]:
     for node in (query_dims[-1], key_dims[-1], key_dims[-2], query_dims[-2]):
         block(node, step.reason)
     unify(query_dims[-1], key_dims[-1], step.reason)
-    mask = step.get("attn_mask", step.get("attn_bias"))
+    mask = step.get_arg("attn_mask", step.get_arg("attn_bias"))
     if mask is not None:
         broadcast(step, [mask], [*(node.size for node in query_dims[:-1]), key_dims[-2].size])
         offset = len(query_dims) - mask.dim()

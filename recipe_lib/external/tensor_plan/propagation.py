@@ -81,7 +81,7 @@ class _AxisFollower:
             elif any(has_axis(node, axis.node) for node, _ in record.reductions):
                 self._reduce(record)
             elif (
-                record.lookup
+                record.is_lookup
                 and record.inputs[0] in axis.sharded
                 and has_axis(record.inputs[0].dims[0], axis.node)
             ):
@@ -105,7 +105,7 @@ class _AxisFollower:
         if axis.is_reduced:
             # The axis of hidden states' channels: every norm would cost a sum over ranks.
             for record in self.trace.records:
-                if record.lookup and have_axis(record.inputs[0].dims[1:], axis.node):
+                if record.is_lookup and have_axis(record.inputs[0].dims[1:], axis.node):
                     raise Refusal("hidden states have it, and norms take means over it")
         self._check_runs_alike()
 
@@ -162,9 +162,11 @@ class _AxisFollower:
         for record in self.trace.records:
             if views.isdisjoint(record.inputs):
                 continue
-            if record.call < 0 and record.name in MOVES:
+            if record.call_index < 0 and record.name in MOVES:
                 views.update(record.outputs)
-            elif record.call < 0 or views.isdisjoint(self.trace.calls[record.call].tensors):
+            elif record.call_index < 0 or views.isdisjoint(
+                self.trace.calls[record.call_index].tensors
+            ):
                 raise Refusal(
                     f"no torch function call uses {', '.join(parameter.parameters)} in"
                     f" {self._describe(record)}"
@@ -194,21 +196,24 @@ class _AxisFollower:
         sharded = self.axis.sharded
         sharded_inputs = [tensor for tensor in record.inputs if tensor in sharded]
         sharded_outputs = [tensor for tensor in record.outputs if self._is_in(tensor)]
-        if sharded_inputs and self.axis.has_whole_segments and not record.uniform:
+        if sharded_inputs and self.axis.has_whole_segments and not record.is_uniform:
             calls = self.trace.calls
-            is_even = record.call >= 0 and calls[record.call].function in ("chunk", "tensor_split")
+            is_even = record.call_index >= 0 and calls[record.call_index].function in (
+                "chunk",
+                "tensor_split",
+            )
             # All inputs lack the axis and are used in part, or a part of a fused tensor is taken.
             if not any(map(self._is_in, sharded_inputs)) or (record.name in _TAKES and not is_even):
                 sharded_outputs = record.outputs
         if not sharded_outputs:
-            if sharded_inputs and not record.uniform:
+            if sharded_inputs and not record.is_uniform:
                 raise Refusal(
                     f"a part of a tensor does not have the axis in {self._describe(record)}"
                 )
             return
-        if record.values:
+        if record.makes_values:
             return
-        if record.uniform and not sharded_inputs:
+        if record.is_uniform and not sharded_inputs:
             sharded.update(sharded_outputs)
             return
         if not sharded_inputs:
@@ -232,11 +237,13 @@ class _AxisFollower:
         One with the axis is cut there. One without it that needs a gradient enters: its gradient is
         summed over ranks in backward.
         """
-        if record.call < 0:
-            if self._is_in(whole) or whole.activation or whole.parameters:
+        if record.call_index < 0:
+            if self._is_in(whole) or whole.is_activation or whole.parameters:
                 raise Refusal("the axis goes through an operator that no torch function call makes")
             return
-        for place, tensor, needs_gradient in _find_arguments(self.trace.calls[record.call], whole):
+        for place, tensor, needs_gradient in _find_arguments(
+            self.trace.calls[record.call_index], whole
+        ):
             if self._is_in(whole):
                 dim, segments = self._find_only_dim(tensor)
                 if segments is None:
@@ -248,7 +255,7 @@ class _AxisFollower:
                 whole_numbers = tuple(at for at, (_, is_whole) in enumerate(segments) if is_whole)
                 cutting = PendingBoundary(
                     "cut",
-                    call=record.call,
+                    call=record.call_index,
                     place=place,
                     tensor=tensor,
                     dim=dim,
@@ -262,7 +269,7 @@ class _AxisFollower:
                 uses.append(
                     PendingBoundary(
                         "enter",
-                        call=record.call,
+                        call=record.call_index,
                         place=place,
                         tensor=tensor,
                         parameters=tensor.parameters,
@@ -310,7 +317,7 @@ class _AxisFollower:
 
     def _look_up(self, record: OperatorCall) -> None:
         """Note an embedding whose rows ranks share: the axis is that of the vocabulary."""
-        if not any(tensor.identifiers for tensor in record.inputs[1:]):
+        if not any(tensor.is_token_ids for tensor in record.inputs[1:]):
             raise Refusal(f"rows are picked by number, not by token, in {self._describe(record)}")
         self.axis.vocabulary = True
         self.axis.boundaries.append(
@@ -324,7 +331,7 @@ class _AxisFollower:
 
         taken: the tensor that the operator sums over, which is made of that argument.
         """
-        for place, tensor, _ in _find_arguments(self.trace.calls[record.call], taken):
+        for place, tensor, _ in _find_arguments(self.trace.calls[record.call_index], taken):
             dim, segments = self._find_only_dim(tensor)
             if segments is None or any(is_whole for _, is_whole in segments):
                 raise Refusal(
@@ -353,13 +360,17 @@ class _AxisFollower:
         elements or add a bias, and the call returns this result alone.
         """
         where = self._describe(record)
-        if record.call < 0:
+        if record.call_index < 0:
             raise Refusal(f"no torch function call makes {where}")
-        call = self.trace.calls[record.call]
+        call = self.trace.calls[record.call_index]
         if len(call.outputs) != 1:
             raise Refusal(f"{where} is one of several results of {call.function} at {call.source}")
         leaving = PendingBoundary(
-            kind, call=record.call, place="output", tensor=call.outputs[0], parameters=parameters
+            kind,
+            call=record.call_index,
+            place="output",
+            tensor=call.outputs[0],
+            parameters=parameters,
         )
         after = set(record.outputs)
         for later in call.records[call.records.index(record) + 1 :]:
@@ -383,10 +394,10 @@ class _AxisFollower:
     ) -> None:
         """Note what is added to a product within its call: it is added once, after the sum."""
         if not added.parameters:
-            if not added.activation:
+            if not added.is_activation:
                 return  # made of no input and no parameter: an addend that is multiplied by zero
             raise Refusal(f"an activation is added within the call of {self._describe(record)}")
-        for place, tensor, _ in _find_arguments(self.trace.calls[record.call], added):
+        for place, tensor, _ in _find_arguments(self.trace.calls[record.call_index], added):
             leaving.bias = place
             leaving.bias_parameters = tensor.parameters
 
@@ -415,9 +426,9 @@ class _AxisFollower:
                     )
 
     def _describe(self, record: OperatorCall) -> str:
-        if record.call < 0:
+        if record.call_index < 0:
             return record.name
-        call = self.trace.calls[record.call]
+        call = self.trace.calls[record.call_index]
         return f"{record.name} in {call.key.module or 'the model itself'} ({call.source})"
 
 

@@ -95,7 +95,9 @@ def run_call_on_tokens(call: FunctionCall, layouts: Layouts, length: int) -> Tok
             continue
         # What is written into has to be a rank's tokens already, and no view of another tensor.
         written = [tensor for tensor in record.outputs if tensor in record.inputs]
-        if any(tensor not in local or tensor.root.call != tensor.call for tensor in written):
+        if any(
+            tensor not in local or tensor.root.call_index != tensor.call_index for tensor in written
+        ):
             return None
         token_wise = _run_record_on_tokens(record, local, length)
         if token_wise is None:
@@ -117,7 +119,7 @@ def _run_record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -
     that axis, sums over it nor takes it apart, and each output has it once or not at all. Inputs
     that get the axis by the rule are the `demands`.
     """
-    if record.rule is None or record.values:
+    if record.rule is None or record.makes_values:
         return None
     tokens = AxisNode(length)
     marked = {}
@@ -133,8 +135,8 @@ def _run_record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -
         record.args,
         record.kwargs,
         results=record.results,
-        place=record.place,
-        known=lambda tensor: marked[record.held[id(tensor)]],
+        module_path=record.module_path,
+        get_traced=lambda tensor: marked[record.traced_by_id[id(tensor)]],
     )
     output_dims = record.rule(rerun)
     if output_dims is None or find(tokens).kind != "leaf" or find(tokens).blocked:
@@ -147,7 +149,7 @@ def _run_record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -
         layout = _find_token_dim(dims, tokens)
         if layout is not None:
             outputs[tensor] = layout
-        elif have_axis(dims, tokens) or not record.uniform:
+        elif have_axis(dims, tokens) or not record.is_uniform:
             return None
     demands: Layouts = {}
     for tensor in record.inputs:
@@ -240,7 +242,7 @@ class TokenFlow:
         for number, call in enumerate(trace.calls):
             if call.key.module in unsteady:
                 self.stopped.add(number)
-                self.whole.update(tensor for tensor in call.tensors if tensor.activation)
+                self.whole.update(tensor for tensor in call.tensors if tensor.is_activation)
                 self.whole.update(call.outputs)
         self._keep_head_whole()
         # Tensor -> the arguments that it is, and the calls that return it as it is.
@@ -265,16 +267,16 @@ class TokenFlow:
 
         The last product is the output projection: its input is gathered.
         """
-        queue = [output for output in self.trace.outputs if output.call >= 0]
+        queue = [output for output in self.trace.outputs if output.call_index >= 0]
         seen = set(queue)
         while queue:
-            call = self.trace.calls[queue.pop().call]
+            call = self.trace.calls[queue.pop().call_index]
             is_product = any(record.contractions for record in call.records)
             for tensor in call.tensors:
-                if tensor.activation and tensor not in seen:
+                if tensor.is_activation and tensor not in seen:
                     seen.add(tensor)
                     self.whole.add(tensor)
-                    if not is_product and tensor.call >= 0:
+                    if not is_product and tensor.call_index >= 0:
                         queue.append(tensor)
 
     def _try_on_tokens(self, number: int, layouts: Layouts) -> TokenWise | None:
@@ -338,7 +340,7 @@ class TokenFlow:
         Calls that return their argument as it is (`x.to(x.dtype)`) count, as long as they follow
         one another in one module.
         """
-        number = tensor.call
+        number = tensor.call_index
         module = self.trace.calls[number].key.module
         handed = self._handed.get(tensor, ())
         while number + 1 in handed and self.trace.calls[number + 1].key.module == module:
@@ -355,7 +357,7 @@ class TokenFlow:
         if not layouts and not is_handing_on(call):
             # A whole activation is sliced as early as it can be.
             for _, tensor, needs_gradient in call.arguments:
-                if needs_gradient and tensor in aligned and tensor.activation:
+                if needs_gradient and tensor in aligned and tensor.is_activation:
                     layouts = aligned
                     sliced = aligned
         can_try = layouts and number not in self.stopped
@@ -393,7 +395,7 @@ class TokenFlow:
         output: of the call `number`. If that call can work on tokens, its inputs are sliced.
         """
         uses = self._users.get(output, [])
-        if output in self.made or output.call != number or output in self.whole or not uses:
+        if output in self.made or output.call_index != number or output in self.whole or not uses:
             return
         if not self.slices.keys() >= set(uses) or len({self.slices[use][1] for use in uses}) > 1:
             return
@@ -417,8 +419,8 @@ class TokenFlow:
             return False
         if any(map(self.is_local, call.tensors)):
             return False
-        activations = [tensor for _, tensor, grad in call.arguments if tensor.activation and grad]
-        for tensor in activations[:1]:
+        inputs = [tensor for _, tensor, grad in call.arguments if tensor.is_activation and grad]
+        for tensor in inputs[:1]:
             for candidate in list_candidates(tensor, self.length):
                 token_wise = self._try_on_tokens(number, {tensor: candidate})
                 if token_wise is not None and token_wise.outputs.get(output) == layout:
@@ -433,11 +435,11 @@ class TokenFlow:
         for tensor, layout in list(self.made.items()):
             uses = self._users.get(tensor, [])
             is_gathered = bool(uses) and self.gathers.keys() >= set(uses)
-            if tensor in self.early or tensor.call < 0 or not is_gathered:
+            if tensor in self.early or tensor.call_index < 0 or not is_gathered:
                 continue
             for use in uses:
                 self.gathers.pop(use)
-            place = (tensor.call, name_output(self.trace.calls[tensor.call], tensor))
+            place = (tensor.call_index, name_output(self.trace.calls[tensor.call_index], tensor))
             if self.slices.pop(place, None) is not None:  # it is whole before the slice
                 del self.made[tensor]
             else:
@@ -471,7 +473,7 @@ class TokenFlow:
         sizes = _SharedSizes(self)
         for record in self.trace.records:
             # An operator without a torch function call, where ranks can exchange.
-            if record.call < 0:
+            if record.call_index < 0:
                 self.whole.update(filter(self.is_local, (*record.inputs, *record.outputs)))
         for (number, _), (tensor, _) in [*self.slices.items(), *self.gathers.items()]:
             is_written = any(
@@ -479,13 +481,13 @@ class TokenFlow:
                 for record in self.trace.calls[number].records
             )
             # Written in place: the write would go into the gathered or sliced copy.
-            if tensor.call != number and is_written:
+            if tensor.call_index != number and is_written:
                 self.whole.add(tensor)
                 self.stopped.add(number)
         for number, call in enumerate(self.trace.calls):
             sizes.at = number
             # A size of a rank's tokens that is passed where nothing says what it has to be.
-            for value in call.numbers.values() if call.function not in _CHECKED else ():
+            for value in call.non_tensor_args.values() if call.function not in _CHECKED else ():
                 self.whole.update(self._list_cut_tensors(value))
             for demand in list_demands(call, sizes):
                 if evaluate(demand.value, sizes.read_size, sizes.divisions) == demand.expected:
@@ -551,7 +553,7 @@ class TokenFlow:
         sizes: dict[TracedTensor, int] = {}
         for call in self.trace.calls:
             for output in call.outputs:
-                if output.activation and output not in self.sharded:
+                if output.is_activation and output not in self.sharded:
                     sizes[output] = prod(get_shape(output))
         num_shared = sum(size for tensor, size in sizes.items() if tensor in self.made)
         share = num_shared / max(sum(sizes.values()), 1) if self.gathers or self.slices else 0.0
@@ -560,7 +562,9 @@ class TokenFlow:
             self.slices,
             uses=uses,
             share=share,
-            local=tuple(path for path, tensor in self.trace.given.items() if self.is_local(tensor)),
+            local=tuple(
+                path for path, tensor in self.trace.module_outputs.items() if self.is_local(tensor)
+            ),
         )
 
 

@@ -53,12 +53,12 @@ class _Watch(TorchFunctionMode):
         self,
         model: torch.nn.Module,
         trace: ForwardTrace,
-        known: Callable[[torch.Tensor], TracedTensor],
+        get_traced: Callable[[torch.Tensor], TracedTensor],
     ):
         super().__init__()
         self.model = model
         self.trace = trace  # is filled in
-        self.known = known  # returns what is known of a tensor
+        self.get_traced = get_traced  # returns what is known of a tensor
         self.current = -1  # number of the call that is running
         self.last = ""  # path of the module that made the latest call; for errors
         self.inside = tuple(f"{name}." for name in list_layer_names(model))  # prefixes in layers
@@ -98,9 +98,9 @@ class _Watch(TorchFunctionMode):
         """Note a module's output, and go back to the module that called it; a forward hook."""
         first = next(list_tensors(output), None)
         if first is not None and not self.module.startswith(self.inside):
-            # `known` may read a shape, which this mode would take for a read of the model's.
+            # `get_traced` may read a shape, which this mode would take for a read of the model's.
             with torch._C.DisableTorchFunction():
-                self.trace.given[self.module] = self.known(first)
+                self.trace.module_outputs[self.module] = self.get_traced(first)
         self._running.pop()
 
     def __torch_function__(
@@ -119,13 +119,13 @@ class _Watch(TorchFunctionMode):
         call = FunctionCall(CallKey(forward.path, forward.calls), name, _describe_source())
         for place, value in list_places(args, kwargs):
             if isinstance(value, torch.Tensor):
-                call.arguments.append(Argument(place, self.known(value), value.requires_grad))
+                call.arguments.append(Argument(place, self.get_traced(value), value.requires_grad))
             elif isinstance(value, (int, slice, type(...), type(None), str)):
-                call.numbers[place] = value
+                call.non_tensor_args[place] = value
         self.current = len(self.trace.calls)
         self.trace.calls.append(call)
         result = function(*args, **kwargs)
-        call.outputs = [self.known(tensor) for tensor in list_tensors(result)]
+        call.outputs = [self.get_traced(tensor) for tensor in list_tensors(result)]
         self.current = -1
         forward.calls += bool(call.outputs)
         return result
@@ -136,7 +136,7 @@ class _Watch(TorchFunctionMode):
         """Read an attribute of a tensor; sizes become integers that know their dimension."""
         value = function(*args, **kwargs)
         if isinstance(value, torch.Size):
-            traced = self.known(args[0])
+            traced = self.get_traced(args[0])
             return torch.Size(
                 [
                     Sourced(size, Size(traced, at), self.trace.size_decisions.append)
@@ -145,7 +145,7 @@ class _Watch(TorchFunctionMode):
             )
         if type(value) is int and getattr(function, "__name__", "") == "size":
             dimension = args[1] if len(args) > 1 else kwargs["dim"]
-            size = Size(self.known(args[0]), dimension % args[0].dim())
+            size = Size(self.get_traced(args[0]), dimension % args[0].dim())
             return Sourced(value, size, self.trace.size_decisions.append)
         return value
 
@@ -161,7 +161,7 @@ class _Operators(TorchDispatchMode):
         # By a tensor's id. The tensor is kept, so that no later one gets its id.
         self._known: dict[int, tuple[TracedTensor, torch.Tensor]] = {}
 
-    def known(self, tensor: torch.Tensor) -> TracedTensor:
+    def get_traced(self, tensor: torch.Tensor) -> TracedTensor:
         """Return what is known of a tensor; a new one, made by no operator, is a constant."""
         if id(tensor) not in self._known:
             self.remember(tensor, TracedTensor([AxisNode(size) for size in tensor.shape]))
@@ -192,12 +192,17 @@ class _Operators(TorchDispatchMode):
         if not outputs:
             return result
         step = OperatorCall(
-            function, args, kwargs, results=outputs, place=module_path, known=self.known
+            function,
+            args,
+            kwargs,
+            results=outputs,
+            module_path=module_path,
+            get_traced=self.get_traced,
         )
-        step.call = self.watch.current
+        step.call_index = self.watch.current
         # An index tensor has no values on meta; the arguments of the call have them.
-        if step.call >= 0 and self.trace.calls[step.call].function == "__getitem__":
-            step.picked = self.trace.calls[step.call].numbers
+        if step.call_index >= 0 and self.trace.calls[step.call_index].function == "__getitem__":
+            step.picked = self.trace.calls[step.call_index].non_tensor_args
         step.rule = self.find_rule(function)
         dims = step.rule(step) if step.rule is not None else None
         sizes = [[node.size for node in nodes] for nodes in dims or ()]
@@ -212,23 +217,23 @@ class _Operators(TorchDispatchMode):
 
     def _record(self, step: OperatorCall, dims: list[Any]) -> None:
         """Record an operator and what is known of its results. dims: of each result."""
-        activation = any(traced.root.activation for traced in step.inputs)
+        activation = any(traced.root.is_activation for traced in step.inputs)
         sources = () if activation else step.inputs
         names = frozenset[str]().union(*(traced.parameters for traced in sources))
         # The schema says of a result whether it shares memory with an argument.
         views = any(result.alias_info is not None for result in step.function._schema.returns)
         for tensor, sizes in zip(step.results, dims, strict=True):
-            if id(tensor) in step.held:
+            if id(tensor) in step.traced_by_id:
                 # Written in place: the tensor that owns the memory has new values, too.
-                traced = self.known(tensor)
-                traced.root.activation |= activation
-                traced.activation |= activation
+                traced = self.get_traced(tensor)
+                traced.root.is_activation |= activation
+                traced.is_activation |= activation
                 traced.parameters = traced.parameters | names
             else:
                 is_by_one = (
                     tensor.dtype in (torch.int64, torch.int32)
-                    and not step.values
-                    and not step.ordered
+                    and not step.makes_values
+                    and not step.mixes_elements
                 )
                 traced = self.remember(
                     tensor,
@@ -236,16 +241,16 @@ class _Operators(TorchDispatchMode):
                         sizes,
                         names,
                         activation,
-                        identifiers=is_by_one
-                        and any(argument.identifiers for argument in step.inputs),
+                        is_token_ids=is_by_one
+                        and any(argument.is_token_ids for argument in step.inputs),
                         base=step.inputs[0] if views and step.inputs else None,
-                        call=step.call,
+                        call_index=step.call_index,
                     ),
                 )
             step.outputs.append(traced)
         self.trace.records.append(step)
-        if step.call >= 0:
-            self.trace.calls[step.call].records.append(step)
+        if step.call_index >= 0:
+            self.trace.calls[step.call_index].records.append(step)
 
 
 def trace(
@@ -260,7 +265,7 @@ def trace(
     """
     forward = ForwardTrace()
     operators = _Operators(forward, find_rule)
-    watch = operators.watch = _Watch(model, forward, operators.known)
+    watch = operators.watch = _Watch(model, forward, operators.get_traced)
     frozen = torch.nn.ParameterList(
         parameter
         for parameter in model.parameters()
@@ -271,10 +276,12 @@ def trace(
         forward.parameters[name] = operators.remember(parameter, traced)
     for number, tensor in enumerate(list_tensors(inputs)):
         first = not number and not tensor.is_floating_point()
-        forward.tokens = tensor.numel() if first else forward.tokens
+        forward.num_tokens = tensor.numel() if first else forward.num_tokens
         sizes = [AxisNode(size) for size in tensor.shape]
-        known = operators.remember(tensor, TracedTensor(sizes, activation=True, identifiers=first))
-        forward.ids = known if first and tensor.dim() == 2 else forward.ids
+        traced = operators.remember(
+            tensor, TracedTensor(sizes, is_activation=True, is_token_ids=first)
+        )
+        forward.ids = traced if first and tensor.dim() == 2 else forward.ids
     training = model.training
     try:
         frozen.requires_grad_(True)
@@ -292,7 +299,7 @@ def trace(
         model.train(training)
         frozen.requires_grad_(False)
     forward.outputs = [
-        operators.known(tensor) for tensor in list_tensors(get_output_values(output))
+        operators.get_traced(tensor) for tensor in list_tensors(get_output_values(output))
     ]
     return forward
 
