@@ -18,7 +18,7 @@ from recipe_lib.parallel import Parallel, materialize, parallelize, start_world
 from recipe_lib.training import check_host_memory, run_description
 from recipe_lib.training.run_description import count_calls_at_once, count_offloaded_bytes
 from recipe_lib.units import GIB
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_in_fork, run_ranks
 from tests.memory.late_copies import LateCopies
 from tests.parallel.small_models import LENGTH, ROWS, WIDTH, build_small_spec, make_small_batch
 from tests.recipes.runs import PLAIN
@@ -152,6 +152,7 @@ def test_a_run_is_refused_before_its_model_takes_memory(monkeypatch: pytest.Monk
         check_host_memory(model, Parallel(), cfg, on_a_gpu())
 
 
+@run_in_fork
 def test_a_model_with_cpu_offload_has_its_host_memory_when_it_is_allocated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
