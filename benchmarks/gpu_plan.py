@@ -264,7 +264,7 @@ def _plan_all(case_files: list[tuple[Any, Path]], hardware: Hardware, plan: Plan
 
 
 def plan_peaks(case: PlanCase, hardware: Hardware) -> dict[str, Any]:
-    """Plan the peaks of a case by phase, as `read_peaks` returns them.
+    """Plan the peaks of a case by phase, as `read_peaks` returns them, and `pinned` host bytes.
 
     A case with `threshold` also has `caps`: bytes of the least device memory that it runs in,
     without and with expandable segments.
@@ -275,6 +275,7 @@ def plan_peaks(case: PlanCase, hardware: Hardware) -> dict[str, Any]:
     )
     plan, trace = make_plan(recipe_class, cfg, settings)
     planned: dict[str, Any] = read_peaks(plan.heaviest)
+    planned["pinned"] = plan.heaviest.host
     if case.threshold:
         planned["caps"] = [
             find_smallest_cap(trace, expandable=False),

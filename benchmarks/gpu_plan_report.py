@@ -159,9 +159,10 @@ def _summarize_thresholds(rows: list[PlanRow]) -> list[str]:
 def _summarize_pinned(rows: list[PlanRow]) -> list[str]:
     """Return a line on the pinned host memory of the runs that are planned to take some."""
     errors = [
-        row["planned_pinned"] / row["measured"]["pinned"] - 1
+        row["planned"]["pinned"] / row["measured"]["pinned"] - 1
         for row in rows
-        if row.get("planned_pinned", 0) > MIB and "measured" in row
+        # Below a MiB are the small copies of any run.
+        if "measured" in row and row["planned"].get("pinned", 0) > MIB
     ]
     if not errors:
         return []

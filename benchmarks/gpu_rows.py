@@ -25,10 +25,10 @@ class Measured(TypedDict, total=False):
 class ComparedRow(TypedDict, total=False):
     """What the rows of both reports may have. In place of figures one of the reasons is there."""
 
-    # Phase -> figure -> bytes. In the ladder also figures of all steps, see `gpu_ladder.plan_line`;
+    # Phase -> figure -> bytes; of `gpu_plan.py` also `pinned`: the most bytes of pinned host memory
+    # (reports before it have none). In the ladder also figures of all steps, see `gpu_ladder.plan_line`;
     # or `failed` or `refused` -> why there is no plan.
     planned: dict[str, Any]
-    planned_pinned: int  # bytes of pinned host memory
     measured: Measured
     expandable: bool  # segments of the allocator
     failed: str  # why the run gave nothing

@@ -31,7 +31,8 @@ def test_the_page_is_up_to_date():
 
 
 def test_every_key_and_combination_is_described():
-    page, text = format_markdown(), format_terminal_reference(DpoFinetuneConfig)
+    page = format_markdown()
+    text = format_terminal_reference(DpoFinetuneConfig)
     inner = build_item_schema(read_schema(FullFinetuneConfig).keys["data.sources"], 0).keys
     for name, described in {**read_schema(DpoFinetuneConfig).keys, **inner}.items():
         assert described.help.endswith("."), f"{name}: a line of description ends with a full stop"

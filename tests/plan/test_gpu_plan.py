@@ -82,3 +82,6 @@ def test_the_dry_run_compares_with_a_real_run_on_the_cpu(
     assert "Nothing was measured on a GPU" in (tmp_path / "gpu-plan-dry-run-cpu.md").read_text()
     (found,) = json.loads((tmp_path / "gpu-plan-dry-run-cpu.json").read_text())["rows"]
     assert [error for *_, error in compute_errors(found)] == [0, 0]
+    assert found["planned"]["pinned"] < 100  # a few numbers
+    pinning = found | {"planned": {"pinned": 3 * 2**20}, "measured": {"pinned": 4 * 2**20}}
+    assert summarize(report_of([pinning]))[-1] == "pinned host memory: 1 runs, worst -25.00%"

@@ -205,9 +205,7 @@ class ConfigImport:
     noted is a mistake in the tables, not the user's, and raises AssertionError.
     """
 
-    def __init__(
-        self, theirs: TorchtuneFile, defaults: Mapping[str, Any], given: Set[str] = frozenset()
-    ) -> None:
+    def __init__(self, theirs: TorchtuneFile, defaults: Mapping[str, Any], given: Set[str]) -> None:
         """Begin with no key of ours.
 
         defaults: key of theirs -> what torchtune takes for it if it is absent or null. given: our

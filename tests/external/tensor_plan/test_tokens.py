@@ -94,10 +94,8 @@ def test_what_looks_at_several_tokens_gets_whole_rows(way):
 
 def test_a_convolution_that_is_taken_for_position_wise_is_caught(monkeypatch):
     def careless(step):
-        ours, kernel = (
-            step.get_dims(step.get_arg("input")),
-            step.get_dims(step.get_arg("weight")),
-        )
+        ours = step.get_dims(step.get_arg("input"))
+        kernel = step.get_dims(step.get_arg("weight"))
         return [[ours[0], step.join(ours[1], kernel[0]), ours[2]]]
 
     def share_by_careless_rules(trace, **asked):
