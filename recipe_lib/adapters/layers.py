@@ -30,6 +30,7 @@ from recipe_lib.models.mixture import ExpertLinear, Router
 from recipe_lib.ops.deferred import linear_in_dtype
 from recipe_lib.ops.fused_kernels import make_opaque_node
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
+from recipe_lib.ops.kept_tensors import note_cheap, run_cheap
 from recipe_lib.ops.mlp import Groups, grouped_linear, grouped_matmul, sum_token_rows, take_rows
 
 # The adapter of a matrix W `[out, in]` is `scaling * B A`, with A `[r, in]` and B `[out, r]` (LoRA,
@@ -182,7 +183,7 @@ class AdaptedMatrix(AdaptedModule):
             # tensor-parallel plan to another library's model: it was made without dropout.
             is_counted = torch.compiler.is_dynamo_compiling() or not has_torch_function((hidden,))
             with nullcontext() if is_counted else torch._C.DisableTorchFunction():
-                dropped = F.dropout(hidden, rate)
+                dropped = drop_out(hidden, rate)
         # Scaled while it is `[..., r]`: scaling `[..., out]` would make a tensor of that size in
         # forward, and one in backward.
         update = F.linear(cast_linear(dropped, lora_a) * self.settings.scaling, lora_b)
@@ -190,12 +191,22 @@ class AdaptedMatrix(AdaptedModule):
             return (plain + update).to(plain.dtype)
         if dropped is hidden:
             product = plain if self.bias is None else plain - self.bias
-            scaled = factors * (product + update)
+            scaled = run_cheap(torch.mul, product + update, factors)
             return (scaled if self.bias is None else scaled + self.bias).to(plain.dtype)
         # As in PEFT: W x + b + (factors - 1) W dropout(x) + factors * scaling * B A dropout(x).
         product = frozen(dropped)
         product = product if self.bias is None else product - self.bias
         return (plain + (factors - 1) * product + factors * update).to(plain.dtype)
+
+
+def drop_out(hidden: Tensor, rate: float) -> Tensor:
+    """Return `F.dropout(hidden, rate)`; backward makes it again from the mask."""
+    if torch.compiler.is_compiling():
+        return F.dropout(hidden, rate)
+    dropped, mask = torch.native_dropout(hidden, rate, True)
+    # Its backward multiplies by the mask and the scale, as forward does.
+    again = torch.ops.aten.native_dropout_backward.default
+    return note_cheap(dropped, again, hidden, mask, 1 / (1 - rate))
 
 
 def add_scaled(tensor: Tensor, update: Tensor, scaling: float) -> Tensor:

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from recipe_lib.errors import SetupError
 from recipe_lib.external.compiled_layers import CompiledLayers
-from recipe_lib.external.kept_tensors import KeptTensors
 from recipe_lib.external.tensor_plan.exchanges import (
     Entered,
     Exchanges,
@@ -44,6 +43,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
 from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
+from recipe_lib.ops.kept_tensors import KeptTensors, get_saved_tensors_hooks
 
 # Function -> the one whose place it takes, with the same arguments: transformers' experts call the
 # first one where they are compiled. Both count as the second, so that one plan is for both.
@@ -227,9 +227,14 @@ class _Execution(TorchFunctionMode):
                             divide_attributes(self.model, self.plan, self.ranks.size)
                         )
                         stack.enter_context(self)
-                    if not path and self.gathers_again:
-                        stack.enter_context(self.kept.around())
-                    if ends_sharing and running.isolated_layer is None:
+                    # Not where hooks are those of activation checkpointing: gathered tokens would
+                    # be gathered a third time.
+                    if (
+                        ends_sharing
+                        and self.gathers_again
+                        and running.isolated_layer is None
+                        and get_saved_tensors_hooks() is None
+                    ):
                         stack.enter_context(self.kept.layer())
                     result = forward(*args, **kwargs)
                 self._check(frame, getattr(module, "is_off", False))

@@ -23,6 +23,7 @@ from recipe_lib.memory.mlp_tiles import chunk_mlps, exchange_parameters, find_pa
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
 from recipe_lib.models.language_model import LanguageModel, list_layer_names
 from recipe_lib.ops.fused_kernels import use_fused_kernels
+from recipe_lib.ops.kept_tensors import KeptTensors, use_cheap_tags
 
 # Compilations of layers' forwards that torch may make: one for each kind of layer, for the first
 # sequence length and for later ones, with and without gradients. torch counts those of all kinds
@@ -74,6 +75,9 @@ def apply_memory_levers(
         )
     chunk_mlps(model, cfg.memory.mlp_tiles, is_stage=is_stage)
     if for_training:
+        # Innermost of what has hooks on saved tensors: what is computed again is neither
+        # checkpointed nor offloaded.
+        recompute_cheap_tensors(model, cfg)
         checkpointing = apply_activation_checkpointing(
             model, cfg.memory.activation_checkpointing, cfg=cfg, device=device, pipeline=pipeline
         )
@@ -94,6 +98,30 @@ def apply_memory_levers(
         layers=layers,
         quantization=quantization,
     )
+
+
+def recompute_cheap_tensors(model: nn.Module, cfg: FullFinetuneConfig) -> None:
+    """Let each layer keep only what is not cheap to compute again, in place.
+
+    See `ops.kept_tensors`. With `memory.recompute_cheap=false` nothing changes.
+    """
+    wanted = cfg.memory.recompute_cheap
+    # A checkpointed layer is computed again as a whole.
+    use_cheap_tags(wanted and cfg.compile and cfg.memory.activation_checkpointing == "none")
+    if not wanted or cfg.compile:
+        return
+    modules = dict(model.named_modules())
+    kept = KeptTensors()
+    for name in list_layer_names(model):
+        modules[name].forward = _record_forward(modules[name].forward, kept)
+
+
+def _record_forward(forward: Callable[..., Any], kept: KeptTensors) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with kept.layer():
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def compile_layers(model: nn.Module, backend: Any = "inductor") -> None:

@@ -6,6 +6,7 @@ With `memory.activation_checkpointing: budget`, `apply_activation_checkpointing`
 sums over ranks: first those that save most seconds of recomputation a byte.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -263,8 +264,6 @@ class _ForwardRecord:
     # ends.
     needed: int = 0
     kept: dict[int, int] = field(default_factory=dict)  # address of a saved storage -> its bytes
-    # The saved storages, held so that no later storage gets the address of a freed one.
-    alive: list[Any] = field(default_factory=list)
 
 
 class PipelineStages(Protocol):
@@ -392,6 +391,13 @@ def _make_plain_meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
+class _SavedStorage:
+    """A stand-in for a tensor that autograd saves; it dies when autograd drops it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+
+
 @contextmanager
 def _record_forward(layer: nn.Module, kernels: str) -> Iterator[_ForwardRecord]:
     """Record the forward that the layer runs inside the block.
@@ -409,26 +415,28 @@ def _record_forward(layer: nn.Module, kernels: str) -> Iterator[_ForwardRecord]:
             _get_storage(leaf)._cdata for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)
         }
         recorder = _OperatorRecorder(record)
+        # What autograd saves. The layer drops what it computes again (`ops.kept_tensors`).
+        saved: weakref.WeakSet[_SavedStorage] = weakref.WeakSet()
 
-        def pack(tensor: Tensor) -> Tensor:
-            """Record a tensor that autograd saves, and let it be saved as it is."""
+        def pack(tensor: Tensor) -> _SavedStorage:
             record.needed = len(record.operators)
-            storage = _get_storage(tensor)
+            stand_in = _SavedStorage(tensor)
+            saved.add(stand_in)
+            return stand_in
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda stand_in: stand_in.tensor)
+        with hooks, _DeviceKernels(recorder, kernels), recorder:
+            output = forward(hidden, *arguments)
+        for storage in (_get_storage(stand_in.tensor) for stand_in in saved):
             if storage._cdata not in shared:
                 record.kept[storage._cdata] = storage.nbytes()
-                record.alive.append(storage)
-            return tensor
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with hooks, _DeviceKernels(recorder, kernels), recorder:
-            return forward(hidden, *arguments)
+        return output
 
     layer.forward = run
     try:
         yield record
     finally:
         layer.forward = forward
-        record.alive.clear()
 
 
 def _get_storage(tensor: Tensor) -> torch.UntypedStorage:
@@ -491,7 +499,7 @@ class _DeviceKernels(TorchFunctionMode):
             pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
             # Two products of 2 operations a pair and channel; half of the pairs are masked.
             return self._run(_Attention, (q, k, v), ATTENTION, 2 * pairs * q.shape[3])
-        if function is F.rms_norm and self.kernels != "cpu":
+        if function is F.rms_norm:
             weight = kwargs["weight"] if "weight" in kwargs else args[2]
             return self._run(_FusedNorm, (args[0], weight))
         return function(*args, **kwargs)

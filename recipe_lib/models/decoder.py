@@ -22,6 +22,7 @@ from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
 from recipe_lib.ops.chunked_heads import Finish
 from recipe_lib.ops.fused_kernels import should_fuse
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
+from recipe_lib.ops.kept_tensors import run_cheap
 from recipe_lib.ops.mlp import ACTIVATIONS, gated_activation
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, compute_rotation
@@ -79,7 +80,7 @@ class Norm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return hidden `[..., width]`, normed, in its own dtype."""
-        return self.norm(hidden, self.weight, self.eps)
+        return run_cheap(self.norm, hidden, self.weight, self.eps)
 
 
 class WidthNorm(Norm):
@@ -98,7 +99,7 @@ class Clamp(nn.Module):
         self.bound = bound
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden.clamp(-self.bound, self.bound)
+        return run_cheap(torch.clamp, hidden, -self.bound, self.bound)
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -180,8 +181,8 @@ class Attention(nn.Module):
             project(hidden).unflatten(-1, (-1, self.head_width))  # [b, s, h or k, e]
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q = apply_rotation(self.clamp(self.q_norm(q)), *rotation).transpose(1, 2)
-        k = apply_rotation(self.clamp(self.k_norm(k)), *rotation).transpose(1, 2)
+        q = self.rotate(q, self.q_norm, rotation)
+        k = self.rotate(k, self.k_norm, rotation)
         v = self.clamp(v).transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
@@ -189,6 +190,19 @@ class Attention(nn.Module):
         return self.o_proj(
             self.to_tokens(self.attend(q, k, v, info, sinks=sinks)).transpose(1, 2).flatten(2)
         )
+
+    def rotate(self, heads: Tensor, norm: nn.Module, rotation: Rotation) -> Tensor:
+        """Return queries or keys `[b, s, h or k, e]`, normed and rotated, `[b, h or k, s, e]`."""
+        normed = self.clamp(norm(heads))
+        # Where nothing comes between projection and rotation, attention keeps what is rotated, and
+        # no one the projection.
+        is_kept = normed is heads
+        rotated = (
+            apply_rotation(normed, *rotation)
+            if is_kept
+            else run_cheap(apply_rotation, normed, *rotation)
+        )
+        return rotated.transpose(1, 2)
 
 
 def _build_head_norm(spec: DecoderSpec, num_heads: int) -> nn.Module:
@@ -212,7 +226,7 @@ class MLP(nn.Module):
         self.activation = spec.activation
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if should_fuse(hidden.device):
+        if torch.is_grad_enabled() or should_fuse(hidden.device):
             return self.down_proj(
                 gated_activation(self.gate_proj(hidden), self.up_proj(hidden), self.activation)
             )
@@ -258,7 +272,7 @@ class SandwichLayer(DecoderLayer):
         self, hidden: Tensor, rotation: Rotation, info: AttentionInfo, cache: KVCache | None = None
     ) -> Tensor:
         attended = self.self_attn(self.input_layernorm(hidden), rotation, info, cache)
-        hidden = hidden + self.post_attention_layernorm(attended)
+        hidden = run_cheap(torch.add, hidden, self.post_attention_layernorm(attended))
         return hidden + self.post_feedforward_layernorm(
             self.run_mlp(self.pre_feedforward_layernorm(hidden), info)
         )

@@ -1,9 +1,9 @@
 """Compute linears over tokens that are divided among the ranks of a tensor-parallel group.
 
 `parallel.tensor_forwards` calls these in place of `F.linear`: `gather_linears` for column-parallel
-linears of one input (q, k, v, or gate and up), which need all tokens; `gated_linear` for the
-row-parallel down projection, whose partial sums `scatter` adds up. No gathered tokens and no
-products are kept for backward. Other modules use the collectives.
+linears of one input (q, k, v, or gate and up), which need all tokens, and keep none that they
+gather for backward; `scatter` adds up the partial sums of row-parallel linears. Other modules use
+the collectives.
 """
 
 from collections.abc import Sequence
@@ -16,25 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops import deferred
-from recipe_lib.ops.fused_kernels import make_operator, should_fuse
-from recipe_lib.ops.mlp import (
-    ACTIVATIONS,
-    compute_gated_product,
-    compute_gated_product_gradients,
-)
-from recipe_lib.ops.norm import offset_rms_norm, rms_norm
+from recipe_lib.ops.fused_kernels import make_operator
 
 # Shapes: hidden states are `[n, d]`, this rank's n of the N = n t tokens of a micro-batch on t
-# ranks, in their order. A linear i of several has o_i output channels on this rank; a gated MLP has
-# f inner channels on this rank.
+# ranks, in their order. A linear i of several has o_i output channels on this rank.
 #
 # Eager, each function is an autograd.Function. Under torch.compile it is an opaque operator with a
 # backward of its own, as the partitioner would keep every gathered tensor that it sees.
 
 # torch's collectives that return a tensor to wait for; the compiler knows them as operators.
 _FUNCTIONAL = torch.ops._c10d_functional
-# kind -> function. By name, as the schema of an operator can hold a text but no function.
-NORMS = {"rms": rms_norm, "offset": offset_rms_norm}
 
 
 @dataclass(frozen=True)
@@ -49,20 +40,8 @@ class Group:
     columns: int = 0
 
 
-@dataclass(frozen=True)
-class NormedFrom:
-    """The source of normed tokens: they are `NORMS[kind](stream, weight, eps)`."""
-
-    stream: Tensor  # hidden states before the norm (the residual stream), [n, d]
-    weight: Tensor  # of the norm, [d]
-    eps: float  # of the norm, added to the mean of squares
-    kind: str  # a key of `NORMS`
-
-
 # Which gradients of several linears are needed: (of their input, of each weight, of each bias).
 _NeededGradients = tuple[bool, Sequence[bool], Sequence[bool]]
-# (`NormedFrom.kind`, `NormedFrom.eps`)
-_Norm = tuple[str, float]
 
 
 def start_gather(shard: Tensor, group: Group) -> Tensor:
@@ -117,40 +96,26 @@ def gather_linears(
     group: Group,
     *,
     keep_gathered: bool = False,
-    normed: NormedFrom | None = None,
 ) -> list[Tensor]:
     """Gather tokens `[n, d]` once, and return the results `[N, o_i]` of several linears of them.
 
     shard: this rank's tokens `[n, d]`. weights: `[o_i, d]`. biases: `[o_i]`, None for a linear
     without one. keep_gathered: True: save the gathered tokens for backward; False: save `shard` and
-    gather again. normed: what `shard` was computed from, if a norm has made it; it is saved in
-    place of `shard`, and costs no memory, since the norm saves it anyway.
+    gather again.
 
     If no weight needs a gradient, no tokens are saved. Otherwise the weights' gradients may be
     deferred, see `ops.deferred`: a pipeline's schedule computes them after backward.
     """
     if torch.compiler.is_compiling():
-        source = [normed.stream, normed.weight] if normed else []
-        norm = (normed.kind, normed.eps) if normed else ("", 0.0)
-        settings = (*norm, keep_gathered, group.name, group.size, group.rank)
+        settings = (keep_gathered, group.name, group.size, group.rank)
         # Operators take no lists with None, and no objects of Python: `_run_gather_linears` has
         # their parameters.
         present_biases = [bias for bias in biases if bias is not None]
         has_bias = [bias is not None for bias in biases]
-        tensors = (shard, list(weights), present_biases, has_bias, source)
+        tensors = (shard, list(weights), present_biases, has_bias)
         return list(_GATHER(*tensors, *settings)[:-1])
-    options = (group, keep_gathered, normed, len(weights))
+    options = (group, keep_gathered, len(weights))
     return list(_GatherLinears.apply(shard, *options, *weights, *biases))
-
-
-def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """Return `(activation(gate) * up) @ weight.T`, `[N, d]`; no product is saved for backward.
-
-    gate, up: `[N, f]`. weight: `[d, f]`. activation: a key of `recipe_lib.ops.mlp.ACTIVATIONS`.
-    """
-    if torch.compiler.is_compiling():
-        return cast(Tensor, _GATED(gate, up, weight, activation))
-    return cast(Tensor, _GatedLinear.apply(gate, up, weight, activation))
 
 
 def _gather(shard: Tensor, group: Group) -> Tensor:
@@ -182,7 +147,7 @@ class _Exchange(torch.autograd.Function):
 
 
 # The eager node of `gather_linears`. `tensors` are `num_linears` weights, then as many biases, so
-# that they are inputs 5 and following.
+# that they are inputs 4 and following.
 class _GatherLinears(torch.autograd.Function):
     """Gather tokens and multiply them by several weights; backward gathers them again."""
 
@@ -192,22 +157,17 @@ class _GatherLinears(torch.autograd.Function):
         shard: Tensor,
         group: Group,
         keep_gathered: bool,
-        normed: NormedFrom | None,
         num_linears: int,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights = cast(tuple[Tensor, ...], tensors[:num_linears])
         biases = tensors[num_linears:]
         tokens = wait(start_gather(shard, group))
-        norm: _Norm | None = None
-        source: tuple[Tensor, ...] = ()  # what backward computes the gathered tokens from
-        if any(ctx.needs_input_grad[5 : 5 + num_linears]):
+        source: tuple[Tensor, ...] = ()  # what backward takes the gathered tokens from
+        if any(ctx.needs_input_grad[4 : 4 + num_linears]):
             source = (tokens,) if keep_gathered else (shard,)
-            if normed and not keep_gathered:
-                source = (normed.stream, normed.weight)
-                norm = (normed.kind, normed.eps)
         ctx.save_for_backward(*weights, *source)
-        ctx.settings = (num_linears, group, keep_gathered, norm)
+        ctx.settings = (num_linears, group, keep_gathered)
         # Held besides: what checkpointing gives back for a saved tensor is not the parameter, to
         # which a deferred gradient is added.
         ctx.parameters = weights if deferred.is_split_backward_enabled() else ()
@@ -218,18 +178,17 @@ class _GatherLinears(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        num_linears, group, is_gathered, norm = ctx.settings
+        num_linears, group, is_gathered = ctx.settings
         saved = list(ctx.saved_tensors)
         weights, source = saved[:num_linears], saved[num_linears:]
         del saved  # else the gathered tokens would live as long as this function
         wants_input = ctx.needs_input_grad[0]
-        wants_weights = ctx.needs_input_grad[5 : 5 + num_linears]
-        wants_biases = ctx.needs_input_grad[5 + num_linears :]
+        wants_weights = ctx.needs_input_grad[4 : 4 + num_linears]
+        wants_biases = ctx.needs_input_grad[4 + num_linears :]
         compute = partial(
             compute_linear_gradients,
             gradients,
             weights,
-            norm=norm,
             is_gathered=is_gathered,
             group=group,
         )
@@ -237,9 +196,6 @@ class _GatherLinears(torch.autograd.Function):
             no_gradients = [False] * num_linears
             # Detached: until the deferred part, their graph would keep tensors of earlier layers.
             source = [tensor.detach() for tensor in source]
-            if norm is not None:
-                # FSDP frees the norm's weight with the layer, before the deferred part reads it.
-                source[1] = source[1].clone()
 
             def compute_weight_gradients() -> list[Tensor | None]:
                 return compute(source=source, needed=(False, wants_weights, no_gradients))[1]
@@ -249,7 +205,7 @@ class _GatherLinears(torch.autograd.Function):
         else:
             computed = compute(source=source, needed=(wants_input, wants_weights, wants_biases))
         shard_grad, weight_grads, bias_grads = computed
-        return (shard_grad, None, None, None, None, *weight_grads, *bias_grads)
+        return (shard_grad, None, None, None, *weight_grads, *bias_grads)
 
 
 def compute_linear_gradients(
@@ -257,7 +213,6 @@ def compute_linear_gradients(
     weights: Sequence[Tensor],
     *,
     source: list[Tensor],
-    norm: _Norm | None,
     is_gathered: bool,
     group: Group,
     needed: _NeededGradients,
@@ -266,7 +221,7 @@ def compute_linear_gradients(
 
     gradients: of the linears' results `[N, o_i]`. source: what forward saved of the tokens, empty
     if no weight needs a gradient. With `is_gathered` it is [gathered tokens], which are taken out
-    of the list, so that they are freed here; with `norm` [stream, the norm's weight]; else [shard].
+    of the list, so that they are freed here; else [shard].
     needed: (of the shard, of each weight, of each bias).
     """
     wants_input, wants_weights, wants_biases = needed
@@ -276,9 +231,7 @@ def compute_linear_gradients(
     if source and is_gathered:
         tokens = source.pop()
     elif source:
-        tokens = start_gather(
-            NORMS[norm[0]](source[0], source[1], norm[1]) if norm else source[0], group
-        )
+        tokens = start_gather(source[0], group)
     shard_grad: Tensor | None = None
     if wants_input:
         # Summed as autograd would, the last linear first, so that its bits are the same.
@@ -304,89 +257,12 @@ def compute_linear_gradients(
     return None if shard_grad is None else wait(shard_grad), weight_grads, bias_grads
 
 
-# The eager node of `gated_linear`.
-class _GatedLinear(torch.autograd.Function):
-    """Multiply a gated product by a weight, and compute the product again in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        ctx.activation = activation
-        ctx.parameter = weight if deferred.is_split_backward_enabled() else None
-        return compute_gated_linear(gate, up=up, weight=weight, activation=activation)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, weight = ctx.saved_tensors
-        compute = partial(compute_gated_linear_gradients, activation=ctx.activation)
-        wants_input = any(ctx.needs_input_grad[:2])
-        wants_weight = ctx.needs_input_grad[2]
-        if wants_weight and deferred.is_deferring():
-            wants_weight = False
-            # Detached: until the deferred part, their graph would keep tensors of earlier layers.
-            gate, up = map(torch.detach, (gate, up))
-            deferred.defer_gradients(
-                [ctx.parameter],
-                lambda: compute(out_grad, gate, up, weight, wants_input=False, wants_weight=True)[
-                    2:
-                ],
-            )
-        computed = compute(
-            out_grad, gate, up, weight, wants_input=wants_input, wants_weight=wants_weight
-        )
-        return (*computed, None)
-
-
-def compute_gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """Return the result of `gated_linear`; differentiated by autograd it would save the product."""
-    return F.linear(compute_gated_product(gate, up, activation), weight)
-
-
-def compute_gated_linear_gradients(
-    out_grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    weight: Tensor,
-    *,
-    activation: str,
-    wants_input: bool,
-    wants_weight: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of gate, up and weight, None where not needed.
-
-    The product `activation(gate) * up` is computed again. wants_input: gate and up need gradients.
-    """
-    weight_grad: Tensor | None = None
-    if should_fuse(out_grad.device):
-        if wants_weight:
-            weight_grad = out_grad.t() @ compute_gated_product(gate, up, activation)
-        if not wants_input:
-            return None, None, weight_grad
-        gate_grad, up_grad = compute_gated_product_gradients(
-            out_grad @ weight, gate, up, activation
-        )
-        return gate_grad, up_grad, weight_grad
-    # Not fused: the activation is computed once for both gradients, and tensors are overwritten.
-    activate, activate_backward = ACTIVATIONS[activation]
-    activated = activate(gate)
-    if wants_weight:
-        weight_grad = out_grad.t() @ (activated * up)
-    if not wants_input:
-        return None, None, weight_grad
-    product_grad = out_grad @ weight
-    up_grad = product_grad * activated
-    del activated
-    return activate_backward(product_grad.mul_(up), gate), up_grad, weight_grad
-
-
 # The same functions as operators that torch.compile does not look into.
 #
 # If the compiler saw inside, it would take backward's gather of the shard for forward's, whose
-# result the partitioner would then keep for backward; and it would keep what backward computes
-# again. As operators with a backward operator of their own, they save what the eager nodes save.
-# Their parameters are of the types that torch.library can write as a schema: `kind` and `eps` are
-# a `_Norm` (kind "" for None), `name`, `size` and `rank` a `Group`.
+# result the partitioner would then keep for backward. As operators with a backward operator of
+# their own, they save what the eager nodes save. Their parameters are of the types that
+# torch.library can write as a schema: `name`, `size` and `rank` are a `Group`.
 
 
 def _run_gather_linears(
@@ -394,9 +270,6 @@ def _run_gather_linears(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
     has_biases: Sequence[bool],
-    source: Sequence[Tensor],
-    kind: str,
-    eps: float,
     keep_gathered: bool,
     name: str,
     size: int,
@@ -404,7 +277,7 @@ def _run_gather_linears(
 ) -> list[Tensor]:
     """Return the linears' results, then the gathered tokens (without `keep_gathered` `[0]`).
 
-    biases: of the linears for which `has_biases` is True. source, kind, eps: for backward alone.
+    biases: of the linears for which `has_biases` is True.
     """
     tokens = wait(start_gather(shard, Group(name, size, rank)))
     remaining_biases = iter(biases)
@@ -420,8 +293,6 @@ def _run_gather_linears_backward(
     gradients: Sequence[Tensor],
     weights: Sequence[Tensor],
     source: Sequence[Tensor],
-    kind: str,
-    eps: float,
     is_gathered: bool,
     wants_input: bool,
     wants_weight: Sequence[bool],
@@ -438,7 +309,6 @@ def _run_gather_linears_backward(
         gradients,
         weights,
         source=list(source),
-        norm=(kind, eps) if kind else None,
         is_gathered=is_gathered,
         group=Group(name, size, rank),
         needed=(wants_input, wants_weight, wants_bias),
@@ -447,33 +317,28 @@ def _run_gather_linears_backward(
 
 
 def _set_up_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    shard, weights, biases, has_biases, source, kind, eps, keep_gathered, *group = inputs
+    shard, weights, biases, has_biases, keep_gathered, *group = inputs
     trained_biases = iter([bias.requires_grad for bias in biases])
     wants_weights = [weight.requires_grad for weight in weights]
     wants_biases = [has_bias and next(trained_biases) for has_bias in has_biases]
     ctx.needed = (shard.requires_grad, wants_weights, wants_biases)
     saved_source: list[Tensor] = []
     if any(wants_weights):
-        saved_source = [output[-1]] if keep_gathered else list(source) or [shard]
+        saved_source = [output[-1]] if keep_gathered else [shard]
     ctx.save_for_backward(*weights, *saved_source)
-    ctx.inputs = (len(weights), has_biases, len(source))
+    ctx.inputs = (len(weights), has_biases)
     ctx.group = group  # [name, size, rank]
-    # Kind "" where what was saved needs no norm in backward.
-    ctx.settings = (
-        kind if saved_source and source and not keep_gathered else "",
-        eps,
-        keep_gathered,
-    )
+    ctx.is_gathered = keep_gathered
 
 
 def _differentiate_gather(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
     saved = list(ctx.saved_tensors)  # once: a checkpoint that recomputes them gives them once
-    num_linears, has_biases, num_sources = ctx.inputs
+    num_linears, has_biases = ctx.inputs
     weights, source = saved[:num_linears], saved[num_linears:]
     wants_input, wants_weights, wants_biases = ctx.needed
     # The last output is the gathered tokens, which nobody else reads.
     tensors = (list(gradients[:-1]), weights, source)
-    returned = iter(_GATHER_BACKWARD(*tensors, *ctx.settings, *ctx.needed, *ctx.group))
+    returned = iter(_GATHER_BACKWARD(*tensors, ctx.is_gathered, *ctx.needed, *ctx.group))
     shard_grad = next(returned) if wants_input else None
     weight_grads = [next(returned) if is_needed else None for is_needed in wants_weights]
     bias_grads = [
@@ -481,49 +346,9 @@ def _differentiate_gather(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
         for is_needed, has_bias in zip(wants_biases, has_biases, strict=True)
         if has_bias
     ]
-    return (shard_grad, weight_grads, bias_grads, None, [None] * num_sources, *[None] * 6)
+    return (shard_grad, weight_grads, bias_grads, *[None] * 5)
 
 
 _GATHER: Any = make_operator("gather_linears", _run_gather_linears)
 _GATHER_BACKWARD = make_operator("gather_linears_backward", _run_gather_linears_backward)
 _GATHER.register_autograd(_differentiate_gather, setup_context=_set_up_gather)
-
-
-def _run_gated_linear_backward(
-    gradient: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    weight: Tensor,
-    activation: str,
-    wants_input: bool,
-    wants_weight: bool,
-) -> list[Tensor]:
-    """Return the gradients that are needed: those of gate and up together, that of the weight."""
-    gradients = compute_gated_linear_gradients(
-        gradient,
-        gate=gate,
-        up=up,
-        weight=weight,
-        activation=activation,
-        wants_input=wants_input,
-        wants_weight=wants_weight,
-    )
-    return [grad for grad in gradients if grad is not None]
-
-
-def _set_up_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gate, up, weight, ctx.activation = inputs
-    ctx.wants = (gate.requires_grad or up.requires_grad, weight.requires_grad)
-    ctx.save_for_backward(gate, up, weight)
-
-
-def _differentiate_gated(ctx: Any, out_grad: Tensor) -> tuple[Any, ...]:
-    wants_input, wants_weight = ctx.wants
-    returned = iter(_GATED_BACKWARD(out_grad, *ctx.saved_tensors, ctx.activation, *ctx.wants))
-    input_grads = (next(returned), next(returned)) if wants_input else (None, None)
-    return (*input_grads, next(returned) if wants_weight else None, None)
-
-
-_GATED: Any = make_operator("gated_linear", compute_gated_linear)
-_GATED_BACKWARD = make_operator("gated_linear_backward", _run_gated_linear_backward)
-_GATED.register_autograd(_differentiate_gated, setup_context=_set_up_gated)

@@ -17,6 +17,7 @@ from torch import Tensor
 from recipe_lib.ops import deferred
 from recipe_lib.ops.attention import RealTokens
 from recipe_lib.ops.fused_kernels import call_with_gradient, make_operator, register_fused
+from recipe_lib.ops.kept_tensors import note_cheap, run_cheap
 
 # Shapes: n tokens that each chose k of E experts are m = n k rows, sorted by expert. No token is
 # dropped, so sizes are the same whatever is chosen. d channels of the model, f of an MLP or expert,
@@ -41,10 +42,10 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
     gate, up: of one shape. activation: a key of `ACTIVATIONS`.
     """
-    # A compiler decides itself what it saves. kept: the indices of the arguments that are saved.
     if torch.compiler.is_compiling():
-        return compute_gated_product(gate, up, activation)
-    return call_with_gradient(
+        return run_cheap(compute_gated_product, gate, up, activation)
+    # kept: the indices of the arguments that are saved.
+    product = call_with_gradient(
         compute_gated_product,
         gate,
         up,
@@ -52,6 +53,7 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         differentiate=compute_gated_product_gradients,
         kept=range(3),
     )
+    return note_cheap(product, compute_gated_product, gate, up, activation)
 
 
 def _make_contiguous_like(gate: Tensor, *others: Any) -> Tensor:
@@ -112,8 +114,8 @@ def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
     """
     settings = (gate.activation, gate.interleaved, gate.alpha, gate.limit)
     if torch.compiler.is_compiling():
-        return compute_scored_product(inner, scores, *settings)
-    return call_with_gradient(
+        return run_cheap(compute_scored_product, inner, scores, *settings)
+    product = call_with_gradient(
         compute_scored_product,
         inner,
         scores,
@@ -121,6 +123,7 @@ def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
         differentiate=compute_scored_product_gradients,
         kept=range(6),
     )
+    return note_cheap(product, compute_scored_product, inner, scores, *settings)
 
 
 def _split_gate_up(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

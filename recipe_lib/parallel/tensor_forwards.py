@@ -20,6 +20,7 @@ from recipe_lib.adapters.layers import (
     AdaptedRouter,
     QuantizedExperts,
     cast_linear,
+    drop_out,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.models.decoder import (
@@ -45,8 +46,6 @@ from recipe_lib.ops.deferred import linear as linear_of
 from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.gathered import (
     Group,
-    NormedFrom,
-    gated_linear,
     gather,
     gather_linears,
     scatter,
@@ -54,6 +53,7 @@ from recipe_lib.ops.gathered import (
     wait,
 )
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
+from recipe_lib.ops.kept_tensors import run_cheap
 from recipe_lib.ops.mlp import (
     Groups,
     gated_activation,
@@ -63,13 +63,10 @@ from recipe_lib.ops.mlp import (
     scored_product,
     sum_choices,
 )
-from recipe_lib.ops.norm import offset_rms_norm
-from recipe_lib.ops.rope import apply_rotation
 from recipe_lib.ops.sequence_shards import gather_tokens
 
 # A layer takes and returns this rank's tokens of the residual stream, `[n, d]`. Attention, MLP and
-# mixture get the stream and the norm before them, so that autograd keeps the stream, and not the
-# normed tokens beside it: these are computed again in backward.
+# mixture get the stream and the norm before them.
 
 Rotation = tuple[Tensor, Tensor]  # cosine and sine, each fp32 [b, s, 1, rotated channels / 2]
 
@@ -85,7 +82,7 @@ class Sharing:
 
 def run_norm(module: Norm, hidden: Tensor) -> Tensor:
     """Return hidden `[n, d]`, normed. All ranks have the whole weight."""
-    return module.norm(hidden, get_local(module.weight), module.eps)
+    return run_cheap(module.norm, hidden, get_local(module.weight), module.eps)
 
 
 def run_width_norm(norm: WidthNorm, group: Group, heads: Tensor) -> Tensor:
@@ -129,7 +126,7 @@ def run_sandwich_layer(
     The arguments are those of `run_layer`.
     """
     attended = layer.self_attn(hidden, rotation, info, layer.input_layernorm)
-    hidden = hidden + layer.post_attention_layernorm(attended)
+    hidden = run_cheap(torch.add, hidden, layer.post_attention_layernorm(attended))
     return hidden + layer.post_feedforward_layernorm(
         layer.mlp(hidden, layer.pre_feedforward_layernorm, info.real)
     )
@@ -160,8 +157,8 @@ def run_attention(
     # dynamic lengths would not know it as a number.
     width = module.head_width
     q, k, v = (part.view(rows, length, part.shape[1] // width, width) for part in projected)
-    q = apply_rotation(module.clamp(module.q_norm(q)), *rotation).transpose(1, 2)
-    k = apply_rotation(module.clamp(module.k_norm(k)), *rotation).transpose(1, 2)
+    q = module.rotate(q, module.q_norm, rotation)
+    k = module.rotate(k, module.k_norm, rotation)
     v = module.clamp(v).transpose(1, 2)
     # `to_heads` and `to_tokens` exchange tokens for heads under context parallelism.
     q, k, v, sinks = module.to_heads(q, k, v, get_local(module.sinks))
@@ -188,30 +185,7 @@ def run_mlp(
         [module.gate_proj, module.up_proj], hidden=hidden, norm=norm, sharing=sharing
     )
     down = module.down_proj
-    if isinstance(down, QuantizedLinear):
-        plain = scatter(down.product(gated_activation(gate, up, activation)), sharing.group)
-    else:
-        # One op keeps gate and up for backward, and not their product.
-        plain = scatter(
-            gated_linear(gate, up=up, weight=get_local(down.weight), activation=activation),
-            sharing.group,
-        )
-    # After the sum over the ranks, which would count the bias t times.
-    plain = plain if down.bias is None else plain + get_local(down.bias)
-    if not _is_adapted(down):
-        return plain
-    dropout_rate = down.settings.dropout if down.training else 0.0
-    # Dropout or a cast between activation and A needs the product as a tensor.
-    if dropout_rate or down.settings.dtype != gate.dtype:
-        narrow = cast_linear(
-            F.dropout(gated_activation(gate, up, activation), dropout_rate),
-            get_local(down.lora_A.weight),
-        )
-    else:
-        narrow = gated_linear(
-            gate, up=up, weight=get_local(down.lora_A.weight), activation=activation
-        )
-    return _add_lora_up(down, plain, scatter(narrow, sharing.group))
+    return _run_row_parallel(down, gated_activation(gate, up, activation), sharing.group)
 
 
 def _run_column_parallel(
@@ -227,11 +201,6 @@ def _run_column_parallel(
     # By linear, a function that returns this rank's rows of a parameter of it.
     take_rows = [_choose_rows(linear, sharing, head_width) for linear in linears]
     if not any(_is_adapted(linear) or isinstance(linear, QuantizedLinear) for linear in linears):
-        # Backward computes the normed tokens again by this, instead of keeping them.
-        kind = "offset" if norm.norm is offset_rms_norm else "rms"
-        normed_from = NormedFrom(
-            hidden.detach(), weight=get_local(norm.weight).detach(), eps=norm.eps, kind=kind
-        )
         weights = [rows(linear.weight) for linear, rows in zip(linears, take_rows, strict=True)]
         biases = [rows(linear.bias) for linear, rows in zip(linears, take_rows, strict=True)]
         return gather_linears(
@@ -240,7 +209,6 @@ def _run_column_parallel(
             biases=biases,
             group=group,
             keep_gathered=sharing.keep_gathered,
-            normed=normed_from,
         )
     gathered = gather(normed_tokens, group)
     # The outputs of the linears without their adapters.
@@ -315,7 +283,7 @@ def _apply_lora_down(linear: AdaptedMatrix, hidden: Tensor) -> Tensor:
     hidden: `[..., i]`, the inputs of the linear that this rank has.
     """
     rate = linear.settings.dropout
-    dropped = F.dropout(hidden, rate) if rate and linear.training else hidden
+    dropped = drop_out(hidden, rate) if rate and linear.training else hidden
     return cast_linear(dropped, get_local(linear.lora_A.weight))
 
 

@@ -50,7 +50,6 @@ _OPAQUE = (
     "tune_recipes::quantized_linear",
     "tune_recipes::quantized_experts",
     "tune_recipes::gather_linears",
-    "tune_recipes::gated_linear",
 )
 # Code that inductor wrote, by (the graph, shapes and types of its inputs, True for a backward). It
 # is kept, as a plan simulates a model more than once.

@@ -1,0 +1,387 @@
+"""Save fewer tensors for backward: what is cheap to compute is computed again.
+
+A layer's forward runs inside `KeptTensors.layer`, and the functions that are cheap tell it of their
+results: `note_cheap` in our own layers, a torch function mode in those of other libraries. When the
+layer ends, a minimum cut chooses the fewest bytes from which all tensors that autograd saved can be
+computed; others are freed. Backward computes them by the same functions of the same tensors, once
+for all that read them: they are equal bit for bit.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import checkpoint
+
+from recipe_lib.ops.deferred import Switch
+
+# Names of functions that cost less to run again than the memory of their result is worth:
+# elementwise ones, norms, conversions and copies. `__add__` is under `add`.
+CHEAP = frozenset(
+    "to float type type_as half bfloat16 double contiguous clone reshape flatten expand repeat"
+    " repeat_interleave unsqueeze squeeze view transpose permute chunk split unbind getitem cat"
+    " stack add sub mul div truediv neg pow square sqrt rsqrt mean radd rmul rsub rtruediv exp log"
+    " abs clamp sigmoid tanh silu gelu relu relu6 softplus mish leaky_relu elu where masked_fill"
+    " layer_norm rms_norm softmax".split()
+)
+Function = Callable[..., Any]
+_Pack = Callable[[Any], Any]
+_Result = TypeVar("_Result")
+
+
+class _Node:
+    """One storage that a layer's calls read or make, as a node of the graph of these calls."""
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        producer: tuple[Function, Any, Any, int] | None,
+        parents: list["_Node"],
+    ) -> None:
+        # A tensor that covers the storage. None: freed, or autograd holds it, see `source`.
+        self.tensor: Tensor | None = tensor
+        # (function, args, kwargs, index of this tensor in the result), with a `_View` in place of
+        # each tensor among the arguments. None: it cannot be recomputed.
+        self.producer = producer
+        self.parents = parents  # the nodes among these arguments
+        # torch counts writes into a tensor: with a later version it has other values.
+        self.version = tensor._version
+        self.dtype = tensor.dtype
+        self.bytes = tensor.untyped_storage().nbytes()
+        # A saved tensor of this storage, from which a node that is kept is read. None: it is freed.
+        self.source: _SavedTensor | None = None
+        # Saved tensors that backward has still to recompute through this node.
+        self.num_pending = 0
+
+
+class _View:
+    """A tensor as a view of a node's storage, which may have been freed."""
+
+    def __init__(self, node: _Node, tensor: Tensor) -> None:
+        self.node = node
+        self.geometry = (tensor.shape, tensor.stride(), tensor.storage_offset())  # `as_strided`'s
+
+    def make_view(self, made: Tensor) -> Tensor:
+        """Return the tensor as a view of `made`, the node's recomputed tensor."""
+        return made.as_strided(*self.geometry)
+
+
+@dataclass(eq=False)
+class _SavedTensor:
+    """A stand-in for a tensor that autograd saves: the tensor, or how to recompute it."""
+
+    tensor: Tensor | None  # while the layer runs; in backward, once it is read from `packed`
+    packed: Any  # what the hooks around the layer's made of the tensor; None: it was freed
+    unpack: _Pack | None  # the hook that gets the tensor from `packed`; None: `packed` is it
+    view: _View | None = None  # of a freed tensor: a view of a node that can be recomputed
+    # The nodes that are recomputed for that.
+    recomputed_nodes: list[_Node] = field(default_factory=list)
+
+    def read(self) -> Tensor:
+        """Return the tensor of one that was not freed."""
+        if self.unpack is None:
+            return self.packed  # type: ignore[no-any-return]
+        if self.tensor is None:
+            # Once, and held until autograd reads it too: checkpointing gives a tensor only once.
+            self.tensor = self.unpack(self.packed)
+        return self.tensor
+
+
+class KeptTensors:
+    """The saved tensors of a model's layers.
+
+    autograd saves what each operator asks for: the input of a linear, though it is the result of a
+    norm whose input is saved, too; of a gated MLP three or four tensors; and every gathered copy of
+    the tokens. Most of these follow from the others by calls that cost little.
+
+    Hooks around a layer, such as those of activation checkpointing and offloading, get all that
+    is saved, and lose what is freed again when the layer ends.
+    """
+
+    def __init__(self) -> None:
+        # The graph of the layer that runs: id of a storage (torch's `_cdata`) -> its node.
+        self._nodes: dict[int, _Node] = {}
+        self._saved_tensors: list[
+            _SavedTensor
+        ] = []  # what autograd has saved in the layer that runs
+        self._recording = False  # a layer runs
+        # The hooks around those of the layer that runs; None: there are none.
+        self._outer_pack: _Pack | None = None
+        self._outer_unpack: _Pack | None = None
+        # Arguments of `minimum_cut` -> its result: most layers are alike.
+        self._chosen: dict[Any, frozenset[int]] = {}
+        # Ids of storages of parameters, which are there anyway: saving them costs nothing.
+        self._parameter_storages: set[int] = set()
+
+    @contextlib.contextmanager
+    def layer(self) -> Iterator[None]:
+        """Record the forward of a layer, which runs inside, and free tensors when it ends."""
+        if self._recording or not torch.is_grad_enabled():
+            yield
+            return
+        # torch calls the innermost hooks alone, so that these have to call the next ones.
+        outer_hooks = get_saved_tensors_hooks()
+        self._outer_pack, self._outer_unpack = outer_hooks or (None, None)
+        self._recording = True
+        try:
+            with (
+                torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack),
+                _recorder.set(self),
+            ):
+                yield
+            self._choose()
+        finally:
+            self._recording = False
+            self._outer_pack = self._outer_unpack = None
+            self._nodes.clear()
+            self._saved_tensors.clear()
+            self._parameter_storages.clear()
+
+    def note_parameters(self, parameters: Any) -> None:
+        """Note parameters that the layer uses, as this rank's parts: they are never freed here."""
+        self._parameter_storages.update(
+            tensor.untyped_storage()._cdata for tensor in _iterate(parameters, Tensor)
+        )
+
+    def note(
+        self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool | None = None
+    ) -> None:
+        """Note a call and its result, within a layer; outside of one nothing is noted.
+
+        cheap: True if it may run again in backward; None: the function's name decides (`CHEAP`).
+        """
+        if not self._recording:
+            return
+        name = getattr(function, "__name__", "")
+        if cheap is None:
+            if name.endswith("_") and not name.endswith("__"):
+                return  # it writes in place, which `_choose` notices by the tensor's version
+            if name.strip("_") not in CHEAP or "out" in kwargs:
+                return
+        elif not cheap:
+            return
+        parents: list[_Node] = []
+        arguments = list(_iterate((args, kwargs), Tensor))
+        if any(map(is_traceable_wrapper_subclass, arguments)):
+            return  # it has no storage of its own
+        argument_storages = {tensor.untyped_storage()._cdata for tensor in arguments}
+        for index, tensor in enumerate(_iterate(result, Tensor)):
+            storage = tensor.untyped_storage()._cdata
+            if storage in argument_storages or storage in self._nodes:
+                continue  # a view, of a storage that has its node or needs none
+            if not parents:
+                args, kwargs = _map(
+                    (args, kwargs), Tensor, lambda value: self._link_node(value, parents)
+                )
+            self._nodes[storage] = _Node(tensor, (function, args, kwargs, index), parents)
+
+    def _link_node(self, tensor: Tensor, parents: list[_Node]) -> Any:
+        """Return an argument for `producer`: a tensor as a view of its node, which joins `parents`.
+
+        Parameters stay as they are.
+        """
+        storage = tensor.untyped_storage()._cdata
+        if storage in self._parameter_storages:
+            return tensor.detach()
+        if storage not in self._nodes:
+            self._nodes[storage] = _Node(tensor, None, [])
+        parents.append(self._nodes[storage])
+        return _View(self._nodes[storage], tensor)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        """Return what autograd saves in place of a tensor; `_unpack` gets it in backward."""
+        if self._outer_pack is not None:
+            packed = self._outer_pack(tensor)
+        else:
+            # Detached: an operator that saves its own result would keep its graph alive by it.
+            packed = tensor if tensor.is_leaf else tensor.detach()
+        saved = _SavedTensor(tensor, packed, self._outer_unpack)
+        if self._recording and not is_traceable_wrapper_subclass(tensor):
+            self._saved_tensors.append(saved)
+        return saved
+
+    def _choose(self) -> None:
+        """Free the saved tensors of the layer that can be recomputed from those that stay."""
+        nodes = list(self._nodes.values())
+        indices = {node: index for index, node in enumerate(nodes)}
+        # Of the nodes' storages: (saved tensor, node)
+        pairs: list[tuple[_SavedTensor, _Node]] = []
+        has_other_types = False  # a saved tensor is a view of a node's storage in another type
+        for saved in self._saved_tensors:
+            assert saved.tensor is not None
+            node = self._nodes.get(saved.tensor.untyped_storage()._cdata)
+            if node is not None:
+                pairs.append((saved, node))
+                has_other_types |= saved.tensor.dtype != node.dtype
+        stays = set(nodes)  # the nodes that are not freed
+        # If a tensor was written into since, recomputing would give other values; and `as_strided`
+        # cannot make a view of another type. Then the layer leaves what autograd saved as it is.
+        if not has_other_types and all(
+            node.tensor is not None and node.tensor._version == node.version for node in nodes
+        ):
+            # The first three arguments of `minimum_cut`.
+            settings = (
+                tuple(node.bytes for node in nodes),
+                tuple(node.producer is None for node in nodes),
+                tuple(tuple(indices[parent] for parent in node.parents) for node in nodes),
+            )
+            targets = frozenset(indices[node] for _, node in pairs)
+            key = (*settings, targets)
+            if key not in self._chosen:
+                self._chosen[key] = minimum_cut(*settings, targets)
+            stays = {nodes[index] for index in self._chosen[key]}
+        for saved, node in pairs:
+            if node in stays:
+                # The first: backward reads it last, after what is computed from it.
+                node.source = node.source or saved
+                continue
+            assert saved.tensor is not None
+            saved.view = _View(node, saved.tensor)
+            saved.packed = None
+            saved.recomputed_nodes = _list_recomputed_nodes(node, stays)
+            for recomputed in saved.recomputed_nodes:
+                recomputed.num_pending += 1
+        for node in nodes:
+            if node in stays and node.source is None and node.tensor is not None:
+                # Not saved by autograd, but less than what is computed from it.
+                node.source = self._pack(node.tensor)
+            node.tensor = None
+        for saved in self._saved_tensors:
+            saved.tensor = None  # `packed` has it, or it is freed
+
+
+_recorder: Switch[KeptTensors | None] = Switch(None)  # of the layer that runs
+_tagging = Switch(False)  # see `use_cheap_tags`
+
+
+def get_saved_tensors_hooks() -> tuple[_Pack, _Pack] | None:
+    """Return the (pack, unpack) hooks that a tensor would meet that autograd saves now."""
+    # Private: torch has no public way to ask for the hooks on top.
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[no-any-return]
+
+
+def use_cheap_tags(wanted: bool) -> None:
+    """Let compiled code compute the results of `run_cheap` again, from here on in this process."""
+    _tagging.value = wanted
+
+
+def run_cheap(function: Callable[..., _Result], *args: Any) -> _Result:
+    """Return `function(*args)`, which is cheap: backward may compute it again.
+
+    Without side effects: it gives the same values when it is called again.
+    """
+    if not torch.compiler.is_compiling():
+        return note_cheap(function(*args), function, *args)
+    if not _tagging.value:
+        return function(*args)
+    # The compiler does not save what comes out of a checkpointed function, but computes it again.
+    return cast(_Result, checkpoint(function, *args, use_reentrant=False))
+
+
+def note_cheap(result: _Result, function: Function, *args: Any) -> _Result:
+    """Return `result`, which is `function(*args)` and may be computed again in backward.
+
+    function: cheap, and without side effects: it gives the same values when it is called again.
+    """
+    if _recorder.value is not None:
+        _recorder.value.note(function, args, {}, result, cheap=True)
+    return result
+
+
+def _iterate(value: Any, kind: type[_Result]) -> Iterator[_Result]:
+    """Yield the objects of a type in nested tuples, lists and dicts, in order."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _iterate(item, kind)
+
+
+def _map(value: Any, kind: type[_Result], function: Callable[[_Result], Any]) -> Any:
+    """Return nested tuples, lists and dicts with objects of a type replaced by the function's."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: _map(item, kind, function) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [_map(item, kind, function) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+def _list_recomputed_nodes(node: _Node, stays: set[_Node]) -> list[_Node]:
+    """List the nodes that have to be recomputed for one, itself included. stays: those kept."""
+    recomputed: dict[_Node, None] = {}
+    queue = [node]
+    while queue:
+        source = queue.pop()
+        if source not in stays and source not in recomputed:
+            recomputed[source] = None
+            queue += source.parents
+    return list(recomputed)
+
+
+def _unpack(saved: _SavedTensor) -> Tensor:
+    """Return the tensor that autograd saved, recomputed if it was freed."""
+    if saved.view is None:
+        tensor = saved.read()
+        saved.tensor = None
+        return tensor
+    with torch.no_grad():
+        tensor = saved.view.make_view(_recompute(saved.view.node))
+    for node in saved.recomputed_nodes:
+        node.num_pending -= 1
+        if node.num_pending <= 0:
+            node.tensor = None
+    return tensor
+
+
+def _recompute(node: _Node) -> Tensor:
+    """Return a node's tensor, recomputed if it was freed, and keep it until `_unpack` frees it."""
+    if node.source is not None:
+        return node.source.read()
+    if node.tensor is None:
+        assert node.producer is not None
+        function, args, kwargs, index = node.producer
+        args, kwargs = _map(
+            (args, kwargs), _View, lambda view: view.make_view(_recompute(view.node))
+        )
+        node.tensor = list(_iterate(function(*args, **kwargs), Tensor))[index]
+    return node.tensor
+
+
+def minimum_cut(
+    sizes: tuple[int, ...],
+    roots: tuple[bool, ...],
+    parents: tuple[tuple[int, ...], ...],
+    targets: frozenset[int],
+) -> frozenset[int]:
+    """Return the indices of the nodes of the fewest bytes from which all targets can be made.
+
+    sizes: bytes of each node. roots: for each node, True if it cannot be made of others. parents:
+    for each node, the indices of the nodes that it is made of. targets: indices. Of equally small
+    sets the one nearest to the targets is taken.
+    """
+    import networkx  # a dependency of torch
+
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(["source", "sink"])
+    # Each node is an edge of its bytes; edges between nodes have no capacity, which is infinite.
+    for index, size in enumerate(sizes):
+        graph.add_edge(("in", index), ("out", index), capacity=size)
+        if roots[index]:
+            graph.add_edge("source", ("in", index))
+        graph.add_edges_from((("out", parent), ("in", index)) for parent in parents[index])
+        if index in targets:
+            graph.add_edge(("out", index), "sink")
+    _, (_, sink_side) = networkx.minimum_cut(graph, "source", "sink")
+    # The nodes whose edge is cut.
+    return frozenset(
+        index
+        for index in range(len(sizes))
+        if ("in", index) not in sink_side and ("out", index) in sink_side
+    )
