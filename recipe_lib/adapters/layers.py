@@ -27,7 +27,6 @@ from recipe_lib.adapters.quantized import (
 )
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.mixture import ExpertLinear, Router
-from recipe_lib.ops.deferred import linear_in_dtype
 from recipe_lib.ops.fused_kernels import make_opaque_node
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 from recipe_lib.ops.kept_tensors import note_cheap, run_cheap
@@ -218,7 +217,7 @@ def add_scaled(tensor: Tensor, update: Tensor, scaling: float) -> Tensor:
 
 
 def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return `hidden.to(weight.dtype) @ weight.T`; hidden is saved for backward unconverted."""
+    """Return `hidden.to(weight.dtype) @ weight.T`; backward converts hidden again."""
     if hidden.dtype == weight.dtype:
         return F.linear(hidden, weight)
     # A torch function mode sees one call, of `linear`, in place of a conversion and a product.
@@ -229,7 +228,7 @@ def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def linear(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return `hidden.to(weight.dtype) @ weight.T`, for operands of two dtypes."""
-    return linear_in_dtype(hidden, weight, weight.dtype)
+    return F.linear(run_cheap(torch.Tensor.to, hidden, weight.dtype), weight)
 
 
 class AdaptedLinear(AdaptedMatrix, nn.Linear):

@@ -37,13 +37,16 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     ParameterPlan,
     RunningForward,
     ShardingPlan,
-    list_tensors,
     make_pattern,
 )
 from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
-from recipe_lib.ops.kept_tensors import KeptTensors, get_saved_tensors_hooks
+from recipe_lib.ops.kept_tensors import (
+    KeptTensors,
+    get_saved_tensors_hooks,
+    list_tensors,
+)
 
 # Function -> the one whose place it takes, with the same arguments: transformers' experts call the
 # first one where they are compiled. Both count as the second, so that one plan is for both.
@@ -211,7 +214,7 @@ class _Execution(TorchFunctionMode):
             outermost = not running.frames
             self._note_length(
                 path,
-                first=next(list_tensors((args, kwargs)), None),
+                first=next(iter(list_tensors((args, kwargs))), None),
                 outermost=outermost,
                 is_layer=ends_sharing,
             )
@@ -375,7 +378,7 @@ class _Execution(TorchFunctionMode):
                 )
             frame.reached += 1
             result = self.exchanges.call(boundaries, function, args, kwargs)
-        if next(list_tensors(result), None) is not None:
+        if list_tensors(result):
             frame.calls += 1
         return result
 

@@ -31,7 +31,6 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     compute_bounds,
     find_period,
     get_output_values,
-    list_tensors,
     make_pattern,
 )
 from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize
@@ -39,6 +38,7 @@ from recipe_lib.logs import get_logger
 from recipe_lib.models import ExternalSpec, build_meta
 from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.device import holds_values
+from recipe_lib.ops.kept_tensors import list_tensors
 from recipe_lib.parallel import World, materialize
 
 # Prove that an inferred plan is right, on a small model with random weights on the CPU.

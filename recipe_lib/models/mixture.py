@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec
 from recipe_lib.ops.attention import RealTokens
-from recipe_lib.ops.deferred import linear_in_dtype
 from recipe_lib.ops.fused_kernels import call_with_gradient
 from recipe_lib.ops.gathered import Group, all_reduce
+from recipe_lib.ops.kept_tensors import run_cheap
 from recipe_lib.ops.mlp import (
     Gate,
     Groups,
@@ -42,11 +42,14 @@ class Router(nn.Linear):
 def wide_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `F.linear` in fp32 of operands that may be in fewer bits.
 
-    The operands are saved for backward as they are given, not in fp32.
+    Backward converts the operands again, instead of keeping them in fp32.
     """
     if weight.dtype.itemsize >= 4:
         return F.linear(tokens, weight, bias)
-    logits = linear_in_dtype(tokens, weight, torch.float32)
+    logits = F.linear(
+        run_cheap(torch.Tensor.to, tokens, torch.float32),
+        run_cheap(torch.Tensor.to, weight, torch.float32),
+    )
     return logits if bias is None else logits + bias
 
 

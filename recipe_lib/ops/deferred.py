@@ -164,34 +164,3 @@ class _Linear(torch.autograd.Function):
 def _compute_weight_gradient(out_grad: Tensor, hidden: Tensor) -> Tensor:
     """Return `[o, i]`, given the output's gradient `[.., o]` and the input `[.., i]`."""
     return out_grad.flatten(0, -2).t() @ hidden.flatten(0, -2)
-
-
-def linear_in_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `hidden [.., i] @ weight.T [i, o]`, computed in `dtype`.
-
-    The operands may be in other dtypes, in which they are saved for backward. The weight's gradient
-    is never deferred.
-    """
-    return cast(Tensor, _LinearInDtype.apply(hidden, weight, dtype))
-
-
-class _LinearInDtype(torch.autograd.Function):
-    """The node of `linear_in_dtype`."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        # Saved before they are converted: backward converts again, so that no wide copy is kept.
-        ctx.save_for_backward(hidden, weight)
-        ctx.dtype = dtype
-        return F.linear(hidden.to(dtype), weight.to(dtype))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        hidden, weight = ctx.saved_tensors
-        hidden_grad = weight_grad = None
-        if ctx.needs_input_grad[0]:
-            hidden_grad = (out_grad @ weight.to(ctx.dtype)).to(hidden.dtype)
-        if ctx.needs_input_grad[1]:
-            weight_grad = _compute_weight_gradient(out_grad, hidden.to(ctx.dtype)).to(weight.dtype)
-        return hidden_grad, weight_grad, None

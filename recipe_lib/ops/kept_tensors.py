@@ -144,32 +144,28 @@ class KeptTensors:
     def note_parameters(self, parameters: Any) -> None:
         """Note parameters that the layer uses, as this rank's parts: they are never freed here."""
         self._parameter_storages.update(
-            tensor.untyped_storage()._cdata for tensor in _iterate(parameters, Tensor)
+            tensor.untyped_storage()._cdata for tensor in list_tensors(parameters)
         )
 
     def note(
-        self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool | None = None
+        self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool = False
     ) -> None:
         """Note a call and its result, within a layer; outside of one nothing is noted.
 
-        cheap: True if it may run again in backward; None: the function's name decides (`CHEAP`).
+        cheap: True if it may run again in backward; False: the function's name decides (`CHEAP`).
         """
-        if not self._recording:
-            return
         name = getattr(function, "__name__", "")
-        if cheap is None:
-            if name.endswith("_") and not name.endswith("__"):
-                return  # it writes in place, which `_choose` notices by the tensor's version
-            if name.strip("_") not in CHEAP or "out" in kwargs:
-                return
-        elif not cheap:
+        # `add_` writes in place, which `_choose` notices by the tensor's version; `__add__` is add.
+        writes = (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+        is_cheap = cheap or (name.strip("_") in CHEAP and not writes)
+        if not self._recording or not is_cheap:
             return
         parents: list[_Node] = []
-        arguments = list(_iterate((args, kwargs), Tensor))
+        arguments = list_tensors((args, kwargs))
         if any(map(is_traceable_wrapper_subclass, arguments)):
             return  # it has no storage of its own
         argument_storages = {tensor.untyped_storage()._cdata for tensor in arguments}
-        for index, tensor in enumerate(_iterate(result, Tensor)):
+        for index, tensor in enumerate(list_tensors(result)):
             storage = tensor.untyped_storage()._cdata
             if storage in argument_storages or storage in self._nodes:
                 continue  # a view, of a storage that has its node or needs none
@@ -292,13 +288,15 @@ def note_cheap(result: _Result, function: Function, *args: Any) -> _Result:
     return result
 
 
-def _iterate(value: Any, kind: type[_Result]) -> Iterator[_Result]:
-    """Yield the objects of a type in nested tuples, lists and dicts, in order."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _iterate(item, kind)
+def list_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a value or its nested tuples, lists and dicts, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in list_tensors(item)]
+    return []
 
 
 def _map(value: Any, kind: type[_Result], function: Callable[[_Result], Any]) -> Any:
@@ -350,7 +348,7 @@ def _recompute(node: _Node) -> Tensor:
         args, kwargs = _map(
             (args, kwargs), _View, lambda view: view.make_view(_recompute(view.node))
         )
-        node.tensor = list(_iterate(function(*args, **kwargs), Tensor))[index]
+        node.tensor = list_tensors(function(*args, **kwargs))[index]
     return node.tensor
 
 

@@ -21,7 +21,6 @@ from recipe_lib.external.tensor_plan.axes import (
     list_parts,
     unify,
 )
-from recipe_lib.external.tensor_plan.sharding_plan import list_tensors
 from recipe_lib.external.tensor_plan.sourced_integers import (
     Attribute,
     Decision,
@@ -31,6 +30,7 @@ from recipe_lib.external.tensor_plan.sourced_integers import (
     is_decided_alike,
     list_sources,
 )
+from recipe_lib.ops.kept_tensors import list_tensors
 
 Dims = list[AxisNode]  # of one tensor, one node a dimension
 # Gets the call of an operator, writes what it finds into its fields, and returns the dimensions of
@@ -121,7 +121,7 @@ class OperatorCall:
         return self._arguments.get(name, default)
 
     def get_first_tensor(self) -> torch.Tensor:
-        return next(list_tensors((self.args, self.kwargs)))
+        return list_tensors((self.args, self.kwargs))[0]
 
     def get_shape(self) -> list[int]:
         """Return the sizes of the first output."""

@@ -22,7 +22,7 @@ from recipe_lib.external.tensor_plan.axes import (
     unify,
 )
 from recipe_lib.external.tensor_plan.forward_trace import Dims, OperatorCall, Rule, get_short_name
-from recipe_lib.external.tensor_plan.sharding_plan import list_tensors
+from recipe_lib.ops.kept_tensors import list_tensors
 
 RULES: dict[str, Rule] = {}  # name of an operator -> its rule; `register_rule` fills it
 

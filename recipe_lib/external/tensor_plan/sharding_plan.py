@@ -16,8 +16,6 @@ from functools import cached_property
 from math import prod
 from typing import Any, cast
 
-import torch
-
 from recipe_lib.errors import ConfigError
 
 
@@ -213,18 +211,6 @@ def compute_bounds(
         starts_and_stops.append((offset + first, offset + last))
         offset += length
     return starts_and_stops
-
-
-def list_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists and dicts, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from list_tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from list_tensors(item)
 
 
 def list_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -31,7 +31,6 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     RunningForward,
     get_output_values,
     list_places,
-    list_tensors,
 )
 from recipe_lib.external.tensor_plan.sourced_integers import (
     Decision,
@@ -40,6 +39,7 @@ from recipe_lib.external.tensor_plan.sourced_integers import (
     make_attributes_sourced,
 )
 from recipe_lib.models.language_model import list_layer_names
+from recipe_lib.ops.kept_tensors import list_tensors
 
 
 class _Watch(TorchFunctionMode):
@@ -96,7 +96,7 @@ class _Watch(TorchFunctionMode):
 
     def _close_frame(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Note a module's output, and go back to the module that called it; a forward hook."""
-        first = next(list_tensors(output), None)
+        first = next(iter(list_tensors(output)), None)
         if first is not None and not self.module.startswith(self.inside):
             # `get_traced` may read a shape, which this mode would take for a read of the model's.
             with torch._C.DisableTorchFunction():

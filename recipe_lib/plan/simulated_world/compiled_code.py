@@ -25,9 +25,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from recipe_lib.ops.kept_tensors import list_tensors
 from recipe_lib.plan.simulated_world.cached_fake_mode import wrap
 from recipe_lib.plan.simulated_world.simulated_device import MODULE, NAME, dispatch_attention
-from recipe_lib.plan.tracing.operator_costs import compute_cost, format_dtype, list_tensors
+from recipe_lib.plan.tracing.operator_costs import compute_cost, format_dtype
 from recipe_lib.plan.tracing.trace import OP, Op
 from recipe_lib.units import pluralize
 

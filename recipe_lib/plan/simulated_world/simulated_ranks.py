@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from recipe_lib.config.mesh import MESH_DIMS, compute_mesh_shape
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.ops import dtensor_shards
+from recipe_lib.ops.kept_tensors import list_tensors
 from recipe_lib.parallel.world import World, build_world
 from recipe_lib.plan.simulated_world.simulated_device import (
     MODULE,
@@ -32,7 +33,6 @@ from recipe_lib.plan.simulated_world.simulated_device import (
     pin_kernels,
     register_device,
 )
-from recipe_lib.plan.tracing.operator_costs import list_tensors
 from recipe_lib.plan.tracing.trace import OP, WORK_WAIT, Op
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recipe_lib.plan.tracing.operator_costs import list_tensors
+from recipe_lib.ops.kept_tensors import list_tensors
 
 # Operators whose schema does not say what they write -> index of the argument that they write.
 _WRITES = {

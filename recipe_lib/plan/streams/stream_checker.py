@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipe_lib.ops.kept_tensors import list_tensors
 from recipe_lib.plan.streams.code_lines import Line, find_code_line, format_line
 from recipe_lib.plan.streams.collective_order import CollectiveCall
 from recipe_lib.plan.streams.operator_accesses import find_accesses
 from recipe_lib.plan.streams.vector_clocks import Clock, VectorClocks
 from recipe_lib.plan.timing.stream_schedule import is_transfer
-from recipe_lib.plan.tracing.operator_costs import is_blocking, list_tensors
+from recipe_lib.plan.tracing.operator_costs import is_blocking
 from recipe_lib.plan.tracing.trace import HOST, Op, Storage
 
 _COMMUNICATORS = 10_000  # communicators' streams have numbers from here on, others smaller ones

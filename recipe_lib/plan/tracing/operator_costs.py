@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
 from recipe_lib.memory.budget import GROUPED, count_grouped_flops
+from recipe_lib.ops.kept_tensors import list_tensors
 from recipe_lib.plan.tracing.trace import Collective
 
 # Namespaces of operators that communicate with other ranks.
@@ -223,15 +224,6 @@ _EMPTY = frozenset(
         "aten::new_empty_strided",
     }
 )
-
-
-def list_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in a value or its nested lists and tuples, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for entry in value for tensor in list_tensors(entry)]
-    return []
 
 
 def _count_bytes(tensors: Sequence[Tensor]) -> int:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from recipe_lib.ops.fused_kernels import SHAPED_WORK
+from recipe_lib.ops.kept_tensors import list_tensors
 from recipe_lib.plan.simulated_world.cached_fake_mode import (
     CachedCall,
     NotCacheable,
@@ -23,7 +24,6 @@ from recipe_lib.plan.simulated_world.cached_fake_mode import (
     remember,
 )
 from recipe_lib.plan.simulated_world.simulated_ranks import Patch, apply_patches
-from recipe_lib.plan.tracing.operator_costs import list_tensors
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP
 from recipe_lib.plan.tracing.tracer import Tracer
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.memory.peaks import round_up_to_pinned
+from recipe_lib.ops.kept_tensors import list_tensors
 from recipe_lib.plan.simulated_world.cached_fake_mode import CachedCall, CachedFakeMode
 from recipe_lib.plan.simulated_world.compiled_code import (
     find_opaque_function,
@@ -37,7 +38,6 @@ from recipe_lib.plan.tracing.operator_costs import (
     is_blocking,
     is_summed_in_place,
     list_plain_tensors,
-    list_tensors,
     read_collective,
 )
 from recipe_lib.plan.tracing.running_modules import RunningModules
