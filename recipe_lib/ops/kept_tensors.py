@@ -135,6 +135,11 @@ class KeptTensors:
                 yield
             self._choose()
         finally:
+            # From here on they are read from `packed`, or freed. Also where an exception ends the
+            # forward, as that of checkpointing which ends a recomputation: tensor and graph would
+            # keep each other.
+            for holder in (*self._saved_tensors, *self._nodes.values()):
+                holder.tensor = None
             self._recording = False
             self._outer_pack = self._outer_unpack = None
             self._nodes.clear()
@@ -245,9 +250,6 @@ class KeptTensors:
             if node in stays and node.source is None and node.tensor is not None:
                 # Not saved by autograd, but less than what is computed from it.
                 node.source = self._pack(node.tensor)
-            node.tensor = None
-        for saved in self._saved_tensors:
-            saved.tensor = None  # `packed` has it, or it is freed
 
 
 _recorder: Switch[KeptTensors | None] = Switch(None)  # of the layer that runs

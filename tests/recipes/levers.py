@@ -91,6 +91,7 @@ LEVERS = [
     Setting(
         "in backward", ("memory.optimizer_in_backward=true", NO_CLIPPING), basis=(NO_CLIPPING,)
     ),
+    _make_same("recomputing", "memory.recompute_cheap=false"),
     _make_same("MLP chunks", "memory.mlp_tiles=3"),
     _make_same("strategy", "parallel.strategy=ddp"),
     _make_same("loss chunks", "memory.loss_chunks=5"),
