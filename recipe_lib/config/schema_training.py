@@ -319,7 +319,7 @@ class MemoryConfig:
         True,
         "Compute the outputs of norms and of gated products again in backward instead of keeping"
         " them; a third less is kept, for about one percent of a step's time.",
-        known_as="Megatron recompute_modules layernorm, moe_act",
+        known_as="Megatron recompute_modules",
     )
     activation_offload: bool = key(
         False,

@@ -519,7 +519,7 @@ class _DeviceKernels(TorchFunctionMode):
         record = self.recorder.record
         self.recorder.muted += 1
         try:
-            out, statistics = function.apply(*tensors)
+            out, statistics = function.apply(self.kernels, *tensors)
         finally:
             self.recorder.muted -= 1
         written_bytes = out.nbytes + statistics.nbytes
@@ -546,7 +546,7 @@ class _Attention(torch.autograd.Function):
     """Keeps what a flash kernel keeps: q, k, v, its output, and log-sum-exps `[b, h, s]`."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, kernels: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q)
         statistics = _make_statistics(q, *q.shape[:3])
         ctx.save_for_backward(q, k, v, out, statistics)
@@ -555,11 +555,12 @@ class _Attention(torch.autograd.Function):
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Keeps what a fused norm keeps: its input, its weight, and one number for each token."""
+    """Keeps what a norm keeps: its input, on a GPU also its weight and a number for each token."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, kernels: str, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         statistics = _make_statistics(hidden, *hidden.shape[:-1], 1)
-        ctx.save_for_backward(hidden, weight, statistics)
+        # The node for a CPU (`ops.norm`) computes the number again, and has the parameter itself.
+        ctx.save_for_backward(hidden, *((weight, statistics) if kernels != "cpu" else ()))
         ctx.mark_non_differentiable(statistics)
         return torch.empty_like(hidden), statistics

@@ -16,6 +16,7 @@ from recipe_lib.config.mesh import count_stages, list_rank_stages
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
+from recipe_lib.memory.apply_levers import recompute_cheap_tensors
 from recipe_lib.memory.budget import (
     FLOPS,
     BudgetChoice,
@@ -291,8 +292,12 @@ def test_worth_follows_the_length_of_rows() -> None:
     assert first(1024) == "matmul" and first(16384) == "attention"
     layer = measure_layer_costs(model, 1, 4096, 1, "cuda")[1]
     d, queries, keys, f = 4096, 4096, 1024, 14336
-    elements = 4 * d + 2 * queries + 2 * keys + 4 * f
     # Log-sum-exp and two norms in fp32, and a random state.
+    elements = 4 * d + 2 * queries + 2 * keys + 3 * f
+    assert layer.unchecked_bytes == 4096 * (2 * elements + 4 * (32 + 2)) + 128
+    recompute_cheap_tensors(model, FullFinetuneConfig())
+    layer = measure_layer_costs(model, 1, 4096, 1, "cuda")[1]
+    elements = 2 * d + 2 * queries + 2 * keys + 2 * f
     assert layer.unchecked_bytes == 4096 * (2 * elements + 4 * (32 + 2)) + 128
 
 

@@ -26,11 +26,11 @@ TOKENS = 192
 HEADS = 32
 RTX4090 = find_hardware("rtx4090")
 
-# What a layer keeps of each token, bytes. Widths: inputs and outputs of both norms, queries and
-# attention, keys and values, gate, up and product; in fp32 the log-sum-exp of attention. All is a
+# What a layer keeps of each token, bytes. Widths: inputs of both norms, queries and
+# attention, keys and values, gate and up; in fp32 the log-sum-exp of attention. All is a
 # tensor of its own.
 TENSORS = [
-    TOKENS * width * BF16 for width in [WIDTH] * 4 + [QUERIES] * 2 + [KEYS] * 2 + [MLP_WIDTH] * 3
+    TOKENS * width * BF16 for width in [WIDTH] * 2 + [QUERIES] * 2 + [KEYS] * 2 + [MLP_WIDTH] * 2
 ]
 TENSORS.append(TOKENS * HEADS * 4)
 SMALL = (

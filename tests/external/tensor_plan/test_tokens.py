@@ -9,11 +9,11 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from recipe_lib.external.kept_tensors import KeptTensors, minimum_cut
 from torch import nn
 
 from benchmarks.inferred_tp_memory import measure_kept
 from benchmarks.tp_memory import OURS, build_spec_of_layers, compute_kept_bytes
-from recipe_lib.external.kept_tensors import KeptTensors, minimum_cut
 from recipe_lib.external.proven_plan import certify
 from recipe_lib.external.tensor_plan import infer
 from recipe_lib.external.tensor_plan.infer import infer_plan
