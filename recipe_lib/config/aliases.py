@@ -237,6 +237,7 @@ _ELSEWHERE = {
         "zero_optimization.offload_optimizer.device optimizer_cpu_offload offload_optimizer "
         "optimizer_offload_fraction optim_offload"
     ),
+    "memory.recompute_cheap": "recompute_modules",
     "memory.mlp_tiles": "tiled_mlp tiled_mlp_num_shards mlp_num_shards",
     "memory.loss_chunks": "num_output_chunks num_chunks loss_num_chunks chunked_cross_entropy",
     "checkpoint": "checkpointer checkpointing",

@@ -113,7 +113,7 @@ MORE = {
     "adapter": None, "wandb_run_id": None, "dataset_config": None, "init_timeout_seconds": None, "mask_history":
     "data.train_on", "steps": "max_steps", "num_epoch": "epochs", "memory.checkpointing":
     "memory.activation_checkpointing", "z_loss": None, "add_eos": "data.add_eos", "overwrite_cache": None,
-    "moe": None, "mode": None, "function": None, "trace": None,
+    "recompute_modules": "memory.recompute_cheap", "moe": None, "mode": None, "function": None, "trace": None,
     "end_weight_decay": None, "name": None, "zero_bubble_max_pending_backward":
     "parallel.pipeline_max_deferred_weight_grads", "distributed_type": "parallel.strategy", "gamma_beta_ratio": None,
 }  # fmt: skip

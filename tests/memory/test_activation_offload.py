@@ -257,7 +257,9 @@ def test_compiled_layers_are_compiled_as_often_and_send_what_they_keep() -> None
         loss.backward()
         found.append([loss, *read_gradients(model).values()])
     assert len(found[0]) == len(found[1]) > 10
-    assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(*found, strict=True))
+    # On a CPU the norm's backward is another chain of operators where it is compiled.
+    for eager, compiled in zip(*found, strict=True):
+        assert torch.allclose(eager, compiled, rtol=1e-5, atol=1e-5 * float(eager.abs().max()))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # alike layers share it
     assert min(window.host_bytes.values()) >= ROWS * LENGTH * WIDTH * 4
 
