@@ -144,6 +144,7 @@ def read_sources(path: Path = SPEEDS_PATH) -> list[Source]:
         rows = []
         for row in entry.pop("rows"):
             overrides = f"{entry.get('overrides', '')} {row.get('overrides', '')}".split()
+            overrides.append("memory.recompute_cheap=false")  # no source does it
             shape = entry.get("shape", {}) | row.get("shape", {})
             rows.append(
                 PublishedSpeed(**entry | row | {"overrides": tuple(overrides), "shape": shape})

@@ -55,7 +55,7 @@ class Run:
     def keys(self) -> tuple[str, ...]:
         """Return all overrides, `key=value`."""
         # The published runs launch a kernel for each operator.
-        return (*self.overrides, "fused_kernels=false")
+        return (*self.overrides, "fused_kernels=false", "memory.recompute_cheap=false")
 
     @property
     def command(self) -> str:

@@ -79,7 +79,7 @@ def simulate_peak(
     overrides = (
         f"max_seq_len={TOKENS}", f"parallel.pipeline={RANKS}", f"parallel.pipeline_schedule={schedule}", "batch_size=1",
         f"gradient_accumulation_steps={COUNT}", f"memory.activation_checkpointing={mode}", "clip_grad_norm=null",
-        "fused_kernels=false",
+        "fused_kernels=false", "memory.recompute_cheap=false",
     )  # fmt: skip
     cfg, _ = make_plannable(load_config(config, overrides, FullFinetuneConfig))
     settings = PlanSettings(

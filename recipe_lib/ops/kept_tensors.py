@@ -262,6 +262,11 @@ def get_saved_tensors_hooks() -> tuple[_Pack, _Pack] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[no-any-return]
 
 
+def is_recording() -> bool:
+    """Return True while a layer runs whose cheap results are computed again in backward."""
+    return _recorder.value is not None
+
+
 def use_cheap_tags(wanted: bool) -> None:
     """Let compiled code compute the results of `run_cheap` again, from here on in this process."""
     _tagging.value = wanted
