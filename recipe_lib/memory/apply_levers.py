@@ -7,6 +7,7 @@ because its place in that order matters.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,17 +112,14 @@ def recompute_cheap_tensors(model: nn.Module, cfg: FullFinetuneConfig) -> None:
     if not wanted or cfg.compile:
         return
     modules = dict(model.named_modules())
-    kept = KeptTensors()
     for name in list_layer_names(model):
-        modules[name].forward = _record_forward(modules[name].forward, kept)
+        # Not a closure: a copy of the model would run the forward of the layer that it is made of.
+        modules[name].forward = partial(_run_recorded, modules[name].forward)
 
 
-def _record_forward(forward: Callable[..., Any], kept: KeptTensors) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with kept.layer():
-            return forward(*args, **kwargs)
-
-    return run
+def _run_recorded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with KeptTensors().layer():  # its own: layers may run in several threads at once
+        return forward(*args, **kwargs)
 
 
 def compile_layers(model: nn.Module, backend: Any = "inductor") -> None:

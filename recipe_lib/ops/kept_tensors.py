@@ -9,7 +9,9 @@ for all that read them: they are equal bit for bit.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -30,6 +32,8 @@ CHEAP = frozenset(
 )
 Function = Callable[..., Any]
 _Pack = Callable[[Any], Any]
+# A storage, by torch's `_cdata`, read in one type: a view in another type is a node of its own.
+_Key = tuple[int, torch.dtype]
 _Result = TypeVar("_Result")
 
 
@@ -50,9 +54,9 @@ class _Node:
         self.parents = parents  # the nodes among these arguments
         # torch counts writes into a tensor: with a later version it has other values.
         self.version = tensor._version
-        self.dtype = tensor.dtype
         self.bytes = tensor.untyped_storage().nbytes()
-        # A saved tensor of this storage, from which a node that is kept is read. None: it is freed.
+        # A saved tensor that covers the storage in order, from which a node that is kept is read.
+        # None: it is freed.
         self.source: _SavedTensor | None = None
         # Saved tensors that backward has still to recompute through this node.
         self.num_pending = 0
@@ -67,16 +71,22 @@ class _View:
 
     def make_view(self, made: Tensor) -> Tensor:
         """Return the tensor as a view of `made`, the node's recomputed tensor."""
-        return made.as_strided(*self.geometry)
+        shape, stride, offset = self.geometry
+        if self.node.source is not None:
+            # Hooks may have returned it as a part of a larger storage.
+            offset += made.storage_offset()
+        return made.as_strided(shape, stride, offset)
 
 
 @dataclass(eq=False)
 class _SavedTensor:
     """A stand-in for a tensor that autograd saves: the tensor, or how to recompute it."""
 
-    tensor: Tensor | None  # while the layer runs; in backward, once it is read from `packed`
     packed: Any  # what the hooks around the layer's made of the tensor; None: it was freed
     unpack: _Pack | None  # the hook that gets the tensor from `packed`; None: `packed` is it
+    version: int  # the tensor's when it was saved
+    # The tensor, while the layer runs; in backward, once it is read from `packed`.
+    tensor: Tensor | None = None
     view: _View | None = None  # of a freed tensor: a view of a node that can be recomputed
     # The nodes that are recomputed for that.
     recomputed_nodes: list[_Node] = field(default_factory=list)
@@ -84,6 +94,13 @@ class _SavedTensor:
     def read(self) -> Tensor:
         """Return the tensor of one that was not freed."""
         if self.unpack is None:
+            # torch's own check, which it leaves out where there are hooks.
+            if self.packed._version != self.version:
+                raise RuntimeError(
+                    "a tensor that backward needs has been modified by an in-place operation since"
+                    " it was saved, or since what is made of it was freed"
+                    " (memory.recompute_cheap=false frees nothing)"
+                )
             return self.packed  # type: ignore[no-any-return]
         if self.tensor is None:
             # Once, and held until autograd reads it too: checkpointing gives a tensor only once.
@@ -103,8 +120,7 @@ class KeptTensors:
     """
 
     def __init__(self) -> None:
-        # The graph of the layer that runs: id of a storage (torch's `_cdata`) -> its node.
-        self._nodes: dict[int, _Node] = {}
+        self._nodes: dict[_Key, _Node] = {}  # the graph of the layer that runs
         self._saved_tensors: list[
             _SavedTensor
         ] = []  # what autograd has saved in the layer that runs
@@ -112,8 +128,6 @@ class KeptTensors:
         # The hooks around those of the layer that runs; None: there are none.
         self._outer_pack: _Pack | None = None
         self._outer_unpack: _Pack | None = None
-        # Arguments of `minimum_cut` -> its result: most layers are alike.
-        self._chosen: dict[Any, frozenset[int]] = {}
         # Ids of storages of parameters, which are there anyway: saving them costs nothing.
         self._parameter_storages: set[int] = set()
 
@@ -124,22 +138,22 @@ class KeptTensors:
             yield
             return
         # torch calls the innermost hooks alone, so that these have to call the next ones.
-        outer_hooks = get_saved_tensors_hooks()
-        self._outer_pack, self._outer_unpack = outer_hooks or (None, None)
+        self._outer_pack, self._outer_unpack = _get_top_hooks() or (None, None)
         self._recording = True
+        token = _recorder.set(self)
         try:
-            with (
-                torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack),
-                _recorder.set(self),
-            ):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 yield
             self._choose()
         finally:
             # From here on they are read from `packed`, or freed. Also where an exception ends the
-            # forward, as that of checkpointing which ends a recomputation: tensor and graph would
-            # keep each other.
-            for holder in (*self._saved_tensors, *self._nodes.values()):
-                holder.tensor = None
+            # forward, as that of checkpointing which ends a recomputation: an operator that saved
+            # its own result would keep its graph alive by it.
+            for saved in self._saved_tensors:
+                saved.tensor = None
+            for node in self._nodes.values():
+                node.tensor = None
+            _recorder.reset(token)
             self._recording = False
             self._outer_pack = self._outer_unpack = None
             self._nodes.clear()
@@ -159,6 +173,10 @@ class KeptTensors:
 
         cheap: True if it may run again in backward; False: the function's name decides (`CHEAP`).
         """
+        # Without gradients, as inside of an autograd.Function, nothing is saved. Backward runs
+        # outside of autocast, where a call may give another type.
+        if not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+            return
         name = getattr(function, "__name__", "")
         # `add_` writes in place, which `_choose` notices by the tensor's version; `__add__` is add.
         writes = (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
@@ -167,31 +185,32 @@ class KeptTensors:
             return
         parents: list[_Node] = []
         arguments = list_tensors((args, kwargs))
-        if any(map(is_traceable_wrapper_subclass, arguments)):
-            return  # it has no storage of its own
+        results = list_tensors(result)
+        if not all(map(_has_plain_storage, arguments + results)):
+            return
         argument_storages = {tensor.untyped_storage()._cdata for tensor in arguments}
-        for index, tensor in enumerate(list_tensors(result)):
-            storage = tensor.untyped_storage()._cdata
-            if storage in argument_storages or storage in self._nodes:
+        for index, tensor in enumerate(results):
+            key = _get_key(tensor)
+            if key[0] in argument_storages or key in self._nodes:
                 continue  # a view, of a storage that has its node or needs none
             if not parents:
                 args, kwargs = _map(
                     (args, kwargs), Tensor, lambda value: self._link_node(value, parents)
                 )
-            self._nodes[storage] = _Node(tensor, (function, args, kwargs, index), parents)
+            self._nodes[key] = _Node(tensor, (function, args, kwargs, index), parents)
 
     def _link_node(self, tensor: Tensor, parents: list[_Node]) -> Any:
         """Return an argument for `producer`: a tensor as a view of its node, which joins `parents`.
 
         Parameters stay as they are.
         """
-        storage = tensor.untyped_storage()._cdata
-        if storage in self._parameter_storages:
+        key = _get_key(tensor)
+        if key[0] in self._parameter_storages:
             return tensor.detach()
-        if storage not in self._nodes:
-            self._nodes[storage] = _Node(tensor, None, [])
-        parents.append(self._nodes[storage])
-        return _View(self._nodes[storage], tensor)
+        if key not in self._nodes:
+            self._nodes[key] = _Node(tensor, None, [])
+        parents.append(self._nodes[key])
+        return _View(self._nodes[key], tensor)
 
     def _pack(self, tensor: Tensor) -> Any:
         """Return what autograd saves in place of a tensor; `_unpack` gets it in backward."""
@@ -200,48 +219,46 @@ class KeptTensors:
         else:
             # Detached: an operator that saves its own result would keep its graph alive by it.
             packed = tensor if tensor.is_leaf else tensor.detach()
-        saved = _SavedTensor(tensor, packed, self._outer_unpack)
-        if self._recording and not is_traceable_wrapper_subclass(tensor):
+        saved = _SavedTensor(packed, self._outer_unpack, tensor._version)
+        if _has_plain_storage(tensor):
+            saved.tensor = tensor
             self._saved_tensors.append(saved)
         return saved
 
     def _choose(self) -> None:
         """Free the saved tensors of the layer that can be recomputed from those that stay."""
         nodes = list(self._nodes.values())
-        indices = {node: index for index, node in enumerate(nodes)}
-        # Of the nodes' storages: (saved tensor, node)
-        pairs: list[tuple[_SavedTensor, _Node]] = []
-        has_other_types = False  # a saved tensor is a view of a node's storage in another type
+        if any(
+            node.tensor is None
+            or node.tensor._version != node.version
+            or _get_key(node.tensor) != key
+            for key, node in self._nodes.items()
+        ):
+            # A tensor was written into since, or given another storage: recomputing would give
+            # other values. What autograd saved stays as it is.
+            return
+        # Of the nodes' storages: (saved tensor, the tensor, node)
+        saved_of_nodes: list[tuple[_SavedTensor, Tensor, _Node]] = []
         for saved in self._saved_tensors:
             assert saved.tensor is not None
-            node = self._nodes.get(saved.tensor.untyped_storage()._cdata)
-            if node is not None:
-                pairs.append((saved, node))
-                has_other_types |= saved.tensor.dtype != node.dtype
-        stays = set(nodes)  # the nodes that are not freed
-        # If a tensor was written into since, recomputing would give other values; and `as_strided`
-        # cannot make a view of another type. Then the layer leaves what autograd saved as it is.
-        if not has_other_types and all(
-            node.tensor is not None and node.tensor._version == node.version for node in nodes
-        ):
-            # The first three arguments of `minimum_cut`.
-            settings = (
-                tuple(node.bytes for node in nodes),
-                tuple(node.producer is None for node in nodes),
-                tuple(tuple(indices[parent] for parent in node.parents) for node in nodes),
-            )
-            targets = frozenset(indices[node] for _, node in pairs)
-            key = (*settings, targets)
-            if key not in self._chosen:
-                self._chosen[key] = minimum_cut(*settings, targets)
-            stays = {nodes[index] for index in self._chosen[key]}
-        for saved, node in pairs:
+            if _get_key(saved.tensor) in self._nodes:
+                saved_of_nodes.append((saved, saved.tensor, self._nodes[_get_key(saved.tensor)]))
+        indices = {node: index for index, node in enumerate(nodes)}
+        kept_indices = minimum_cut(
+            sizes=tuple(node.bytes for node in nodes),
+            roots=tuple(node.producer is None for node in nodes),
+            parents=tuple(tuple(indices[parent] for parent in node.parents) for node in nodes),
+            targets=frozenset(indices[node] for _, _, node in saved_of_nodes),
+        )
+        stays = {nodes[index] for index in kept_indices}
+        for saved, tensor, node in saved_of_nodes:
             if node in stays:
-                # The first: backward reads it last, after what is computed from it.
-                node.source = node.source or saved
+                # The first: backward reads it last, after what is computed from it. Hooks may give
+                # it back with other strides, and of its storage no more than it covers.
+                if node.source is None and tensor.nbytes == node.bytes and tensor.is_contiguous():
+                    node.source = saved
                 continue
-            assert saved.tensor is not None
-            saved.view = _View(node, saved.tensor)
+            saved.view = _View(node, tensor)
             saved.packed = None
             saved.recomputed_nodes = _list_recomputed_nodes(node, stays)
             for recomputed in saved.recomputed_nodes:
@@ -249,14 +266,24 @@ class KeptTensors:
         for node in nodes:
             if node in stays and node.source is None and node.tensor is not None:
                 # Not saved by autograd, but less than what is computed from it.
-                node.source = self._pack(node.tensor)
+                num_elements = node.bytes // node.tensor.element_size()
+                node.source = self._pack(node.tensor.detach().as_strided((num_elements,), (1,), 0))
 
 
-_recorder: Switch[KeptTensors | None] = Switch(None)  # of the layer that runs
+# Of the layer that runs in this thread.
+_recorder: ContextVar[KeptTensors | None] = ContextVar("recorder", default=None)
 _tagging = Switch(False)  # see `use_cheap_tags`
 
 
-def get_saved_tensors_hooks() -> tuple[_Pack, _Pack] | None:
+def has_outer_hooks() -> bool:
+    """Return True if hooks get what autograd saves now, other than those of `KeptTensors`."""
+    recorder = _recorder.get()
+    if recorder is None:
+        return _get_top_hooks() is not None
+    return recorder._outer_pack is not None
+
+
+def _get_top_hooks() -> tuple[_Pack, _Pack] | None:
     """Return the (pack, unpack) hooks that a tensor would meet that autograd saves now."""
     # Private: torch has no public way to ask for the hooks on top.
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[no-any-return]
@@ -264,7 +291,7 @@ def get_saved_tensors_hooks() -> tuple[_Pack, _Pack] | None:
 
 def is_recording() -> bool:
     """Return True while a layer runs whose cheap results are computed again in backward."""
-    return _recorder.value is not None
+    return _recorder.get() is not None
 
 
 def use_cheap_tags(wanted: bool) -> None:
@@ -290,9 +317,22 @@ def note_cheap(result: _Result, function: Function, *args: Any) -> _Result:
 
     function: cheap, and without side effects: it gives the same values when it is called again.
     """
-    if _recorder.value is not None:
-        _recorder.value.note(function, args, {}, result, cheap=True)
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.note(function, args, {}, result, cheap=True)
     return result
+
+
+def _has_plain_storage(tensor: Tensor) -> bool:
+    """Return True if the tensor's values are those of its storage."""
+    # A conjugate and a negative may be views that are marked as such.
+    is_marked = tensor.is_conj() or tensor.is_neg()
+    is_strided = tensor.layout == torch.strided
+    return is_strided and not is_marked and not is_traceable_wrapper_subclass(tensor)
+
+
+def _get_key(tensor: Tensor) -> _Key:
+    return tensor.untyped_storage()._cdata, tensor.dtype
 
 
 def list_tensors(value: Any) -> list[Tensor]:
@@ -348,7 +388,7 @@ def _unpack(saved: _SavedTensor) -> Tensor:
 def _recompute(node: _Node) -> Tensor:
     """Return a node's tensor, recomputed if it was freed, and keep it until `_unpack` frees it."""
     if node.source is not None:
-        return node.source.read()
+        return node.source.read().contiguous()
     if node.tensor is None:
         assert node.producer is not None
         function, args, kwargs, index = node.producer
@@ -359,6 +399,7 @@ def _recompute(node: _Node) -> Tensor:
     return node.tensor
 
 
+@lru_cache(maxsize=256)  # most layers are alike
 def minimum_cut(
     sizes: tuple[int, ...],
     roots: tuple[bool, ...],
