@@ -150,9 +150,7 @@ class KeptTensors:
             self._recording = False
             self._outer_pack = self._outer_unpack = None
             for saved in self._saved_tensors:
-                # `packed` has it, or it is freed. An operator that saved its own result would keep
-                # its graph alive by it.
-                saved.tensor = None
+                saved.tensor = None  # `packed` has it, or it is freed
             self._nodes.clear()
             self._saved_tensors.clear()
             self._parameter_storages.clear()
