@@ -97,7 +97,7 @@ LATE = {
         "recipe_lib/external/compiled_layers.py",
         "torch",
     ): "torch's partitioner: 0.2 s, 366 modules; few compile",
-    ("recipe_lib/external/kept_tensors.py", "networkx"): "0.2 s; inferred plans alone need it",
+    ("recipe_lib/ops/kept_tensors.py", "networkx"): "0.2 s; a step that frees tensors needs it",
     ("recipe_lib/report/page.py", "jinja2"): "30 ms of `tune plan` on a terminal, with the next",
     (
         "recipe_lib/tokenizers/template_process.py",

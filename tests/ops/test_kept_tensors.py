@@ -8,134 +8,45 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
-from recipe_lib.adapters import add_adapters, init_adapters
-from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig
-from recipe_lib.memory import activation_offload, chunk_mlps, compile_layers
-from recipe_lib.memory.activation_offload import offload_activations
-from recipe_lib.memory.apply_levers import recompute_cheap_tensors
-from recipe_lib.memory.checkpointing import apply_activation_checkpointing
-from recipe_lib.memory.qat import fake_quantize_linears
-from recipe_lib.models import Decoder, build_meta, init_weights
+from recipe_lib.memory import chunk_mlps
 from recipe_lib.models.decoder import DecoderLayer, Norm
 from recipe_lib.ops import kept_tensors
-from recipe_lib.ops.deferred import defer_weight_gradients, enable_split_backward
-from recipe_lib.ops.head_losses import CrossEntropy
-from recipe_lib.ops.kept_tensors import KeptTensors, minimum_cut, run_cheap
-from tests.distributed.ranks import run_in_fork, run_ranks
+from recipe_lib.ops.kept_tensors import KeptTensors, has_outer_hooks, run_cheap
 from tests.memory.live_bytes import LiveBytes
-from tests.models.reference import CASES, build_reference_model, load_ours
+from tests.ops.recorded_models import (
+    LAYERS,
+    Change,
+    assert_equal,
+    assert_same_training,
+    build_model,
+    compute_loss,
+    compute_square,
+    do_nothing,
+    measure_kept_bytes,
+    record_freed_tensors,
+    train,
+)
 from tests.parallel.small_models import (
     LENGTH,
     MLP_WIDTH,
     ROWS,
     WIDTH,
-    build_small_spec,
-    make_small_batch,
     read_gradients,
 )
 
-LAYERS = 3
 MODIFIED = "modified by an in-?place operation"  # torch's words and ours
-Change = Callable[[nn.Module], Any]
-
-
-def do_nothing(_: Any) -> None:
-    pass
-
-
-def use_lever(model: nn.Module, on: bool, **keys: Any) -> None:
-    memory = MemoryConfig(recompute_cheap=on, **keys)
-    recompute_cheap_tensors(model, FullFinetuneConfig(memory=memory))
-
-
-def build_model(
-    on: bool,
-    *,
-    before: Change = do_nothing,
-    after: Change = do_nothing,
-    dtype: torch.dtype = torch.float64,
-    layers: int = LAYERS,
-    lora: LoraConfig | None = None,
-) -> Decoder:
-    """Return a small model. before, after: change it before and after the lever is applied."""
-    spec = build_small_spec(layers=layers)
-    model = build_meta(spec, dtype)
-    if lora is not None:
-        add_adapters(model, lora, dtype)
-    before(model)
-    use_lever(model, on)
-    after(model)
-    model.to_empty(device="cpu")
-    init_weights(model, 3, spec)
-    if lora is not None:
-        fill_adapters(model)
-    return model
-
-
-def fill_adapters(model: nn.Module) -> None:
-    init_adapters(model, 4)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zeros would hide A's gradient
-            parameter.data.normal_(generator=torch.Generator().manual_seed(len(name)))
-
-
-def compute_loss(model: nn.Module, rows: int = ROWS) -> Tensor:
-    tokens, labels = make_small_batch(rows)
-    return model(tokens, labels=labels, head_loss=CrossEntropy(3))
-
-
-def compute_square(model: nn.Module) -> Tensor:
-    """Return another loss: that of the head goes backward only once."""
-    return model(make_small_batch()[0]).square().sum()
-
-
-def train(model: nn.Module, rows: int = ROWS) -> list[Tensor]:
-    """Return the loss of one backward, and the model's gradients."""
-    torch.manual_seed(1)
-    loss = compute_loss(model, rows)
-    loss.backward()
-    return [loss.detach(), *read_gradients(model).values()]
-
-
-def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
-    """Assert equality bit for bit, in fp64 to 1e-12."""
-    assert len(actual) == len(expected) > 0
-    for left, right in zip(actual, expected, strict=True):
-        assert left.dtype == right.dtype
-        if left.dtype == torch.float64:
-            torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
-        else:
-            assert torch.equal(left, right)
-
-
-def assert_same_training(**options: Any) -> None:
-    assert_equal(train(build_model(True, **options)), train(build_model(False, **options)))
 
 
 @pytest.fixture
 def count_freed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """By layer that has run, how many saved tensors it freed."""
-    freed: list[int] = []
-    choose = KeptTensors._choose
-
-    def choose_and_count(self: KeptTensors) -> None:
-        saved_tensors = list(self._saved_tensors)
-        choose(self)
-        freed.append(sum(saved.view is not None for saved in saved_tensors))
-
-    monkeypatch.setattr(KeptTensors, "_choose", choose_and_count)
-    return freed
+    return record_freed_tensors(monkeypatch)
 
 
 def list_norms(model: nn.Module) -> list[Norm]:
@@ -193,23 +104,15 @@ def test_the_lever_frees_and_the_hooks_run(count_freed: list[int]) -> None:
     assert kept[1] - kept[0] == LAYERS * ROWS * LENGTH * (2 * WIDTH + 2 * MLP_WIDTH) * 8
 
 
-def measure_kept_bytes(model: nn.Module, **options: Any) -> int:
-    """Return the bytes that live between forward and backward."""
-    with LiveBytes() as live:
-        loss = compute_loss(model, **options)
-        gc.collect()
-        kept = live.count_bytes()
-    del loss
-    return kept
-
-
 def test_a_second_reader_outside_of_the_model() -> None:
     results = []
     for on in (True, False):
         outputs: list[Tensor] = []
-        model = build_model(
-            on, after=hook_norms(lambda norm, args, out, outputs=outputs: outputs.append(out))
-        )
+
+        def keep(norm: Norm, args: Any, out: Tensor, outputs: list[Tensor] = outputs) -> None:
+            outputs.append(out)
+
+        model = build_model(on, after=hook_norms(keep))
         loss = compute_loss(model)
         loss = loss + sum(out.square().sin().sum() for out in outputs)
         loss.backward()
@@ -394,7 +297,6 @@ def test_a_forward_that_fails_leaves_nothing(after_saved: bool) -> None:
         raise FailError
 
     model = build_model(True)
-    # `sigmoid` saves its own result: held by what was saved, its graph would hold itself.
     sigmoid = model.model.layers[1].mlp.register_forward_pre_hook(
         lambda mlp, args: (args[0] * args[0].sigmoid(),)
     )
@@ -416,12 +318,20 @@ def test_pieces_of_an_mlp_are_not_held_until_the_layer_ends() -> None:
     """Tiles exist one at a time, also inside of a layer that is recorded."""
     peaks = []
     for on in (True, False):
-        model = build_model(on, before=lambda model: chunk_mlps(model, 8), layers=1)
+        model = build_model(on, before=lambda model: chunk_mlps(model, 8))
         with LiveBytes() as live:
+            layer = model.model.layers[1]
+
+            def begin(mlp: nn.Module, args: Any, live: LiveBytes = live) -> None:
+                live.peak = 0
+
+            def end(mlp: nn.Module, args: Any, out: Tensor, live: LiveBytes = live) -> None:
+                peaks.append(live.peak - live.count_bytes())
+
+            layer.mlp.register_forward_pre_hook(begin)
+            layer.mlp.register_forward_hook(end)
             compute_loss(model)
-        peaks.append(live.peak)
-    # The norm's output, which is held until the layer ends in both.
-    assert peaks[0] <= peaks[1]
+    assert peaks[0] == peaks[1] > 0
 
 
 # Hooks of a user.
@@ -665,7 +575,7 @@ def test_a_copy_of_the_model_runs_its_own_weights() -> None:
     assert not read_gradients(model)
 
 
-def test_layers_in_threads() -> None:
+def test_layers_in_threads(count_freed: list[int]) -> None:
     """Two threads run a model each, and wait for each other in the middle of each layer."""
     expected = train(build_model(False))
     models = [build_model(True) for _ in range(2)]
@@ -699,251 +609,26 @@ def test_layers_in_threads() -> None:
     assert results.keys() == {0, 1, 2, 3}
     for result in results.values():
         assert_equal(result, expected)
+    assert len(count_freed) == 4 * LAYERS and min(count_freed) >= 6
 
 
-# Beside other levers.
+def test_a_layer_by_a_plan_in_a_layer_with_the_lever() -> None:
+    """Another library's tensor-parallel layers record themselves, also inside of the lever."""
 
+    def forward(hidden: Tensor, weight: Tensor) -> Tensor:
+        stream = hidden * 2
+        made = run_cheap(square, stream)
+        with KeptTensors().layer():
+            inner = run_cheap(torch.sin, made @ weight)
+            out = (inner @ weight).sin()
+        return (out @ weight).cos() * (made @ weight) + stream.sin().sum()
 
-def test_the_cut_is_the_smallest() -> None:
-    # stream (10) -> norm (10) -> gate, up (20 each, products: roots) -> product (20)
-    sizes, roots = (10, 10, 20, 20, 20), (True, False, True, True, False)
-    parents: tuple[tuple[int, ...], ...] = ((), (0,), (), (), (2, 3))
-    assert minimum_cut(sizes, roots, parents, frozenset({0, 1, 2, 3, 4})) == {0, 2, 3}
-    assert minimum_cut(sizes, roots, parents, frozenset({1})) == {1}
-    assert minimum_cut(sizes, roots, parents, frozenset({4})) == {4}
-    assert minimum_cut(sizes, roots, parents, frozenset()) == frozenset()
-
-
-def checkpoint_layers(mode: str) -> Change:
-    def change(model: nn.Module) -> None:
-        memory = MemoryConfig(activation_checkpointing=mode)
-        if mode == "budget":
-            memory.activation_budget_gib = 40 * 2**10 / 2**30
-        cfg = FullFinetuneConfig(memory=memory)
-        cfg.data.max_length = LENGTH
-        apply_activation_checkpointing(model, mode, cfg=cfg)
-
-    return change
-
-
-DROPOUT = LoraConfig(target_modules=["q", "v", "gate", "down"], dropout=0.3, dora=True)
-
-
-@pytest.mark.parametrize("lora", [None, DROPOUT], ids=["full", "dropout"])
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_checkpointed_layers(mode: str, dtype: torch.dtype, lora: LoraConfig | None) -> None:
-    assert_same_training(after=checkpoint_layers(mode), dtype=dtype, lora=lora)
-    plain = train(build_model(False, dtype=dtype, lora=lora))
-    assert_equal(
-        train(build_model(True, after=checkpoint_layers(mode), dtype=dtype, lora=lora)), plain
-    )
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_users_checkpoint_in_a_layer(reentrant: bool) -> None:
-    def change(model: nn.Module) -> None:
-        for layer in model.model.layers:
-            layer.mlp.forward = Checkpointed(layer.mlp.forward, reentrant)
-
-    assert_same_training(before=change, dtype=torch.float32)
-
-
-class Checkpointed:
-    """A forward inside of torch's checkpoint."""
-
-    def __init__(self, forward: Any, reentrant: bool) -> None:
-        self.forward = forward
-        self.reentrant = reentrant
-
-    def __call__(self, *args: Any) -> Any:
-        return checkpoint(self.forward, *args, use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_offloaded_layers(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_offload, "has_host", lambda device: True)
-    sent = []
-
-    def change(model: nn.Module) -> None:
-        apply_activation_checkpointing(model, mode)
-        memory = MemoryConfig(activation_offload=True, activation_offload_prefetch_layers=1)
-        sent.append(offload_activations(model, memory, torch.device("cpu")))
-
-    assert_same_training(after=change, dtype=torch.float32)
-    less, more = (sum(window.host_bytes.values()) for window in sent)
-    assert less < more if mode == "none" else less == more
-
-
-@pytest.mark.parametrize("lora", [None, DROPOUT], ids=["full", "dropout"])
-def test_mlps_in_pieces(lora: LoraConfig | None) -> None:
-    assert_same_training(before=lambda model: chunk_mlps(model, 5), dtype=torch.float32, lora=lora)
-
-
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_deferred_weight_gradients(mode: str) -> None:
-    results = []
-    for on in (True, False):
-        after = checkpoint_layers(mode) if mode != "none" else do_nothing
-        model = build_model(on, after=after, dtype=torch.float32)
-        with enable_split_backward():
-            loss = compute_loss(model)
-            with defer_weight_gradients() as later:
-                loss.backward()
-        assert (model.model.layers[0].mlp.up_proj.weight.grad is None) == bool(later)
-        for entry in later:
-            entry.run()
-        results.append([loss.detach(), *read_gradients(model).values()])
-    assert_equal(*results)
-
-
-# Every family, and every kind of adapter and base.
-
-LORA = LoraConfig(target_modules=["q", "k", "v", "o", "gate", "up", "down"])
-KINDS: dict[str, LoraConfig | None] = {
-    "full": None,
-    "lora": LORA,
-    "dora": LoraConfig(target_modules=LORA.target_modules, dora=True),
-    "dropout": LoraConfig(target_modules=LORA.target_modules, dropout=0.2),
-    "dora dropout": LoraConfig(target_modules=LORA.target_modules, dropout=0.2, dora=True),
-    "nf4": LoraConfig(target_modules=LORA.target_modules, quantize_base="nf4"),
-    "int8": LoraConfig(target_modules=LORA.target_modules, quantize_base="int8"),
-    "qat": None,
-}
-BF16_KINDS = [name for name, lora in KINDS.items() if lora is None or lora.quantize_base == "none"]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("reference")
-
-    def save(case: str) -> Path:
-        if not (root / case).exists():
-            build_reference_model(case).save_pretrained(root / case)
-        return root / case
-
-    return save
-
-
-def train_family(folder: Path, kind: str, dtype: torch.dtype, on: bool) -> list[Tensor]:
-    """Return loss and gradients of a family's model with a kind of adapter or base."""
-    plain = load_ours(folder, dtype)
-    spec = plain.spec
-    lora = KINDS[kind]
-    model = build_meta(spec, dtype)
-    if lora is not None:
-        if spec.mixture is not None:
-            lora = LoraConfig(**vars(lora) | {"target_modules": [*MIXTURE_TARGETS, "q", "o"]})
-        add_adapters(model, lora, dtype)
-    if kind == "qat":
-        fake_quantize_linears(model, kind="int8", group_size=16, start=0)
-    use_lever(model, on)
-    model.to_empty(device="cpu")
-    init_weights(model, 3, spec)
-    if lora is not None:
-        fill_adapters(model)
-    if lora is None or lora.quantize_base == "none":
-        model.load_state_dict(plain.state_dict(), strict=False)
-    torch.manual_seed(7)
-    tokens = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(5))
-    loss = model(tokens, labels=tokens, head_loss=CrossEntropy(3))
-    loss.backward()
-    return [loss.detach(), *read_gradients(model).values()]
-
-
-MIXTURE_TARGETS = ["router", "experts"]
-FAST_FAMILIES = [
-    ("gemma3", "dora dropout"),
-    ("olmoe", "full"),
-    ("gpt-oss", "lora"),
-    ("qwen3", "nf4"),
-    ("llama3", "qat"),
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("case", "kind"),
-    [
-        (case, kind)
-        if (case, kind) in FAST_FAMILIES
-        else pytest.param(case, kind, marks=pytest.mark.slow)
-        for case in CASES
-        for kind in KINDS
-    ],
-)
-def test_every_family_bit_for_bit(
-    case: str,
-    kind: str,
-    dtype: torch.dtype,
-    folders: Callable[[str], Path],
-    count_freed: list[int],
-) -> None:
-    is_mixture = CASES[case][0] in (
-        "MixtralConfig",
-        "Qwen3MoeConfig",
-        "OlmoeConfig",
-        "GptOssConfig",
-    )
-    if kind == "qat" and is_mixture:
-        pytest.skip("refused: a mixture's experts are no linears")
-    results = [train_family(folders(case), kind, dtype, on) for on in (True, False)]
-    assert_equal(*results)
-    assert all(torch.isfinite(tensor).all() for tensor in results[0])
-    assert sum(count_freed) > 0
-
-
-# Compiled layers.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, DROPOUT], ids=["full", "dropout"])
-@run_in_fork
-def test_compiled_layers_keep_less_and_compile_as_often(lora: LoraConfig | None) -> None:
-    results, kept, counts = [], [], []
-    for on in (True, False):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        kept_tensors.use_cheap_tags(on)
-        model = build_model(
-            False, dtype=torch.float64, lora=lora, after=lambda m: compile_layers(m, "aot_eager")
-        )
-        train(model)
-        model.zero_grad()
-        results.append(train(model))
-        train(model, 4)
-        train(model, 2)
-        counters = torch._dynamo.utils.counters
-        counts.append((counters["stats"]["unique_graphs"], dict(counters["recompiles"])))
-        model.zero_grad()
-        kept.append(measure_kept_bytes(model))
-    kept_tensors.use_cheap_tags(False)
-    if lora is None:
-        assert_equal(results[0], results[1])
-        assert_equal(results[0], train(build_model(False)))
-    assert counts[0] == counts[1], counts
-    assert kept[0] < kept[1], kept
-
-
-# Ranks.
-
-
-def train_sharded(reshards: bool) -> None:
-    """On each rank: FSDP frees the norms' weights after a layer's forward, and gathers them again."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    expected = train(build_model(False))
-    results = []
-    for on in (True, False):
-        model = build_model(on)
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
-        fully_shard(model, mesh=mesh)
-        results.append([train(model), train(model)])
-    for actual, other in zip(*results, strict=True):
-        assert_equal(actual, other)
-    assert_equal(results[0][0], expected)
-
-
-@pytest.mark.parametrize("reshards", [True, False])
-def test_sharded_weights_of_norms(reshards: bool) -> None:
-    run_ranks(train_sharded, 2, reshards)
+    compare_layers(forward, draw(4, 4), draw(4, 4))
+    compare_layers(forward, draw(4, 4), draw(4, 4), hooks=lambda: HostCopies(5).enter())
+    assert not has_outer_hooks()
+    with KeptTensors().layer():
+        assert not has_outer_hooks()
+    with HostCopies().enter():
+        assert has_outer_hooks()
+        with KeptTensors().layer():
+            assert has_outer_hooks()
