@@ -42,7 +42,12 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
 from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
-from recipe_lib.ops.kept_tensors import KeptTensors, has_outer_hooks, list_tensors
+from recipe_lib.ops.kept_tensors import (
+    KeptTensors,
+    get_saved_tensors_hooks,
+    list_tensors,
+    note_call,
+)
 
 # Function -> the one whose place it takes, with the same arguments: transformers' experts call the
 # first one where they are compiled. Both count as the second, so that one plan is for both.
@@ -124,7 +129,6 @@ class _Execution(TorchFunctionMode):
         # The same by (layer, shape of its input). A checkpointed layer runs again in backward, when
         # the model may have read rows of another length since.
         self.lengths: dict[tuple[str, tuple[int, ...]], int] = {}
-        self.kept = KeptTensors()
         self.exchanges = Exchanges(
             plan,
             ranks,
@@ -135,7 +139,7 @@ class _Execution(TorchFunctionMode):
                 if self.running.isolated_layer is None
                 else self.running.isolated_layer[1]
             ),
-            note=self.kept.note,
+            note=note_call,
         )
         self.compiled = CompiledLayers(
             model,
@@ -232,9 +236,9 @@ class _Execution(TorchFunctionMode):
                         ends_sharing
                         and self.gathers_again
                         and running.isolated_layer is None
-                        and not has_outer_hooks()
+                        and get_saved_tensors_hooks() is None
                     ):
-                        stack.enter_context(self.kept.layer())
+                        stack.enter_context(KeptTensors().layer())
                     result = forward(*args, **kwargs)
                 self._check(frame, getattr(module, "is_off", False))
                 return result
@@ -349,8 +353,6 @@ class _Execution(TorchFunctionMode):
             if compiled or isinstance(value, (DTensor, nn.Parameter))
         ]
         if parameters:
-            if self.running.isolated_layer is None:
-                self.kept.note_parameters([get_local(value) for value in parameters])
             plans = {
                 id(value): self._find_assembled_plan(value, frame.path) for value in parameters
             }
@@ -366,7 +368,7 @@ class _Execution(TorchFunctionMode):
         # `_set_...` functions set autograd's state, which tracing does, and not the model.
         if boundaries is None or name.startswith("_set_"):
             result = function(*args, **kwargs)
-            self.kept.note(function, args, kwargs, result)
+            note_call(function, args, kwargs, result)
         else:
             if name != boundaries[0].function:
                 raise self._make_other_calls_error(

@@ -22,6 +22,7 @@ from recipe_lib.memory.layer_stream import LayerStream, stream_layers
 from recipe_lib.memory.low_precision import use_low_precision
 from recipe_lib.memory.mlp_tiles import chunk_mlps, exchange_parameters, find_parameters
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
+from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.language_model import LanguageModel, list_layer_names
 from recipe_lib.ops.fused_kernels import use_fused_kernels
 from recipe_lib.ops.kept_tensors import KeptTensors, use_cheap_tags
@@ -109,7 +110,8 @@ def recompute_cheap_tensors(model: nn.Module, cfg: FullFinetuneConfig) -> None:
     wanted = cfg.memory.recompute_cheap
     # A checkpointed layer is computed again as a whole.
     use_cheap_tags(wanted and cfg.compile and cfg.memory.activation_checkpointing == "none")
-    if not wanted or cfg.compile:
+    # A layer of another library tells nobody what in it is cheap.
+    if not wanted or cfg.compile or not isinstance(model, Decoder):
         return
     modules = dict(model.named_modules())
     for name in list_layer_names(model):

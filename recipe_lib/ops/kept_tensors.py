@@ -120,32 +120,30 @@ class KeptTensors:
     """
 
     def __init__(self) -> None:
-        self._nodes: dict[_Key, _Node] = {}  # the graph of the layer that runs
-        self._saved_tensors: list[
-            _SavedTensor
-        ] = []  # what autograd has saved in the layer that runs
-        self._recording = False  # a layer runs
-        # The hooks around those of the layer that runs; None: there are none.
+        self._nodes: dict[_Key, _Node] = {}  # the graph of the layer's calls
+        self._saved_tensors: list[_SavedTensor] = []  # what autograd has saved in the layer
+        # The hooks around those of the layer; None: there are none.
         self._outer_pack: _Pack | None = None
         self._outer_unpack: _Pack | None = None
-        # Ids of storages of parameters, which are there anyway: saving them costs nothing.
-        self._parameter_storages: set[int] = set()
 
     @contextlib.contextmanager
     def layer(self) -> Iterator[None]:
-        """Record the forward of a layer, which runs inside, and free tensors when it ends."""
-        if self._recording or not torch.is_grad_enabled():
+        """Record the forward of a layer, which runs inside, and free tensors when it ends.
+
+        Once for an object. A layer within a layer is recorded as a part of it.
+        """
+        if _recorder.get() is not None or not torch.is_grad_enabled():
             yield
             return
         # torch calls the innermost hooks alone, so that these have to call the next ones.
-        self._outer_pack, self._outer_unpack = _get_top_hooks() or (None, None)
-        self._recording = True
+        self._outer_pack, self._outer_unpack = get_saved_tensors_hooks() or (None, None)
         token = _recorder.set(self)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 yield
             self._choose()
         finally:
+            _recorder.reset(token)
             # From here on they are read from `packed`, or freed. Also where an exception ends the
             # forward, as that of checkpointing which ends a recomputation: an operator that saved
             # its own result would keep its graph alive by it.
@@ -153,23 +151,11 @@ class KeptTensors:
                 saved.tensor = None
             for node in self._nodes.values():
                 node.tensor = None
-            _recorder.reset(token)
-            self._recording = False
-            self._outer_pack = self._outer_unpack = None
-            self._nodes.clear()
-            self._saved_tensors.clear()
-            self._parameter_storages.clear()
-
-    def note_parameters(self, parameters: Any) -> None:
-        """Note parameters that the layer uses, as this rank's parts: they are never freed here."""
-        self._parameter_storages.update(
-            tensor.untyped_storage()._cdata for tensor in list_tensors(parameters)
-        )
 
     def note(
         self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool = False
     ) -> None:
-        """Note a call and its result, within a layer; outside of one nothing is noted.
+        """Note a call of the layer and its result.
 
         cheap: True if it may run again in backward; False: the function's name decides (`CHEAP`).
         """
@@ -181,7 +167,7 @@ class KeptTensors:
         # `add_` writes in place, which `_choose` notices by the tensor's version; `__add__` is add.
         writes = (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
         is_cheap = cheap or (name.strip("_") in CHEAP and not writes)
-        if not self._recording or not is_cheap:
+        if not is_cheap:
             return
         parents: list[_Node] = []
         arguments = list_tensors((args, kwargs))
@@ -200,13 +186,8 @@ class KeptTensors:
             self._nodes[key] = _Node(tensor, (function, args, kwargs, index), parents)
 
     def _link_node(self, tensor: Tensor, parents: list[_Node]) -> Any:
-        """Return an argument for `producer`: a tensor as a view of its node, which joins `parents`.
-
-        Parameters stay as they are.
-        """
+        """Return a tensor as a view of its node, which joins `parents`, for a `producer`."""
         key = _get_key(tensor)
-        if key[0] in self._parameter_storages:
-            return tensor.detach()
         if key not in self._nodes:
             self._nodes[key] = _Node(tensor, None, [])
         parents.append(self._nodes[key])
@@ -275,23 +256,15 @@ _recorder: ContextVar[KeptTensors | None] = ContextVar("recorder", default=None)
 _tagging = Switch(False)  # see `use_cheap_tags`
 
 
-def has_outer_hooks() -> bool:
-    """Return True if hooks get what autograd saves now, other than those of `KeptTensors`."""
-    recorder = _recorder.get()
-    if recorder is None:
-        return _get_top_hooks() is not None
-    return recorder._outer_pack is not None
-
-
-def _get_top_hooks() -> tuple[_Pack, _Pack] | None:
+def get_saved_tensors_hooks() -> tuple[_Pack, _Pack] | None:
     """Return the (pack, unpack) hooks that a tensor would meet that autograd saves now."""
     # Private: torch has no public way to ask for the hooks on top.
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[no-any-return]
 
 
 def is_recording() -> bool:
-    """Return True while a layer runs whose cheap results are computed again in backward."""
-    return _recorder.get() is not None
+    """Return True where what a layer saves is recorded."""
+    return _recorder.get() is not None and torch.is_grad_enabled()
 
 
 def use_cheap_tags(wanted: bool) -> None:
@@ -317,10 +290,15 @@ def note_cheap(result: _Result, function: Function, *args: Any) -> _Result:
 
     function: cheap, and without side effects: it gives the same values when it is called again.
     """
+    note_call(function, args, {}, result, cheap=True)
+    return result
+
+
+def note_call(function: Function, args: Any, kwargs: Any, result: Any, cheap: bool = False) -> None:
+    """Note a call for the layer that runs, see `KeptTensors.note`; outside of one do nothing."""
     recorder = _recorder.get()
     if recorder is not None:
-        recorder.note(function, args, {}, result, cheap=True)
-    return result
+        recorder.note(function, args, kwargs, result, cheap)
 
 
 def _has_plain_storage(tensor: Tensor) -> bool:

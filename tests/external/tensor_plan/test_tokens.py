@@ -9,7 +9,6 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from recipe_lib.external.kept_tensors import KeptTensors, minimum_cut
 from torch import nn
 
 from benchmarks.inferred_tp_memory import measure_kept
@@ -233,7 +232,6 @@ def test_what_is_made_again_is_the_same_bit_for_bit_and_nothing_is_where_somethi
         else:
             noted_kept = []
             with noted.layer():
-                noted.note_parameters(weights)
                 out = layer_of(begin, weights, noted)
                 noted_kept += noted._saved_tensors
                 if written:
