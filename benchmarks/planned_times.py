@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import yaml
 
-from benchmarks.planner_stacks import compute_norm_written_out
+from benchmarks.planner_stacks import compute_norm_written_out, compute_product_written_out
 from recipe_lib.cli.plan_request import find_recipe_class
 from recipe_lib.cli.recipes import find_config_recipe
 from recipe_lib.config import load_config
@@ -194,7 +194,8 @@ def compare_row(row: PublishedSpeed, folder: Path) -> RowComparison:
     flash = mock.patch.object(
         kernel_rates, "choose_attention_backend", lambda architecture: "flash"
     )
-    with norms, flash:
+    product = mock.patch.object(decoder, "gated_activation", compute_product_written_out)
+    with norms, flash, product if "fused_kernels=false" in row.overrides else nullcontext():
         plan, trace = make_plan(find_recipe_class(find_config_recipe(row.config)), cfg, settings)
     assert plan.time is not None, row.id
     tokens = plan.time.tokens_per_step / row.num_gpus

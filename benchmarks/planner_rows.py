@@ -11,13 +11,21 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from unittest import mock
 
 from benchmarks.megatron_stack import STEP, Gpt, Layout, trace_stages
-from benchmarks.planner_stacks import FSDP1, RECIPE, Stack, make_recipe_class
+from benchmarks.planner_stacks import (
+    FSDP1,
+    RECIPE,
+    Stack,
+    compute_product_written_out,
+    make_recipe_class,
+)
 from benchmarks.planner_streams import MarkedTrace, mark_traces, replay_with_marks
 from benchmarks.transformer_engine_stack import Llama
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.config import load_config
+from recipe_lib.models import decoder
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import find_hardware
@@ -110,8 +118,9 @@ def trace_run(run: Run, stack: Stack) -> tuple[Plan, Trace]:
     sequence = choose_sequence(cfg, str(run.tokens))
     settings = PlanSettings(find_hardware(run.device), sequence, run.ranks, phases=(), timed=False)
     print(f"{run.command} ({stack})", file=sys.stderr, flush=True)
+    product = mock.patch.object(decoder, "gated_activation", compute_product_written_out)
     # FSDP1 marks memory by record_stream; then the trace is a `MarkedTrace`.
-    with mark_traces() if stack.sharding == FSDP1 else nullcontext():
+    with product, mark_traces() if stack.sharding == FSDP1 else nullcontext():
         return make_plan(make_recipe_class(stack, run.recipe), cfg, settings)
 
 

@@ -29,6 +29,7 @@ from recipe_lib.memory import (
 from recipe_lib.memory.budget import ATTENTION, MATMUL
 from recipe_lib.models import build_meta
 from recipe_lib.models.decoder import DecoderLayer, Norm
+from recipe_lib.ops.mlp import ACTIVATIONS
 from recipe_lib.parallel import DTYPES, Parallel, materialize
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 
@@ -181,6 +182,11 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 _compiled_cross_entropy = torch.compile(_cross_entropy)
+
+
+def compute_product_written_out(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Return the gated product by single operators; autograd keeps the activated gate, too."""
+    return ACTIVATIONS[activation][0](gate) * up
 
 
 def compute_norm_written_out(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -20,10 +20,9 @@ from recipe_lib.models.mixture import Mixture
 from recipe_lib.models.spec import DecoderSpec, RopeSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
 from recipe_lib.ops.chunked_heads import Finish
-from recipe_lib.ops.fused_kernels import should_fuse
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
-from recipe_lib.ops.kept_tensors import is_recording, run_cheap
-from recipe_lib.ops.mlp import ACTIVATIONS, gated_activation
+from recipe_lib.ops.kept_tensors import run_cheap
+from recipe_lib.ops.mlp import gated_activation
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, compute_rotation
 
@@ -226,14 +225,8 @@ class MLP(nn.Module):
         self.activation = spec.activation
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if should_fuse(hidden.device) or is_recording():
-            return self.down_proj(
-                gated_activation(self.gate_proj(hidden), self.up_proj(hidden), self.activation)
-            )
-        # In one expression: where nothing is saved for backward, the gate's result is freed before
-        # up's is computed.
         return self.down_proj(
-            ACTIVATIONS[self.activation][0](self.gate_proj(hidden)) * self.up_proj(hidden)
+            gated_activation(self.gate_proj(hidden), self.up_proj(hidden), self.activation)
         )
 
 

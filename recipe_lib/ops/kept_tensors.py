@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from recipe_lib.ops.deferred import Switch
@@ -159,15 +160,13 @@ class KeptTensors:
 
         cheap: True if it may run again in backward; False: the function's name decides (`CHEAP`).
         """
-        # Without gradients, as inside of an autograd.Function, nothing is saved. Backward runs
-        # outside of autocast, where a call may give another type.
-        if not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
-            return
         name = getattr(function, "__name__", "")
         # `add_` writes in place, which `_choose` notices by the tensor's version; `__add__` is add.
         writes = (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
         is_cheap = cheap or (name.strip("_") in CHEAP and not writes)
-        if not is_cheap:
+        # Without gradients, as inside of an autograd.Function, nothing is saved. Backward runs
+        # outside of autocast, where a call may give another type.
+        if not is_cheap or not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
             return
         parents: list[_Node] = []
         arguments = list_tensors((args, kwargs))
@@ -180,8 +179,8 @@ class KeptTensors:
             if key[0] in argument_storages or key in self._nodes:
                 continue  # a view, of a storage that has its node or needs none
             if not parents:
-                args, kwargs = _map(
-                    (args, kwargs), Tensor, lambda value: self._link_node(value, parents)
+                args, kwargs = tree_map_only(
+                    Tensor, lambda value: self._link_node(value, parents), (args, kwargs)
                 )
             self._nodes[key] = _Node(tensor, (function, args, kwargs, index), parents)
 
@@ -262,11 +261,6 @@ def get_saved_tensors_hooks() -> tuple[_Pack, _Pack] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[no-any-return]
 
 
-def is_recording() -> bool:
-    """Return True where what a layer saves is recorded."""
-    return _recorder.get() is not None and torch.is_grad_enabled()
-
-
 def use_cheap_tags(wanted: bool) -> None:
     """Let compiled code compute the results of `run_cheap` again, from here on in this process."""
     _tagging.value = wanted
@@ -303,10 +297,12 @@ def note_call(function: Function, args: Any, kwargs: Any, result: Any, cheap: bo
 
 def _has_plain_storage(tensor: Tensor) -> bool:
     """Return True if the tensor's values are those of its storage."""
-    # A conjugate and a negative may be views that are marked as such.
-    is_marked = tensor.is_conj() or tensor.is_neg()
-    is_strided = tensor.layout == torch.strided
-    return is_strided and not is_marked and not is_traceable_wrapper_subclass(tensor)
+    return (
+        tensor.layout == torch.strided
+        # Conjugates and negatives may be views that are marked as such.
+        and not (tensor.is_conj() or tensor.is_neg())
+        and not is_traceable_wrapper_subclass(tensor)
+    )
 
 
 def _get_key(tensor: Tensor) -> _Key:
@@ -322,18 +318,6 @@ def list_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in list_tensors(item)]
     return []
-
-
-def _map(value: Any, kind: type[_Result], function: Callable[[_Result], Any]) -> Any:
-    """Return nested tuples, lists and dicts with objects of a type replaced by the function's."""
-    if isinstance(value, kind):
-        return function(value)
-    if isinstance(value, dict):
-        return {name: _map(item, kind, function) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        items = [_map(item, kind, function) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    return value
 
 
 def _list_recomputed_nodes(node: _Node, stays: set[_Node]) -> list[_Node]:
@@ -370,8 +354,8 @@ def _recompute(node: _Node) -> Tensor:
     if node.tensor is None:
         assert node.producer is not None
         function, args, kwargs, index = node.producer
-        args, kwargs = _map(
-            (args, kwargs), _View, lambda view: view.make_view(_recompute(view.node))
+        args, kwargs = tree_map_only(
+            _View, lambda view: view.make_view(_recompute(view.node)), (args, kwargs)
         )
         node.tensor = list_tensors(function(*args, **kwargs))[index]
     return node.tensor
