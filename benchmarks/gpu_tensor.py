@@ -27,10 +27,12 @@ from benchmarks.tp_memory import (
     STOCK,
     build_spec_of_layers,
     change_layer,
+    is_recomputing,
     parallelize_stock_layer,
 )
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.memory import apply_activation_checkpointing
+from recipe_lib.memory.apply_levers import recompute_cheap_tensors
 from recipe_lib.models import build_meta
 from recipe_lib.parallel import shard_tensors, start_world
 from recipe_lib.units import MIB
@@ -90,16 +92,15 @@ def measure(name: str, size: int, *, mode: str, implementation: str) -> dict[str
             # Ours, but what forward has gathered is kept for backward.
             parallel = replace(parallel, tensor_regather_in_backward="false")
         model = build_meta(spec, torch.bfloat16)
+        memory = MemoryConfig(
+            activation_checkpointing=mode, recompute_cheap=is_recomputing(implementation)
+        )
         if implementation == STOCK:
             for layer in model.model.layers:
                 parallelize_stock_layer(layer, world)
         else:
-            shard_tensors(
-                model,
-                parallel=parallel,
-                memory=MemoryConfig(activation_checkpointing=mode),
-                world=world,
-            )
+            shard_tensors(model, parallel=parallel, memory=memory, world=world)
+        recompute_cheap_tensors(model, FullFinetuneConfig(parallel=parallel, memory=memory))
         apply_activation_checkpointing(model, mode)
         layers = model.model.layers.to_empty(device=world.device)
         with torch.no_grad():

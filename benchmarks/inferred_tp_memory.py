@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from benchmarks.tp_memory import Tracker, build_spec_of_layers
-from recipe_lib.config.schema import MemoryConfig, ParallelConfig
+from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.external.module_spec import read_spec
+from recipe_lib.memory.apply_levers import recompute_cheap_tensors
 from recipe_lib.models import build_meta, read_preset_config
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import shard_tensors
@@ -51,14 +52,11 @@ def measure_alive(
     else:
         spec = build_spec_of_layers(name, layers)
     parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=regather)
+    memory = MemoryConfig(activation_checkpointing="none")
     with enter_simulated_world(parallel, 0, size) as world, use_fake_tensors():
         model: Any = build_meta(spec, torch.bfloat16)
-        shard_tensors(
-            model,
-            parallel=parallel,
-            memory=MemoryConfig(activation_checkpointing="none"),
-            world=world,
-        )
+        shard_tensors(model, parallel=parallel, memory=memory, world=world)
+        recompute_cheap_tensors(model, FullFinetuneConfig(parallel=parallel, memory=memory))
         model.to_empty(device=NAME)
         tokens = torch.zeros(rows, TOKENS // rows, dtype=torch.int64, device=NAME)
         tracker = Tracker()

@@ -5,23 +5,24 @@
 Layers of real widths run as rank 0 of t on the simulated device, whose tensors have sizes and no
 bytes. A variant is torch's DTensor styles, or our layer with some of its savings taken away.
 tests/parallel/test_tensor_memory.py measures other models here; `tp_ways.py` imports
-`parallelize_stock_layer`.
+`parallelize_stock_layer` and `multiply_written_out`.
 """
 
 import argparse
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))  # for imports of `benchmarks` and `tests`, run as a file
 
 import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 from torch.distributed.tensor.parallel import (  # noqa: E402
@@ -35,10 +36,20 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from benchmarks.tables import format_markdown_table  # noqa: E402
-from recipe_lib.config.schema import MemoryConfig, ParallelConfig  # noqa: E402
+from recipe_lib.config.schema import (  # noqa: E402
+    FullFinetuneConfig,
+    MemoryConfig,
+    ParallelConfig,
+)
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers  # noqa: E402
-from recipe_lib.models import DecoderSpec, build_meta, build_spec, read_preset_config  # noqa: E402
-from recipe_lib.ops import gathered  # noqa: E402
+from recipe_lib.memory.apply_levers import recompute_cheap_tensors  # noqa: E402
+from recipe_lib.models import (  # noqa: E402
+    DecoderSpec,
+    build_meta,
+    build_spec,
+    decoder,
+    read_preset_config,
+)
 from recipe_lib.ops.mlp import ACTIVATIONS  # noqa: E402
 from recipe_lib.parallel import World, shard_tensors, tensor_forwards  # noqa: E402
 from recipe_lib.plan.simulated_world.simulated_device import NAME  # noqa: E402
@@ -52,14 +63,16 @@ TOKENS = 8192  # of a sequence
 LAYERS = 4  # that are run, of each model
 # Bytes: seed and offset, which attention's kernel saves for backward even without dropout.
 RANDOM_STATE = 24
+# Bytes: the signs of a compiled rotation that is made again.
+SIGNS = 8
 MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B")  # presets; the last norms its heads
 SIZES = (2, 4, 8)  # t, tensor-parallel ranks
 # Variants of a layer, as the page names them. Each keeps less than the one before.
 STOCK = "DTensor styles"
-CACHED = "gathered once"  # our layer, the gathered tokens and the MLP's product kept
+CACHED = "gathered once"  # our layer, the gathered tokens and all of the gated MLP kept
 TWICE = "gathered again"  # the norm's output is kept, and gathered again in backward
-FUSED = "+ product"  # the product of gate and up is made again, too
-OURS = "+ norm (ours)"  # the norm's output is made again, too
+FUSED = "+ product"  # activation and product of gate and up are made again, too
+OURS = "+ norm (ours)"  # the norm's output is made again, too, and rotated heads behind a norm
 AUTO = "auto"  # ours, with `parallel.tensor_regather_in_backward: auto`
 VARIANTS = (STOCK, CACHED, TWICE, FUSED, OURS)
 
@@ -156,23 +169,32 @@ def _list_tensors(tree: Any) -> list[Tensor]:
 def measure_kept_storages(parameters: list[Tensor]) -> Iterator[dict[int, int]]:
     """Yield a dict that gets the bytes of each storage saved for backward, by its address.
 
-    It is filled while operators run in the block. parameters: tensors whose storages are not
-    counted.
+    It is filled when the block ends, with what is still saved then: a layer frees in the end what
+    it makes again. parameters: tensors whose storages are not counted.
     """
     ignored = {_get_local(parameter).untyped_storage()._cdata for parameter in parameters}
     kept: dict[int, int] = {}
-    storages = []  # kept alive, since the address of a freed one may be used again
+    saved: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
 
-    def note_saved(saved: Tensor) -> Tensor:
-        """Note a tensor that autograd saves, and let it save that tensor."""
-        storage = _get_local(saved).untyped_storage()
+    def pack(tensor: Tensor) -> _SavedTensor:
+        """Return what autograd saves in place of a tensor."""
+        stand_in = _SavedTensor(tensor)
+        saved.add(stand_in)
+        return stand_in
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda stand_in: stand_in.tensor):
+        yield kept
+    for storage in (_get_local(stand_in.tensor).untyped_storage() for stand_in in saved):
         if storage._cdata not in ignored:
             kept[storage._cdata] = storage.nbytes()
-            storages.append(storage)
-        return saved
 
-    with torch.autograd.graph.saved_tensors_hooks(note_saved, lambda saved: saved):
-        yield kept
+
+class _SavedTensor:
+    """A stand-in for a tensor that autograd saves; it dies when that is freed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Detached: an operator that saves its own result would keep its graph alive by it.
+        self.tensor = tensor.detach()
 
 
 def _get_local(maybe_shared: Tensor) -> Tensor:
@@ -184,30 +206,39 @@ def _get_local(maybe_shared: Tensor) -> Tensor:
 def change_layer(variant: str) -> Iterator[None]:
     """Take from our layers, while entered, the savings that a variant does not have.
 
-    They are functions that `tensor_forwards` imports by name, so they are replaced there.
+    They are functions that modules import by name, so they are replaced there. What else a variant
+    does without is up to `is_recomputing`.
     """
-
-    def gather_normed(*args: Any, normed: Any = None, **kwargs: Any) -> list[Tensor]:
-        """Gather without the norm, whose output is then kept instead of being made again."""
-        return gathered.gather_linears(*args, **kwargs)
-
-    def multiply_written_out(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-        """Keep the product of gate and up instead of making it again."""
-        return F.linear(ACTIVATIONS[activation][0](gate) * up, weight)
-
-    replacements: dict[str, Any] = {}
-    if variant in (TWICE, FUSED):
-        replacements["gather_linears"] = gather_normed
-    if variant in (CACHED, TWICE):
-        replacements["gated_linear"] = multiply_written_out
-    originals = {name: getattr(tensor_forwards, name) for name in replacements}
-    try:
-        for name, function in replacements.items():
-            setattr(tensor_forwards, name, function)
+    replacements: list[tuple[Any, str, Any]] = []
+    if variant in (STOCK, CACHED, TWICE):
+        # As an MLP without a node of its own: activation and product are kept.
+        replacements = [
+            (module, "gated_activation", multiply_written_out)
+            for module in (decoder, tensor_forwards)
+        ]
+    elif variant == FUSED:
+        replacements = [
+            (module, "run_cheap", run_and_keep) for module in (decoder, tensor_forwards)
+        ]
+    with ExitStack() as stack:
+        for module, name, function in replacements:
+            stack.enter_context(mock.patch.object(module, name, function))
         yield
-    finally:
-        for name, function in originals.items():
-            setattr(tensor_forwards, name, function)
+
+
+def multiply_written_out(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Stand in for `gated_activation`: autograd keeps gate, up, activation and product."""
+    return ACTIVATIONS[activation][0](gate) * up
+
+
+def run_and_keep(function: Callable[..., Any], *args: Any) -> Any:
+    """Stand in for `run_cheap`: autograd keeps the result."""
+    return function(*args)
+
+
+def is_recomputing(variant: str) -> bool:
+    """Return True if a variant's layers compute again what is cheap (`memory.recompute_cheap`)."""
+    return variant in (FUSED, OURS, AUTO)
 
 
 def measure_memory(
@@ -300,16 +331,14 @@ def _prepare_model(
 
     mode: the value of memory.activation_checkpointing.
     """
+    memory = MemoryConfig(activation_checkpointing=mode, recompute_cheap=is_recomputing(variant))
     if variant != STOCK:
-        shard_tensors(
-            model,
-            parallel=parallel,
-            memory=MemoryConfig(activation_checkpointing=mode),
-            world=world,
-        )
+        shard_tensors(model, parallel=parallel, memory=memory, world=world)
     else:
         for layer in model.model.layers:
             parallelize_stock_layer(layer, world)
+    cfg = FullFinetuneConfig(parallel=parallel, memory=memory, compile=compiled)
+    recompute_cheap_tensors(model, cfg)
     apply_activation_checkpointing(model, mode)
     if compiled:
         torch._dynamo.reset()  # drop what was compiled for another variant
@@ -343,12 +372,21 @@ def compute_kept_bytes(
         OURS: 0,
     }
     elements = 2 * h + 2 * q + 2 * k + 2 * f + additional[variant]
-    # Attention's log-sum-exp of each head, and the inverse root mean square of both norms.
-    fp32_elements = spec.num_heads + 2
+    num_norms = 2
     if spec.head_norms:
-        elements += q + k  # queries and keys before their norms
-        fp32_elements += spec.num_heads + spec.num_kv_heads
-    return tokens * (2 * elements + 4 * fp32_elements) // size + RANDOM_STATE
+        num_norms += spec.num_heads + spec.num_kv_heads
+        # Queries and keys are kept before their norms. Attention's, rotated, are made of them
+        # again; compiled, of the norms' outputs, as torch keeps what one function that is made
+        # again hands to the next one.
+        if variant != OURS or compiled:
+            elements += q + k
+    # Attention's log-sum-exp of each head, and the inverse root mean square of each norm, which
+    # compiled code makes again with the norm.
+    fp32_elements = spec.num_heads + (0 if variant == OURS and compiled else num_norms)
+    fixed = RANDOM_STATE
+    if spec.head_norms and variant == OURS and compiled:
+        fixed += SIGNS
+    return tokens * (2 * elements + 4 * fp32_elements) // size + fixed
 
 
 PAGE = """# What a decoder layer keeps under tensor parallel
@@ -360,16 +398,18 @@ formula, to the byte, writes no page. No time is measured here.
 
 - **{stock}**: torch's own `SequenceParallel`, `ColwiseParallel`, `RowwiseParallel`, one gather for each group of
   linears.
-- **{cached}**: our nodes, the gathered tokens kept, the MLP's product kept.
+- **{cached}**: our nodes, the gathered tokens kept, the MLP's activation and product kept.
 - **{twice}**: the tokens are gathered a second time in backward (`parallel.tensor_regather_in_backward`).
-- **{fused}**: and the MLP keeps gate and up only; their product is made again.
-- **{ours}**: and the norm's output is made again before the second gather. This is what `parallel.tensor` does.
+- **{fused}**: and the MLP keeps gate and up only; activation and product are made again.
+- **{ours}**: and the norm's output is made again before the second gather, as are queries and keys behind a norm. This
+  is what `parallel.tensor` does with `memory.recompute_cheap`, the default.
 
 Elements a token that a rank keeps, times t: `2h + 2q + 2k + 2F`, and for {stock} and {cached} `2ht + 2F` more, for
 {twice} `2h + 2F`, for {fused} `2h`; h: the width, q and k: of all query and key heads, F: of the MLP. Compiled, an
 MLP that keeps its product keeps F less: torch makes the activation again. To that come, in bytes: 4 for each head and
-each norm of a token over t, and {random} for the state of attention's random numbers. A model that norms its heads
-keeps q + k elements more, and 4 bytes for each of these heads.
+each norm of a token over t, and {random} for the state of attention's random numbers; {ours} compiled has none for
+norms. A model that norms its heads keeps 4 bytes for each of these heads, and q + k elements more, but for {ours} in
+eager mode; compiled, that keeps {signs} bytes more.
 
 ## Kept MiB of one layer
 
@@ -435,6 +475,7 @@ def build_page() -> str:
         layers=LAYERS,
         tokens=TOKENS,
         random=RANDOM_STATE,
+        signs=SIGNS,
         first=MODELS[0],
         stock=STOCK,
         cached=CACHED,

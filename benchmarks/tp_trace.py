@@ -129,9 +129,12 @@ def plan_run(variant: Variant, *overrides: str, ranks: tuple[int, ...] = ()) -> 
     place in the pipeline. Raises ValueError if the heaviest is not rank 0, whose trace the page
     draws.
     """
-    regather = f"parallel.tensor_regather_in_backward={variant.regather}"
+    of_variant = (
+        f"parallel.tensor_regather_in_backward={variant.regather}",
+        f"memory.recompute_cheap={str(variant.recompute_cheap).lower()}",
+    )
     cfg, _ = make_plannable(
-        load_config(CONFIG, (*OVERRIDES, regather, *overrides), FullFinetuneConfig)
+        load_config(CONFIG, (*OVERRIDES, *of_variant, *overrides), FullFinetuneConfig)
     )
     sequence = choose_sequence(cfg, str(TOKENS))
     settings = PlanSettings(
@@ -225,7 +228,8 @@ them. A line whose layer does not keep what its formula says, to the byte, write
 - **nanotron**: after #203 with its default `tp_recompute_allgather: true`. The shard is kept and gathered again in
   backward, all gathers write to one buffer that stays, the gated MLP is not fused.
 - **Megatron**: Megatron-core's dense layer. The same, and the activation of the fused SwiGLU is made again.
-- **ours, gather kept**: `parallel.tensor_regather_in_backward: false`.
+- **ours, gather kept**: `parallel.tensor_regather_in_backward: false`. As in the last line, norms' outputs and the
+  product are made again in backward (`memory.recompute_cheap`), which is off in the other lines.
 - **ours**: `true`, and what `auto` is without checkpointing. No buffer: a gathered tensor lives as long as autograd
   needs it.
 

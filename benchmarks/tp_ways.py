@@ -14,16 +14,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.tp_memory import parallelize_stock_layer
+from benchmarks.tp_memory import multiply_written_out, parallelize_stock_layer
 from recipe_lib import training
+from recipe_lib.models import decoder
 from recipe_lib.models.decoder import Decoder, DecoderLayer
 from recipe_lib.ops import gathered
 from recipe_lib.ops.dtensor_shards import get_detached_local, wrap_local
-from recipe_lib.ops.mlp import ACTIVATIONS, gated_activation
 from recipe_lib.parallel import World, parallelize, tensor, tensor_forwards
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 
@@ -41,8 +40,10 @@ class Variant:
     # What `count_kept_elements` returns, as a formula for the page; F stands for its f.
     elements: str
     regather: str = "true"  # the value of `parallel.tensor_regather_in_backward`
+    # The value of `memory.recompute_cheap`. Without it the norm's output is kept, and `product` is
+    # not `REMADE`.
+    recompute_cheap: bool = True
     product: str = REMADE
-    normed_again: bool = True  # the norm's output is made again before it is gathered again
     one_buffer: bool = False  # all gathers write to one buffer, which stays
     styles: bool = False  # torch's DTensor styles in place of our layers
 
@@ -55,17 +56,23 @@ class Variant:
         if self.styles or self.regather == "false":
             gathered_tokens = 2 * h * t  # of attention and MLP, whole on every rank
         else:
-            gathered_tokens = 0 if self.normed_again else 2 * h
+            gathered_tokens = 0 if self.recompute_cheap else 2 * h
         mlp = {REMADE: 2, FUSED: 3, WRITTEN_OUT: 4}[self.product] * f
         return 2 * h + gathered_tokens + 2 * q + 2 * k + mlp
 
 
-STYLES = Variant("DTensor styles", "2h + 2ht + 2q + 2k + 4F", product=WRITTEN_OUT, styles=True)
+STYLES = Variant(
+    "DTensor styles",
+    "2h + 2ht + 2q + 2k + 4F",
+    recompute_cheap=False,
+    product=WRITTEN_OUT,
+    styles=True,
+)
 NANOTRON = Variant(
-    "nanotron", "4h + 2q + 2k + 4F", product=WRITTEN_OUT, normed_again=False, one_buffer=True
+    "nanotron", "4h + 2q + 2k + 4F", recompute_cheap=False, product=WRITTEN_OUT, one_buffer=True
 )
 MEGATRON = Variant(
-    "Megatron", "4h + 2q + 2k + 3F", product=FUSED, normed_again=False, one_buffer=True
+    "Megatron", "4h + 2q + 2k + 3F", recompute_cheap=False, product=FUSED, one_buffer=True
 )
 KEPT = Variant("ours, gather kept", "2h + 2ht + 2q + 2k + 2F", regather="false")
 OURS = Variant("ours", "2h + 2q + 2k + 2F")
@@ -74,7 +81,11 @@ VARIANTS = (STYLES, NANOTRON, MEGATRON, KEPT, OURS)
 
 @contextmanager
 def use_variant(variant: Variant) -> Iterator[None]:
-    """Make our tensor-parallel layers keep what a variant keeps, while entered."""
+    """Make our tensor-parallel layers keep what a variant keeps, while entered.
+
+    For configs with the variant's values of `parallel.tensor_regather_in_backward` and
+    `memory.recompute_cheap`.
+    """
     with ExitStack() as stack:
 
         def exchange(owner: Any, name: str, by: Any) -> None:
@@ -85,12 +96,10 @@ def use_variant(variant: Variant) -> Iterator[None]:
         if variant.styles:
             exchange(sys.modules[parallelize.__module__], "shard_tensors", _shard_with_styles)
             exchange(training, "clip_grad_norm", _make_summing_clip(training.clip_grad_norm))
-        elif variant.product == FUSED:
-            exchange(tensor_forwards, "gated_linear", _multiply_fused)
-        elif variant.product == WRITTEN_OUT:
-            exchange(tensor_forwards, "gated_linear", _multiply_written_out)
-        if not variant.normed_again:
-            exchange(tensor_forwards, "gather_linears", _gather_without_norm)
+        # Without `memory.recompute_cheap` our own activation keeps what a fused one keeps.
+        if variant.product == WRITTEN_OUT:
+            exchange(tensor_forwards, "gated_activation", multiply_written_out)
+            exchange(decoder, "gated_activation", multiply_written_out)  # of layers under styles
         if variant.one_buffer:
             stack.enter_context(share_one_buffer())
         yield
@@ -154,21 +163,6 @@ def share_one_buffer() -> Iterator[None]:
         mock.patch.object(gathered, "_gather", gather_apart),
     ):
         yield
-
-
-def _gather_without_norm(*args: Any, normed: Any = None, **kwargs: Any) -> list[Tensor]:
-    """Gather without telling how the norm's output is made again: it is kept."""
-    return gathered.gather_linears(*args, **kwargs)
-
-
-def _multiply_fused(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """Run the MLP's second half, keeping gate, up and product."""
-    return F.linear(gated_activation(gate, up, activation), weight)
-
-
-def _multiply_written_out(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """Run the MLP's second half by single operators, keeping gate, up, activation and product."""
-    return F.linear(ACTIVATIONS[activation][0](gate) * up, weight)
 
 
 class _Buffer:

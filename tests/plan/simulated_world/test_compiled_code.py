@@ -69,7 +69,7 @@ def test_what_has_no_code_is_planned_uncompiled_and_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["quantized_linear", "quantized_linear_backward", "gather_linears", "gated_linear"]
+    "name", ["quantized_linear", "quantized_linear_backward", "gather_linears"]
 )
 def test_opaque_operators_of_compiled_code_are_looked_into(name: str) -> None:
 
