@@ -179,7 +179,10 @@ def train_family(folder: Path, kind: str, dtype: torch.dtype, on: bool) -> list[
     model = build_meta(spec, dtype)
     if lora is not None:
         if spec.mixture is not None:
-            lora = LoraConfig(**vars(lora) | {"target_modules": [*MIXTURE_TARGETS, "q", "o"]})
+            # Adapters of experts have neither.
+            has_either = lora.dora or lora.dropout
+            targets = ["q", "o"] if has_either else [*MIXTURE_TARGETS, "q", "o"]
+            lora = LoraConfig(**vars(lora) | {"target_modules": targets})
         add_adapters(model, lora, dtype)
     if kind == "qat":
         fake_quantize_linears(model, kind="int8", group_size=16, start=0)
