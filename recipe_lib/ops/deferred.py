@@ -169,8 +169,8 @@ def _compute_weight_gradient(out_grad: Tensor, hidden: Tensor) -> Tensor:
 def linear_in_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `hidden [.., i] @ weight.T [i, o]`, computed in `dtype`.
 
-    The operands may be in other dtypes, in which they are saved for backward. The weight's gradient
-    is never deferred.
+    The operands may be in other dtypes, in which they are saved for backward, hidden only for a
+    weight that is trained. The weight's gradient is never deferred.
     """
     return cast(Tensor, _LinearInDtype.apply(hidden, weight, dtype))
 
@@ -181,17 +181,19 @@ class _LinearInDtype(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         # Saved before they are converted: backward converts again, so that no wide copy is kept.
-        ctx.save_for_backward(hidden, weight)
-        ctx.dtype = dtype
+        # A frozen weight's node, such as a router's beside adapters, has no use for its input.
+        ctx.save_for_backward(hidden if ctx.needs_input_grad[1] else None, weight)
+        ctx.dtypes = (dtype, hidden.dtype)
         return F.linear(hidden.to(dtype), weight.to(dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight = ctx.saved_tensors
+        dtype, hidden_dtype = ctx.dtypes
         hidden_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
-            hidden_grad = (out_grad @ weight.to(ctx.dtype)).to(hidden.dtype)
+            hidden_grad = (out_grad @ weight.to(dtype)).to(hidden_dtype)
         if ctx.needs_input_grad[1]:
-            weight_grad = _compute_weight_gradient(out_grad, hidden.to(ctx.dtype)).to(weight.dtype)
+            weight_grad = _compute_weight_gradient(out_grad, hidden.to(dtype)).to(weight.dtype)
         return hidden_grad, weight_grad, None

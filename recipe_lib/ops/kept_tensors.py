@@ -135,6 +135,13 @@ class KeptTensors:
                 yield
             self._choose()
         finally:
+            # What is kept is in `packed`. These would hold the graph that holds them until Python's
+            # collector runs. A layer that is recomputed is left by an exception, as soon as all
+            # that backward reads is there.
+            for node in self._nodes.values():
+                node.tensor = None
+            for saved in self._saved_tensors:
+                saved.tensor = None
             self._recording = False
             self._outer_pack = self._outer_unpack = None
             self._nodes.clear()
@@ -249,9 +256,6 @@ class KeptTensors:
             if node in stays and node.source is None and node.tensor is not None:
                 # Not saved by autograd, but less than what is computed from it.
                 node.source = self._pack(node.tensor)
-            node.tensor = None
-        for saved in self._saved_tensors:
-            saved.tensor = None  # `packed` has it, or it is freed
 
 
 _recorder: Switch[KeptTensors | None] = Switch(None)  # of the layer that runs
@@ -282,12 +286,21 @@ def run_cheap(function: Callable[..., _Result], *args: Any) -> _Result:
     return cast(_Result, checkpoint(function, *args, use_reentrant=False))
 
 
+def is_made_again(tensor: Tensor) -> bool:
+    """Return True if a tensor is a result of `run_cheap` or `note_cheap` in the layer that runs."""
+    if torch.compiler.is_compiling() or _recorder.value is None:
+        return False
+    node = _recorder.value._nodes.get(tensor.untyped_storage()._cdata)
+    return node is not None and node.producer is not None
+
+
 def note_cheap(result: _Result, function: Function, *args: Any) -> _Result:
     """Return `result`, which is `function(*args)` and may be computed again in backward.
 
     function: cheap, and without side effects: it gives the same values when it is called again.
     """
-    if _recorder.value is not None:
+    # A compiler chooses by itself what it computes again, see `run_cheap`.
+    if not torch.compiler.is_compiling() and _recorder.value is not None:
         _recorder.value.note(function, args, {}, result, cheap=True)
     return result
 
