@@ -185,28 +185,47 @@ class AdaptedMatrix(AdaptedModule):
                 dropped = drop_out(hidden, rate)
         # Scaled while it is `[..., r]`: scaling `[..., out]` would make a tensor of that size in
         # forward, and one in backward.
-        update = F.linear(cast_linear(dropped, lora_a) * self.settings.scaling, lora_b)
+        narrow = cast_linear(dropped, lora_a) * self.settings.scaling
+        update = F.linear(narrow, lora_b)
         if factors is None:
             return (plain + update).to(plain.dtype)
         if dropped is hidden:
             product = plain if self.bias is None else plain - self.bias
-            scaled = run_cheap(torch.mul, product + update, factors)
-            return (scaled if self.bias is None else scaled + self.bias).to(plain.dtype)
+            return run_cheap(_scale_rows, product + update, factors, self.bias, plain.dtype)
+        # The factors' gradient reads it: backward makes it again of its r channels.
+        update = note_cheap(update, F.linear, narrow, lora_b)
         # As in PEFT: W x + b + (factors - 1) W dropout(x) + factors * scaling * B A dropout(x).
         product = frozen(dropped)
         product = product if self.bias is None else product - self.bias
         return (plain + (factors - 1) * product + factors * update).to(plain.dtype)
 
 
+def _scale_rows(
+    product: Tensor, factors: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return `product [..., out] * factors [out] + bias`, in `dtype`."""
+    scaled = product * factors
+    return (scaled if bias is None else scaled + bias).to(dtype)
+
+
 def drop_out(hidden: Tensor, rate: float) -> Tensor:
     """Return `F.dropout(hidden, rate)`; backward makes it again from the mask."""
     dropped, mask = torch.native_dropout(hidden, rate, True)
-    # Its backward multiplies by the mask and the scale, as forward does.
-    again = torch.ops.aten.native_dropout_backward.default
+    scale = 1 / (1 - rate)
     if torch.compiler.is_compiling():
         # Nobody reads `dropped`, which the compiler then leaves out.
-        return run_cheap(again, hidden, mask, 1 / (1 - rate))
-    return note_cheap(dropped, again, hidden, mask, 1 / (1 - rate))
+        return run_cheap(_apply_mask, hidden, mask, scale)
+    return note_cheap(dropped, _apply_mask, hidden, mask, scale)
+
+
+def _apply_mask(hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+    # As dropout's forward rounds. A GPU's multiplies in fp32, as its backward does; a CPU's scales
+    # the mask in hidden's dtype.
+    return (
+        hidden * mask.to(hidden.dtype).mul_(scale)
+        if hidden.device.type == "cpu"
+        else torch.ops.aten.native_dropout_backward.default(hidden, mask, scale)
+    )
 
 
 def add_scaled(tensor: Tensor, update: Tensor, scaling: float) -> Tensor:

@@ -17,7 +17,7 @@ from recipe_lib.models.spec import DecoderSpec, MixtureSpec
 from recipe_lib.ops.attention import RealTokens
 from recipe_lib.ops.fused_kernels import call_with_gradient
 from recipe_lib.ops.gathered import Group, all_reduce
-from recipe_lib.ops.kept_tensors import run_cheap
+from recipe_lib.ops.kept_tensors import note_cheap, run_cheap
 from recipe_lib.ops.mlp import (
     Gate,
     Groups,
@@ -132,8 +132,12 @@ def compute_scored_bias(bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
 
     bias: `[E, d]`. scores, chosen: `[n, k]`.
     """
-    expert_scores = scores.new_zeros(scores.shape[0], bias.shape[0]).scatter(1, chosen, scores)
-    return expert_scores.to(bias.dtype) @ bias
+    return run_cheap(_spread_scores, scores, chosen, bias.shape[0], bias.dtype) @ bias
+
+
+def _spread_scores(scores: Tensor, chosen: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
+    """Return for each token its scores of all experts, `[n, E]`, 0 of those not chosen."""
+    return scores.new_zeros(scores.shape[0], experts).scatter(1, chosen, scores).to(dtype)
 
 
 @dataclass
@@ -260,7 +264,8 @@ class Mixture(nn.Module):
             # A token has k rows, so that the rows of all ranks give the number of tokens; at least
             # 1, as there may be padding alone.
             num_tokens = (total_rows.sum() / groups.choices).clamp(min=1)
-            probabilities = logits.softmax(dim=-1)
+            # Scores save a result of their own: backward makes both of the same logits.
+            probabilities = note_cheap(logits.softmax(dim=-1), torch.softmax, logits, -1)
             if own_real is not None:
                 is_padding = ~own_real.make_mask(logits.device)
                 probabilities = probabilities.masked_fill(is_padding.unsqueeze(1), 0)
@@ -288,5 +293,6 @@ class Mixture(nn.Module):
             # The softmax over a token's chosen experts alone, so that its scores add up to 1.
             top_logits, chosen = logits.topk(self.top_k, dim=-1)
             return top_logits.softmax(dim=-1), chosen
-        scores, chosen = logits.softmax(dim=-1).topk(self.top_k, dim=-1)
-        return scores, chosen
+        probabilities = note_cheap(logits.softmax(dim=-1), torch.softmax, logits, -1)
+        scores, chosen = probabilities.topk(self.top_k, dim=-1)
+        return note_cheap(scores, torch.gather, probabilities, -1, chosen), chosen

@@ -279,6 +279,13 @@ def run_cheap(function: Callable[..., _Result], *args: Any) -> _Result:
     return cast(_Result, checkpoint(function, *args, use_reentrant=False))
 
 
+def is_made_again(tensor: Tensor) -> bool:
+    """Return True if a tensor is a result of `run_cheap` or `note_cheap` in the layer that runs."""
+    recorder = None if torch.compiler.is_compiling() else _recorder.get()
+    node = recorder._nodes.get(_get_key(tensor)) if recorder is not None else None
+    return node is not None and node.producer is not None
+
+
 def note_cheap(result: _Result, function: Function, *args: Any) -> _Result:
     """Return `result`, which is `function(*args)` and may be computed again in backward.
 
@@ -290,7 +297,8 @@ def note_cheap(result: _Result, function: Function, *args: Any) -> _Result:
 
 def note_call(function: Function, args: Any, kwargs: Any, result: Any, cheap: bool = False) -> None:
     """Note a call for the layer that runs, see `KeptTensors.note`; outside of one do nothing."""
-    recorder = _recorder.get()
+    # A compiler chooses by itself what it computes again, see `run_cheap`.
+    recorder = None if torch.compiler.is_compiling() else _recorder.get()
     if recorder is not None:
         recorder.note(function, args, kwargs, result, cheap)
 

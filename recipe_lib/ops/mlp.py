@@ -218,16 +218,26 @@ def group_tokens(chosen: Tensor, num_experts: int) -> Groups:
     chosen: the indices of the experts that each token chose, int64 `[n, k]`.
     """
     # Stable: within an expert rows stay in the order of tokens.
-    experts, order = chosen.flatten().sort(stable=True)
+    sorted_experts, order = chosen.flatten().sort(stable=True)
     places = torch.empty_like(order).scatter_(
         0, order, torch.arange(order.shape[0], device=order.device)
     )
+    choices = chosen.shape[1]
+    # Backward makes experts and tokens of the choices and their rows, without sorting again.
+    experts = note_cheap(sorted_experts, _scatter_rows, chosen.flatten(), places)
+    tokens = note_cheap(order // choices, _find_tokens, places, choices)
     expert_indices = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
     ends = torch.searchsorted(experts, expert_indices, right=True, out_int32=True)
-    choices = chosen.shape[1]
-    return Groups(
-        experts=experts, tokens=order // choices, places=places, ends=ends, choices=choices
-    )
+    return Groups(experts=experts, tokens=tokens, places=places, ends=ends, choices=choices)
+
+
+def _scatter_rows(values: Tensor, places: Tensor) -> Tensor:
+    """Return values of choices, `[m]`, in the order of rows; places: of `Groups`."""
+    return torch.empty_like(values).scatter_(0, places, values)
+
+
+def _find_tokens(places: Tensor, choices: int) -> Tensor:
+    return _scatter_rows(torch.arange(places.shape[0], device=places.device) // choices, places)
 
 
 def count_rows(groups: Groups, real: RealTokens | None) -> Tensor:
@@ -245,14 +255,10 @@ def count_rows(groups: Groups, real: RealTokens | None) -> Tensor:
 
 def order_by_expert(values: Tensor, groups: Groups) -> Tensor:
     """Return values of each token's choices, `[n, k]`, in the order of rows, `[m]`."""
+    choices = (values.flatten(), groups.places)
     # A permutation: its backward gathers by the same indices.
-    return call_with_gradient(
-        lambda values, places: torch.empty_like(values).scatter_(0, places, values),
-        values.flatten(),
-        groups.places,
-        differentiate=_permute_back,
-        kept=(1,),
-    )
+    ordered = call_with_gradient(_scatter_rows, *choices, differentiate=_permute_back, kept=(1,))
+    return note_cheap(ordered, _scatter_rows, *choices)
 
 
 def _permute_back(gradient: Tensor, places: Tensor) -> Tensor:
