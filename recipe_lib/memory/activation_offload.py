@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError
@@ -26,6 +25,7 @@ from recipe_lib.memory.peaks import round_up_to_pinned
 from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.host_copies import Copy, HostCopies, Pair
+from recipe_lib.ops.kept_tensors import list_tensors
 
 MIN_OFFLOAD_BYTES = 1024  # smaller storages stay on the device: they are not worth a copy
 
@@ -84,7 +84,7 @@ def _wrap_forward(
             return forward(*args, **kwargs)
         # Addresses of storages. All arguments but the hidden states are the same for every layer.
         shared: set[int] = set()
-        for tensor in _iterate_tensors((args[1:], kwargs)):
+        for tensor in list_tensors((args[1:], kwargs)):
             shared.update(_list_storages(tensor))
 
         def is_resident(storage: int) -> bool:
@@ -348,12 +348,3 @@ def _list_storages(tensor: Tensor) -> list[int]:
         if isinstance(inner, Tensor):
             addresses += _list_storages(inner)
     return addresses
-
-
-def _iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in sequences, mappings and dataclasses."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif hasattr(leaf, "__dataclass_fields__"):
-            yield from _iterate_tensors(vars(leaf))

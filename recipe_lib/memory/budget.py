@@ -391,13 +391,6 @@ def _make_plain_meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-class _SavedStorage:
-    """A stand-in for a tensor that autograd saves; it dies when autograd drops it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
-
-
 @contextmanager
 def _record_forward(layer: nn.Module, kernels: str) -> Iterator[_ForwardRecord]:
     """Record the forward that the layer runs inside the block.
@@ -416,18 +409,19 @@ def _record_forward(layer: nn.Module, kernels: str) -> Iterator[_ForwardRecord]:
         }
         recorder = _OperatorRecorder(record)
         # What autograd saves. The layer drops what it computes again (`ops.kept_tensors`).
-        saved: weakref.WeakSet[_SavedStorage] = weakref.WeakSet()
+        saved: list[weakref.ref[Tensor]] = []
 
-        def pack(tensor: Tensor) -> _SavedStorage:
+        def pack(tensor: Tensor) -> Tensor:
             record.needed = len(record.operators)
-            stand_in = _SavedStorage(tensor)
-            saved.add(stand_in)
-            return stand_in
+            saved_tensor = tensor.detach()
+            saved.append(weakref.ref(saved_tensor))
+            return saved_tensor
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda stand_in: stand_in.tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with hooks, _DeviceKernels(recorder, kernels), recorder:
             output = forward(hidden, *arguments)
-        for storage in (_get_storage(stand_in.tensor) for stand_in in saved):
+        alive = [tensor for reference in saved if (tensor := reference()) is not None]
+        for storage in map(_get_storage, alive):
             if storage._cdata not in shared:
                 record.kept[storage._cdata] = storage.nbytes()
         return output

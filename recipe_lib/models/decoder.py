@@ -21,7 +21,7 @@ from recipe_lib.models.spec import DecoderSpec, RopeSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
 from recipe_lib.ops.chunked_heads import Finish
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
-from recipe_lib.ops.kept_tensors import is_made_again, run_cheap
+from recipe_lib.ops.kept_tensors import note_cheap, run_cheap
 from recipe_lib.ops.mlp import gated_activation
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, compute_rotation
@@ -193,11 +193,9 @@ class Attention(nn.Module):
     def rotate(self, heads: Tensor, norm: nn.Module, rotation: Rotation) -> Tensor:
         """Return queries or keys `[b, s, h or k, e]`, normed and rotated, `[b, h or k, s, e]`."""
         normed = self.clamp(norm(heads))
-        # Where nothing comes between projection and rotation, attention keeps what is rotated, and
-        # no one the projection, but for DoRA's, which is made again in any case.
-        if normed is heads and not is_made_again(heads):
-            return apply_rotation(normed, *rotation).transpose(1, 2)
-        return run_cheap(apply_rotation, normed, *rotation).transpose(1, 2)
+        # Attention saves what is rotated, and a norm before it what it is made of.
+        rotated = note_cheap(apply_rotation(normed, *rotation), apply_rotation, normed, *rotation)
+        return rotated.transpose(1, 2)
 
 
 def _build_head_norm(spec: DecoderSpec, num_heads: int) -> nn.Module:

@@ -44,13 +44,12 @@ def wide_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Backward converts the operands again, instead of keeping them in fp32.
     """
-    if weight.dtype.itemsize >= 4:
-        return F.linear(tokens, weight, bias)
-    logits = F.linear(
-        run_cheap(torch.Tensor.to, tokens, torch.float32),
-        run_cheap(torch.Tensor.to, weight, torch.float32),
+    wide_dtype = torch.promote_types(weight.dtype, torch.float32)
+    return F.linear(
+        run_cheap(torch.Tensor.to, tokens, wide_dtype),
+        run_cheap(torch.Tensor.to, weight, wide_dtype),
+        None if bias is None else bias.to(wide_dtype),
     )
-    return logits if bias is None else logits + bias
 
 
 class ExpertLinear(nn.Module):

@@ -18,6 +18,7 @@ from torch.utils._triton import has_triton
 
 from recipe_lib.ops.deferred import Switch
 from recipe_lib.ops.device import get_kernel_type, holds_values
+from recipe_lib.ops.kept_tensors import note_cheap, run_cheap
 
 _COMPILATIONS = 64  # the most compilations of one function; beyond it torch runs it uncompiled
 # The most operators by which inductor computes an element again instead of writing it to memory and
@@ -159,6 +160,22 @@ def call_with_gradient(
 ) -> _Result:
     """Return `function(*arguments)`, differentiated by `differentiate`, see `GradientNode`."""
     return cast(_Result, GradientNode.apply(function, differentiate, kept, *arguments))
+
+
+def run_cheap_node(
+    function: Callable[..., _Result],
+    *arguments: Any,
+    differentiate: Callable[..., Any],
+    kept: Sequence[int],
+) -> _Result:
+    """Return `function(*arguments)`, which is cheap: backward may compute it again.
+
+    It is differentiated as by `call_with_gradient`; in compiled code as the compiler does.
+    """
+    if torch.compiler.is_compiling():
+        return run_cheap(function, *arguments)
+    result = call_with_gradient(function, *arguments, differentiate=differentiate, kept=kept)
+    return note_cheap(result, function, *arguments)
 
 
 def make_operator(

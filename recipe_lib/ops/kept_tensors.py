@@ -279,13 +279,6 @@ def run_cheap(function: Callable[..., _Result], *args: Any) -> _Result:
     return cast(_Result, checkpoint(function, *args, use_reentrant=False))
 
 
-def is_made_again(tensor: Tensor) -> bool:
-    """Return True if a tensor is a result of `run_cheap` or `note_cheap` in the layer that runs."""
-    recorder = None if torch.compiler.is_compiling() else _recorder.get()
-    node = recorder._nodes.get(_get_key(tensor)) if recorder is not None else None
-    return node is not None and node.producer is not None
-
-
 def note_cheap(result: _Result, function: Function, *args: Any) -> _Result:
     """Return `result`, which is `function(*args)` and may be computed again in backward.
 
@@ -318,11 +311,13 @@ def _get_key(tensor: Tensor) -> _Key:
 
 
 def list_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in a value or its nested tuples, lists and dicts, in order."""
+    """Return the tensors in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
+    elif hasattr(value, "__dataclass_fields__"):
+        value = list(vars(value).values())
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in list_tensors(item)]
     return []

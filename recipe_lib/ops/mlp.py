@@ -16,8 +16,13 @@ from torch import Tensor
 
 from recipe_lib.ops import deferred
 from recipe_lib.ops.attention import RealTokens
-from recipe_lib.ops.fused_kernels import call_with_gradient, make_operator, register_fused
-from recipe_lib.ops.kept_tensors import note_cheap, run_cheap
+from recipe_lib.ops.fused_kernels import (
+    call_with_gradient,
+    make_operator,
+    register_fused,
+    run_cheap_node,
+)
+from recipe_lib.ops.kept_tensors import note_cheap
 
 # Shapes: n tokens that each chose k of E experts are m = n k rows, sorted by expert. No token is
 # dropped, so sizes are the same whatever is chosen. d channels of the model, f of an MLP or expert,
@@ -42,10 +47,8 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
     gate, up: of one shape. activation: a key of `ACTIVATIONS`.
     """
-    if torch.compiler.is_compiling():
-        return run_cheap(compute_gated_product, gate, up, activation)
     # kept: the indices of the arguments that are saved.
-    product = call_with_gradient(
+    return run_cheap_node(
         compute_gated_product,
         gate,
         up,
@@ -53,7 +56,6 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         differentiate=compute_gated_product_gradients,
         kept=range(3),
     )
-    return note_cheap(product, compute_gated_product, gate, up, activation)
 
 
 def _make_contiguous_like(gate: Tensor, *others: Any) -> Tensor:
@@ -113,9 +115,7 @@ def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
     scores: the router's, `[m]`.
     """
     settings = (gate.activation, gate.interleaved, gate.alpha, gate.limit)
-    if torch.compiler.is_compiling():
-        return run_cheap(compute_scored_product, inner, scores, *settings)
-    product = call_with_gradient(
+    return run_cheap_node(
         compute_scored_product,
         inner,
         scores,
@@ -123,7 +123,6 @@ def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
         differentiate=compute_scored_product_gradients,
         kept=range(6),
     )
-    return note_cheap(product, compute_scored_product, inner, scores, *settings)
 
 
 def _split_gate_up(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -255,10 +254,10 @@ def count_rows(groups: Groups, real: RealTokens | None) -> Tensor:
 
 def order_by_expert(values: Tensor, groups: Groups) -> Tensor:
     """Return values of each token's choices, `[n, k]`, in the order of rows, `[m]`."""
-    choices = (values.flatten(), groups.places)
     # A permutation: its backward gathers by the same indices.
-    ordered = call_with_gradient(_scatter_rows, *choices, differentiate=_permute_back, kept=(1,))
-    return note_cheap(ordered, _scatter_rows, *choices)
+    return run_cheap_node(
+        _scatter_rows, values.flatten(), groups.places, differentiate=_permute_back, kept=(1,)
+    )
 
 
 def _permute_back(gradient: Tensor, places: Tensor) -> Tensor:
