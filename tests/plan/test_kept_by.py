@@ -119,18 +119,15 @@ def test_each_projection_keeps_its_output_or_input(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "one by one"])
 def test_without_tensor_parallel(layers: dict[str, dict[str, LayerRow]], name: str):
-    """Each norm also keeps what it gives q, k and v; gate its output, and where no chain is fused
-    what the activation makes of it; the product is what down reads.
-    """
+    """Outputs of norms and the gated product are made again: a norm keeps its factor alone."""
     tokens, rows = ROWS * TOKENS, layers[name]
-    gate = 2 * MLP if name == "one by one" else MLP
     expected = {"q_proj": QUERIES, "k_proj": KEYS, "v_proj": KEYS, "o_proj": QUERIES}
     for module, width in expected.items():
         assert kept(rows, 1, f"self_attn.{module}") == SIZE * width * tokens
-    for module, width in {"gate_proj": gate, "up_proj": MLP, "down_proj": MLP}.items():
+    for module, width in {"gate_proj": MLP, "up_proj": MLP, "down_proj": 0}.items():
         assert kept(rows, 1, f"mlp.{module}") == SIZE * width * tokens
-    assert kept(rows, 1, "input_layernorm") == (SIZE * WIDTH + 4) * tokens
-    assert kept(rows, 1, "mlp") == SIZE * (gate + 2 * MLP) * tokens
+    assert kept(rows, 1, "input_layernorm") == 4 * tokens
+    assert kept(rows, 1, "mlp") == SIZE * 2 * MLP * tokens
 
 
 @pytest.mark.slow
