@@ -9,7 +9,6 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from recipe_lib.external.kept_tensors import KeptTensors, minimum_cut
 from torch import nn
 
 from benchmarks.inferred_tp_memory import measure_kept
