@@ -243,8 +243,16 @@ class KeptTensors:
             saved.recomputed_nodes = _list_recomputed_nodes(node, stays)
             for recomputed in saved.recomputed_nodes:
                 recomputed.num_pending += 1
+        # The nodes from which others are computed.
+        sources = {
+            parent
+            for saved, _, _ in saved_of_nodes
+            for node in saved.recomputed_nodes
+            for parent in node.parents
+            if parent in stays
+        }
         for node in nodes:
-            if node in stays and node.source is None and node.tensor is not None:
+            if node in sources and node.source is None and node.tensor is not None:
                 # Not saved by autograd, but less than what is computed from it.
                 num_elements = node.bytes // node.tensor.element_size()
                 node.source = self._pack(node.tensor.detach().as_strided((num_elements,), (1,), 0))

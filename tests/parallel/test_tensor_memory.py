@@ -80,6 +80,9 @@ def measure_all() -> dict[str, Any]:
     found |= {
         "frozen": measure_memory(llama, T, OURS, change=freeze),
         "adapted": measure_memory(llama, T, OURS, change=adapt),
+        "experts checkpointed": measure_memory(
+            build_spec_of_layers("olmoe/7B", 2), T, OURS, length=512, checkpointing="full"
+        ),
     }
     torch._dynamo.utils.counters.clear()
     found[f"{OURS} compiled"] = measure_memory(llama, T, OURS, compiled=True)
@@ -136,6 +139,9 @@ def test_collectives_of_a_layer() -> None:
     # Two gathers more in backward are the price of the memory.
     assert found[OURS] == counted(2, 2, 4, 2)
     assert found[f"{OURS} checkpointed"] == counted(2, 2, 6, 3)
+    # With experts and norms over all heads, too: nothing is saved when the layer ends, neither the
+    # router's weight nor rotated heads for a second time.
+    assert found["experts checkpointed"] == counted(6, 4, 11, 8)
     # Frozen weights need no tokens in backward; adapters exchange numbers of their rank's width
     # besides.
     assert found["frozen"] == counted(2, 2, 2, 2)
