@@ -204,14 +204,13 @@ def _scale_rows(
     product: Tensor, factors: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return `product [..., out] * factors [out] + bias`, in `dtype`."""
-    scaled = product * factors
-    return (scaled if bias is None else scaled + bias).to(dtype)
+    return (product * factors if bias is None else product * factors + bias).to(dtype)
 
 
 def drop_out(hidden: Tensor, rate: float) -> Tensor:
     """Return `F.dropout(hidden, rate)`; backward makes it again from the mask."""
-    dropped, mask = torch.native_dropout(hidden, rate, True)
     scale = 1 / (1 - rate)
+    dropped, mask = torch.native_dropout(hidden, rate, True)
     if torch.compiler.is_compiling():
         # Nobody reads `dropped`, which the compiler then leaves out.
         return run_cheap(_apply_mask, hidden, mask, scale)

@@ -24,7 +24,6 @@ from recipe_lib.memory.mlp_tiles import chunk_mlps, exchange_parameters, find_pa
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.language_model import LanguageModel, list_layer_names
-from recipe_lib.ops.dtensor_shards import get_detached_local
 from recipe_lib.ops.fused_kernels import use_fused_kernels
 from recipe_lib.ops.kept_tensors import KeptTensors, use_cheap_tags
 
@@ -117,16 +116,13 @@ def recompute_cheap_tensors(model: nn.Module, cfg: FullFinetuneConfig) -> None:
     modules = dict(model.named_modules())
     for name in list_layer_names(model):
         # Not a closure: a copy of the model would run the forward of the layer that it is made of.
-        layer = modules[name]
-        layer.forward = partial(_run_recorded, layer.forward, layer)
+        modules[name].forward = partial(_run_recorded, modules[name].forward, modules[name])
 
 
 def _run_recorded(forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    kept = KeptTensors()  # its own: layers may run in several threads at once
-    with kept.layer():
-        # Else one that autograd does not save itself would be saved when the layer ends, and a
-        # checkpointed layer be run again to its end for it.
-        kept.note_parameters([get_detached_local(parameter) for parameter in layer.parameters()])
+    with KeptTensors(
+        layer.parameters
+    ).layer():  # its own: layers may run in several threads at once
         return forward(*args, **kwargs)
 
 

@@ -8,7 +8,8 @@ for all that read them: they are equal bit for bit.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from recipe_lib.ops.deferred import Switch
+from recipe_lib.ops.dtensor_shards import get_detached_local
 
 # Names of functions that cost less to run again than the memory of their result is worth:
 # elementwise ones, norms, conversions and copies. `__add__` is under `add`.
@@ -120,7 +122,9 @@ class KeptTensors:
     is saved, and lose what is freed again when the layer ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, list_parameters: Callable[[], Iterable[Tensor]] = tuple) -> None:
+        """Record a forward. list_parameters: returns tensors that are there in any case."""
+        self._list_parameters = list_parameters
         self._nodes: dict[_Key, _Node] = {}  # the graph of the layer's calls
         self._saved_tensors: list[_SavedTensor] = []  # what autograd has saved in the layer
         # The hooks around those of the layer; None: there are none.
@@ -148,10 +152,9 @@ class KeptTensors:
             # From here on they are read from `packed`, or freed. Also where an exception ends the
             # forward, as that of checkpointing which ends a recomputation: an operator that saved
             # its own result would keep its graph alive by it.
-            for saved in self._saved_tensors:
-                saved.tensor = None
-            for node in self._nodes.values():
-                node.tensor = None
+            holders: list[_SavedTensor | _Node] = [*self._saved_tensors, *self._nodes.values()]
+            for holder in holders:
+                holder.tensor = None
 
     def note(
         self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool = False
@@ -251,11 +254,20 @@ class KeptTensors:
             for parent in node.parents
             if parent in stays
         }
-        for node in nodes:
+        for (storage, _), node in self._nodes.items():
             if node in sources and node.source is None and node.tensor is not None:
                 # Not saved by autograd, but less than what is computed from it.
                 num_elements = node.bytes // node.tensor.element_size()
-                node.source = self._pack(node.tensor.detach().as_strided((num_elements,), (1,), 0))
+                flat = node.tensor.detach().as_strided((num_elements,), (1,), 0)
+                is_parameter = any(
+                    storage == get_detached_local(parameter).untyped_storage()._cdata
+                    for parameter in self._list_parameters()
+                )
+                # A parameter goes past the hooks: for what they get when a layer ends, a
+                # checkpointed layer would be run again to its end.
+                node.source = (
+                    _SavedTensor(flat, None, node.version) if is_parameter else self._pack(flat)
+                )
 
 
 # Of the layer that runs in this thread.
@@ -333,14 +345,10 @@ def list_tensors(value: Any) -> list[Tensor]:
 
 def _list_recomputed_nodes(node: _Node, stays: set[_Node]) -> list[_Node]:
     """List the nodes that have to be recomputed for one, itself included. stays: those kept."""
-    recomputed: dict[_Node, None] = {}
-    queue = [node]
-    while queue:
-        source = queue.pop()
-        if source not in stays and source not in recomputed:
-            recomputed[source] = None
-            queue += source.parents
-    return list(recomputed)
+    if node in stays:
+        return []
+    parents = [_list_recomputed_nodes(parent, stays) for parent in node.parents]
+    return list(dict.fromkeys([node, *itertools.chain.from_iterable(parents)]))
 
 
 def _unpack(saved: _SavedTensor) -> Tensor:
