@@ -3,6 +3,7 @@ PEFT.
 """
 
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder, ScaledEmbedding
 from recipe_lib.ops.head_losses import CrossEntropy
+from recipe_lib.ops.kept_tensors import KeptTensors
 from tests.adapters.adapted import EVERYWHERE, LINEARS, move_adapters
 from tests.memory.live_bytes import LiveBytes
 from tests.parallel.small_models import (
@@ -274,16 +276,20 @@ def test_norms_in_pieces_equal_norms_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def kept_for_backward(model: nn.Module, *args: Any) -> Iterator[Tensor]:
     """The tensors that a forward keeps, each storage once, parameters left out."""
-    kept: dict[int, Tensor] = {}
+    saved: list[weakref.ref[Tensor]] = []
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
+        stand_in = tensor.detach()
+        saved.append(weakref.ref(stand_in))
+        return stand_in
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, KeptTensors(model.parameters).layer():
         output = model(*args)
     assert output.requires_grad
+    alive = [tensor for reference in saved if (tensor := reference()) is not None]
+    kept = {tensor.untyped_storage().data_ptr(): tensor for tensor in alive}
     yield from (tensor for address, tensor in kept.items() if address not in own)
 
 

@@ -357,6 +357,7 @@ def _draw_levers(draw: _Draw, dtype: str, ranks: int) -> list[str]:
         (0.3, [["memory.mlp_tiles=3"]]),
         (0.5, [["memory.loss_chunks=1"], ["memory.loss_chunks=3"], ["memory.loss_chunks=16"]]),
         (0.2, [[f"optimizer.implementation={name}"] for name in ("foreach", "single", "fused")]),
+        (0.2, [["memory.recompute_cheap=false"]]),
     ]
     wrapping = [
         ["parallel.fsdp_wrap_policy=memory_efficient"],

@@ -176,7 +176,7 @@ def peaks(chunks: int, trained: bool) -> tuple[int, int, int]:
 def test_the_inner_width_exists_for_a_piece_at_a_time(chunks: int) -> None:
     inner, stream = TOKENS * F // chunks, TOKENS * D
     forward, kept, backward = peaks(chunks, trained=False)
-    assert forward == stream + 3 * inner  # the output; the activation, up and their product
+    assert forward == stream + 4 * inner  # the output; gate, activation, up and their product
     assert kept == stream  # the output; the input is there anyway
     # The output, its gradient, the input's, a piece of it; gate, activation, up, product and
     # gradients of two of them.
