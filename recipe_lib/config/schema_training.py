@@ -319,7 +319,10 @@ class MemoryConfig:
         True,
         "Compute the outputs of norms and of gated products again in backward instead of keeping"
         " them; a third less is kept, for about one percent of a step's time.",
-        needs="model.implementation = native",
+        needs=(
+            "model.implementation = native",
+            "memory.activation_checkpointing = none or memory.activation_checkpointing = budget",
+        ),
         known_as="Megatron recompute_modules",
     )
     activation_offload: bool = key(

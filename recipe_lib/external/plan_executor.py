@@ -44,7 +44,6 @@ from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 from recipe_lib.ops.kept_tensors import (
     KeptTensors,
-    get_saved_tensors_hooks,
     list_tensors,
     note_call,
 )
@@ -230,14 +229,7 @@ class _Execution(TorchFunctionMode):
                             divide_attributes(self.model, self.plan, self.ranks.size)
                         )
                         stack.enter_context(self)
-                    # Not where hooks are those of activation checkpointing: gathered tokens would
-                    # be gathered a third time.
-                    if (
-                        ends_sharing
-                        and self.gathers_again
-                        and running.isolated_layer is None
-                        and get_saved_tensors_hooks() is None
-                    ):
+                    if ends_sharing and self.gathers_again and running.isolated_layer is None:
                         stack.enter_context(KeptTensors().layer())
                     result = forward(*args, **kwargs)
                 self._check(frame, getattr(module, "is_off", False))

@@ -116,13 +116,11 @@ def recompute_cheap_tensors(model: nn.Module, cfg: FullFinetuneConfig) -> None:
     modules = dict(model.named_modules())
     for name in list_layer_names(model):
         # Not a closure: a copy of the model would run the forward of the layer that it is made of.
-        modules[name].forward = partial(_run_recorded, modules[name].forward, modules[name])
+        modules[name].forward = partial(_run_recorded, modules[name].forward)
 
 
-def _run_recorded(forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with KeptTensors(
-        layer.parameters
-    ).layer():  # its own: layers may run in several threads at once
+def _run_recorded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with KeptTensors().layer():  # its own: layers may run in several threads at once
         return forward(*args, **kwargs)
 
 

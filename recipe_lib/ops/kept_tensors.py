@@ -9,7 +9,7 @@ for all that read them: they are equal bit for bit.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from recipe_lib.ops.deferred import Switch
-from recipe_lib.ops.dtensor_shards import get_detached_local
 
 # Names of functions that cost less to run again than the memory of their result is worth:
 # elementwise ones, norms, conversions and copies. `__add__` is under `add`.
@@ -118,13 +117,11 @@ class KeptTensors:
     norm whose input is saved, too; of a gated MLP three or four tensors; and every gathered copy of
     the tokens. Most of these follow from the others by calls that cost little.
 
-    Hooks around a layer, such as those of activation checkpointing and offloading, get all that
-    is saved, and lose what is freed again when the layer ends.
+    Hooks around a layer, such as those of offloading, get all that is saved, and lose what is freed
+    again when the layer ends.
     """
 
-    def __init__(self, list_parameters: Callable[[], Iterable[Tensor]] = tuple) -> None:
-        """Record a forward. list_parameters: returns tensors that are there in any case."""
-        self._list_parameters = list_parameters
+    def __init__(self) -> None:
         self._nodes: dict[_Key, _Node] = {}  # the graph of the layer's calls
         self._saved_tensors: list[_SavedTensor] = []  # what autograd has saved in the layer
         # The hooks around those of the layer; None: there are none.
@@ -135,13 +132,17 @@ class KeptTensors:
     def layer(self) -> Iterator[None]:
         """Record the forward of a layer, which runs inside, and free tensors when it ends.
 
-        Once for an object. A layer within a layer is recorded as a part of it.
+        Once for an object. A layer within a layer is recorded as a part of it. A layer with
+        activation checkpointing is left as it is: it is computed again as a whole.
         """
-        if _recorder.get() is not None or not torch.is_grad_enabled():
+        # torch calls the innermost hooks alone, so that these have to call the next ones. Private:
+        # torch has no public way to ask for the hooks on top.
+        outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        is_checkpointed = outer_hooks and outer_hooks[0].__module__ == checkpoint.__module__
+        if _recorder.get() is not None or not torch.is_grad_enabled() or is_checkpointed:
             yield
             return
-        # torch calls the innermost hooks alone, so that these have to call the next ones.
-        self._outer_pack, self._outer_unpack = get_saved_tensors_hooks() or (None, None)
+        self._outer_pack, self._outer_unpack = outer_hooks or (None, None)
         token = _recorder.set(self)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
@@ -254,31 +255,16 @@ class KeptTensors:
             for parent in node.parents
             if parent in stays
         }
-        for (storage, _), node in self._nodes.items():
+        for node in nodes:
             if node in sources and node.source is None and node.tensor is not None:
                 # Not saved by autograd, but less than what is computed from it.
                 num_elements = node.bytes // node.tensor.element_size()
-                flat = node.tensor.detach().as_strided((num_elements,), (1,), 0)
-                is_parameter = any(
-                    storage == get_detached_local(parameter).untyped_storage()._cdata
-                    for parameter in self._list_parameters()
-                )
-                # A parameter goes past the hooks: for what they get when a layer ends, a
-                # checkpointed layer would be run again to its end.
-                node.source = (
-                    _SavedTensor(flat, None, node.version) if is_parameter else self._pack(flat)
-                )
+                node.source = self._pack(node.tensor.detach().as_strided((num_elements,), (1,), 0))
 
 
 # Of the layer that runs in this thread.
 _recorder: ContextVar[KeptTensors | None] = ContextVar("recorder", default=None)
 _tagging = Switch(False)  # see `use_cheap_tags`
-
-
-def get_saved_tensors_hooks() -> tuple[_Pack, _Pack] | None:
-    """Return the (pack, unpack) hooks that a tensor would meet that autograd saves now."""
-    # Private: torch has no public way to ask for the hooks on top.
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[no-any-return]
 
 
 def use_cheap_tags(wanted: bool) -> None:

@@ -285,7 +285,7 @@ def kept_for_backward(model: nn.Module, *args: Any) -> Iterator[Tensor]:
         return stand_in
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, KeptTensors(model.parameters).layer():
+    with hooks, KeptTensors().layer():
         output = model(*args)
     assert output.requires_grad
     alive = [tensor for reference in saved if (tensor := reference()) is not None]

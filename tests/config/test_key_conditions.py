@@ -69,6 +69,8 @@ CASES = [
      "parallel.pipeline_layers_per_stage is set"),
     ("memory.activation_budget_gib=4", [], "memory.activation_checkpointing is none"),
     ("memory.activation_offload_prefetch_layers=2", [], "memory.activation_offload is false"),
+    ("memory.recompute_cheap=false", ["memory.activation_checkpointing=full"],
+     "memory.activation_checkpointing is full"),
     ("memory.recompute_cheap=false", ["model.implementation=transformers"],
      "model.implementation is transformers"),
     ("memory.activation_offload=true", ["device=cpu"], "device is cpu"),

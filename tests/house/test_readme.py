@@ -451,6 +451,9 @@ TIES: dict[str, Callable[[], None] | str] = {
     "| `matmul_dtype=int8`": (
         "tests/memory/test_matmul_dtype.py::test_the_layers_linears_and_nothing_else"
     ),
+    "memory.recompute_cheap=true": (
+        "tests/memory/test_kept_bytes.py::test_a_layer_keeps_the_bytes_of_the_formula"
+    ),
     "parallel.reduce_dtype=fp32": "tests/parallel/test_fsdp.py::test_dtype_of_the_reduction",
     "parallel.data_replicate=2": (
         "tests/plan/test_closed_forms.py::test_copies_sum_the_part_that_is_reduced_already"
