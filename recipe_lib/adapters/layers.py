@@ -29,8 +29,15 @@ from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.mixture import ExpertLinear, Router
 from recipe_lib.ops.fused_kernels import make_opaque_node
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
-from recipe_lib.ops.kept_tensors import note_cheap, run_cheap
-from recipe_lib.ops.mlp import Groups, grouped_linear, grouped_matmul, sum_token_rows, take_rows
+from recipe_lib.ops.kept_tensors import drop_out, note_cheap, run_cheap
+from recipe_lib.ops.mlp import (
+    Groups,
+    grouped_linear,
+    grouped_matmul,
+    linear_in_dtype,
+    sum_token_rows,
+    take_rows,
+)
 
 # The adapter of a matrix W `[out, in]` is `scaling * B A`, with A `[r, in]` and B `[out, r]` (LoRA,
 # arXiv 2106.09685). DoRA (arXiv 2402.09353) also trains the magnitude m `[out]` of every row: the
@@ -207,26 +214,6 @@ def _scale_rows(
     return (product * factors if bias is None else product * factors + bias).to(dtype)
 
 
-def drop_out(hidden: Tensor, rate: float) -> Tensor:
-    """Return `F.dropout(hidden, rate)`; backward makes it again from the mask."""
-    scale = 1 / (1 - rate)
-    dropped, mask = torch.native_dropout(hidden, rate, True)
-    if torch.compiler.is_compiling():
-        # Nobody reads `dropped`, which the compiler then leaves out.
-        return run_cheap(_apply_mask, hidden, mask, scale)
-    return note_cheap(dropped, _apply_mask, hidden, mask, scale)
-
-
-def _apply_mask(hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
-    # As dropout's forward rounds. A GPU's multiplies in fp32, as its backward does; a CPU's scales
-    # the mask in hidden's dtype.
-    return (
-        hidden * mask.to(hidden.dtype).mul_(scale)
-        if hidden.device.type == "cpu"
-        else torch.ops.aten.native_dropout_backward.default(hidden, mask, scale)
-    )
-
-
 def add_scaled(tensor: Tensor, update: Tensor, scaling: float) -> Tensor:
     """Return `tensor + scaling * update`, without the product in memory."""
     # Not `torch.add(..., alpha=scaling)`, the same to the bit: where `update` is a product of two
@@ -236,7 +223,7 @@ def add_scaled(tensor: Tensor, update: Tensor, scaling: float) -> Tensor:
 
 
 def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return `hidden.to(weight.dtype) @ weight.T`; backward converts hidden again."""
+    """Return `hidden.to(weight.dtype) @ weight.T`; hidden is saved for backward unconverted."""
     if hidden.dtype == weight.dtype:
         return F.linear(hidden, weight)
     # A torch function mode sees one call, of `linear`, in place of a conversion and a product.
@@ -247,7 +234,7 @@ def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def linear(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return `hidden.to(weight.dtype) @ weight.T`, for operands of two dtypes."""
-    return F.linear(run_cheap(torch.Tensor.to, hidden, weight.dtype), weight)
+    return linear_in_dtype(hidden, weight, weight.dtype)
 
 
 class AdaptedLinear(AdaptedMatrix, nn.Linear):

@@ -321,7 +321,8 @@ class MemoryConfig:
         " them; a third less is kept, for about one percent of a step's time.",
         needs=(
             "model.implementation = native",
-            "memory.activation_checkpointing = none or memory.activation_checkpointing = budget",
+            "memory.activation_checkpointing != full",
+            "memory.activation_checkpointing != selective",
         ),
         known_as="Megatron recompute_modules",
     )

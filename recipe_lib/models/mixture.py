@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec
@@ -24,6 +23,7 @@ from recipe_lib.ops.mlp import (
     count_rows,
     group_tokens,
     grouped_linear,
+    linear_in_dtype,
     order_by_expert,
     scored_product,
     sum_choices,
@@ -42,14 +42,10 @@ class Router(nn.Linear):
 def wide_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `F.linear` in fp32 of operands that may be in fewer bits.
 
-    Backward converts the operands again, instead of keeping them in fp32.
+    The operands are saved for backward as they are given, not in fp32.
     """
-    wide_dtype = torch.promote_types(weight.dtype, torch.float32)
-    return F.linear(
-        run_cheap(torch.Tensor.to, tokens, wide_dtype),
-        run_cheap(torch.Tensor.to, weight, wide_dtype),
-        None if bias is None else bias.to(wide_dtype),
-    )
+    logits = linear_in_dtype(tokens, weight, torch.promote_types(weight.dtype, torch.float32))
+    return logits if bias is None else logits + bias
 
 
 class ExpertLinear(nn.Module):

@@ -302,6 +302,26 @@ def note_call(function: Function, args: Any, kwargs: Any, result: Any, cheap: bo
         recorder.note(function, args, kwargs, result, cheap)
 
 
+def drop_out(hidden: Tensor, rate: float) -> Tensor:
+    """Return hidden states with dropout; backward makes them again from the mask."""
+    scale = 1 / (1 - rate)
+    dropped, mask = torch.native_dropout(hidden, rate, True)
+    if torch.compiler.is_compiling():
+        # Nobody reads `dropped`, which the compiler then leaves out.
+        return run_cheap(_apply_mask, hidden, mask, scale)
+    return note_cheap(dropped, _apply_mask, hidden, mask, scale)
+
+
+def _apply_mask(hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+    # As dropout's forward rounds. A GPU's multiplies in fp32, as its backward does; a CPU's scales
+    # the mask in hidden's dtype.
+    return (
+        hidden * mask.to(hidden.dtype).mul_(scale)
+        if hidden.device.type == "cpu"
+        else torch.ops.aten.native_dropout_backward.default(hidden, mask, scale)
+    )
+
+
 def _has_plain_storage(tensor: Tensor) -> bool:
     """Return True if the tensor's values are those of its storage."""
     return (

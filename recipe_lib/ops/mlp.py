@@ -85,6 +85,32 @@ def compute_gated_product_gradients(
     return activate_backward(gradient * up, gate).contiguous(), up_grad.contiguous()
 
 
+def linear_in_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `hidden [.., i] @ weight.T [i, o]`, computed in `dtype`.
+
+    The operands may be in other dtypes, in which they are saved for backward, which converts them
+    again. The weight's gradient is never deferred.
+    """
+    return call_with_gradient(
+        lambda hidden, weight, dtype: F.linear(hidden.to(dtype), weight.to(dtype)),
+        hidden,
+        weight,
+        dtype,
+        differentiate=_differentiate_linear,
+        kept=range(3),
+    )
+
+
+def _differentiate_linear(
+    gradient: Tensor, hidden: Tensor, weight: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    rows = hidden.to(dtype).flatten(0, -2)
+    return (
+        (gradient @ weight.to(dtype)).to(hidden.dtype),
+        (gradient.flatten(0, -2).t() @ rows).to(weight.dtype),
+    )
+
+
 # The product between the linears of an expert: that of a gated MLP, times the router's score, with
 # which the token chose the expert.
 #

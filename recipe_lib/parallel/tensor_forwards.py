@@ -20,7 +20,6 @@ from recipe_lib.adapters.layers import (
     AdaptedRouter,
     QuantizedExperts,
     cast_linear,
-    drop_out,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.models.decoder import (
@@ -53,7 +52,7 @@ from recipe_lib.ops.gathered import (
     wait,
 )
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
-from recipe_lib.ops.kept_tensors import run_cheap
+from recipe_lib.ops.kept_tensors import drop_out, run_cheap
 from recipe_lib.ops.mlp import (
     Groups,
     gated_activation,

@@ -80,8 +80,6 @@ def count_kept_bytes(
             # Gemma's norms save their inputs in fp32, in place of bf16.
             token_bytes += (FP32 - BF16) * _count_norm_inputs(spec, widths)
     layer_bytes = FP32 * widths.num_experts  # the end of each expert's rows, int32
-    if not recomputes:
-        layer_bytes += FP32 * widths.num_experts * widths.d  # the router's weight in fp32
     if on_gpu and spec.attention_softcap is None:
         # With sinks the kernel below `varlen_attn` is called, which returns one tensor of both.
         layer_bytes += 16 if spec.sinks else RANDOM_STATE
@@ -168,8 +166,6 @@ def count_remade_router_bytes(spec: DecoderSpec, widths: Widths, adapters: Adapt
         return 0
     assert spec.mixture is not None
     remade = (INT64 + FP32) * widths.top_k  # the token and the score of each row
-    if adapters is None:
-        remade += FP32 * widths.d  # what the router reads, in fp32
     if spec.mixture.expert_bias and adapters is None:
         # For the gradients of biases: each row's expert, and all experts' scores.
         remade += INT64 * widths.top_k + BF16 * widths.num_experts
