@@ -148,7 +148,9 @@ def _count_remade_elements(spec: DecoderSpec, widths: Widths, adapters: Adapters
     is_mlp_read = adapters is None or adapters.experts or (is_read and not widths.num_experts)
     elements = widths.d if is_read else 0  # the normed input
     if is_mlp_read:
-        elements += widths.d + widths.f  # the normed input of the MLP, and the gated product
+        elements += widths.f  # the gated product
+    if is_mlp_read or widths.num_experts:  # a router saves its input, trained or not
+        elements += widths.d  # the normed input of the MLP
     if spec.attention_softcap is not None and not is_read:
         elements -= widths.q  # capped attention saves no result, and dropout's copies are apart
     if spec.post_norms:
