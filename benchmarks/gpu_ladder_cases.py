@@ -95,6 +95,7 @@ LEVERS = (
         _NO_CHECKPOINTS,
     ),
     Lever(("memory.activation_checkpointing=full",), _NO_CHECKPOINTS, saves=True),
+    Lever(("memory.recompute_cheap=true",), ("memory.recompute_cheap=false",), saves=True),
     Lever(("memory.activation_offload=true",), ("memory.activation_offload=false",), saves=True),
     Lever(("memory.mlp_tiles=4",), ("memory.mlp_tiles=1",), saves=True),
     Lever(("memory.loss_chunks=32",), ("memory.loss_chunks=1",), saves=True),

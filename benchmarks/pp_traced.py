@@ -99,10 +99,10 @@ def compute_stage_bytes(
 
     Without checkpointing a layer keeps, in elements a token, with width d, MLP width f, h query and
     k key heads of width e:
-    - 6 d: both norms are composite on the CPU and keep input, normalized input and output each;
+    - 4 d: input and output of both norms, as `memory.recompute_cheap` is not applied here;
     - 2 h e + 2 k e: queries, keys, values and output of attention;
-    - 4 f: gate, up, activation of gate, product;
-    - 2 + h: one number for each norm and each head.
+    - 3 f: gate, up and their product;
+    - h: one number for each head.
     With full checkpointing it keeps its input, d. Cosine and sine, e together, are the stage's.
 
     layers: how many the stage has. last: its output waits for the head, which runs in backward.
@@ -113,8 +113,8 @@ def compute_stage_bytes(
     if checkpointing == "full":
         layer_elements = spec.width
     else:
-        layer_elements = 6 * spec.width + 2 * queries + 2 * keys + 4 * spec.mlp_width
-        layer_elements += 2 + spec.num_heads
+        layer_elements = 4 * spec.width + 2 * queries + 2 * keys + 3 * spec.mlp_width
+        layer_elements += spec.num_heads
     kept = tokens * _FP32 * (layers * layer_elements + spec.head_width)
     if last:
         kept += count_boundary_bytes()

@@ -215,8 +215,7 @@ def test_what_is_once_a_step_is_of_no_micro_batch(plans: dict[str, Plan]):
 @pytest.mark.parametrize("name", ["sixteen", "ddp"])
 def test_the_full_model_alone(plans: dict[str, Plan], name: str):
     """Parameters, gradients, AdamW's two states and a counter for each tensor; of a layer the
-    stream before each norm and the normed one, queries and keys turned, values, attended tokens,
-    gate, up and the product; fp32: one number for each token of a norm, for each head and token of
+    stream before each norm, queries and keys turned, values, attended tokens, gate and up; fp32: one number for each token of a norm, for each head and token of
     attention.
     """
     plan = plans[name]
@@ -226,7 +225,7 @@ def test_the_full_model_alone(plans: dict[str, Plan], name: str):
     assert most["optimizer"] == 2 * SIZE * numbers + 4 * (9 * LAYERS + 3)
     assert "gathered" not in most and "communication" not in most
     tokens, heads = ROWS * TOKENS, SHAPE["num_attention_heads"]
-    layer = tokens * (SIZE * (4 * WIDTH + 4 * WIDTH + 3 * MLP) + 4 * (2 + heads)) + RANDOM
+    layer = tokens * (SIZE * (2 * WIDTH + 4 * WIDTH + 2 * MLP) + 4 * (2 + heads)) + RANDOM
     if name == "ddp":
         rows = {row.module: row for row in plan.layers}
         assert [rows[f"model.layers.{number}"].kept for number in range(LAYERS)] == [layer] * LAYERS

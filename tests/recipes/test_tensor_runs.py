@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
@@ -269,18 +268,18 @@ def test_dropout_differs_by_rank_and_replicas_stay_alike(realdata: Path, tmp_pat
 
     def train() -> tuple[list[str], list[str], int]:
         masks: list[str] = []
-        dropout = F.dropout
+        dropout = torch.native_dropout
 
-        def watched(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            dropped = dropout(hidden, *args, **kwargs)
-            masks.append(digest(dropped == 0))
-            return dropped
+        def watched(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            dropped, mask = dropout(*args)
+            masks.append(digest(mask))
+            return dropped, mask
 
-        F.dropout = watched
+        torch.native_dropout = watched
         run = runs.quantized(
             "dropout", 2, SHARED, "lora.dropout=0.5", "checkpoint.save_model=false", "max_steps=2"
         )
-        F.dropout = dropout
+        torch.native_dropout = dropout
         run.recipe.model.state_dict()  # FSDP frees what is gathered
         replicas = [
             digest(parameter.to_local())
