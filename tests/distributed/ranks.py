@@ -23,9 +23,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import networkx  # noqa: F401  # so that no rank pays for the import, as for the next
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp  # so that no rank pays for the import
+import torch.distributed.fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipe_lib.parallel import world
