@@ -60,7 +60,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", mark_slow_except(KINDS, ["dense layers", "a base in 8 bits"]))
+@pytest.mark.parametrize("kind", mark_slow_except(KINDS, ["dense layers"]))
 def test_peft_opens_the_adapter_and_the_line_says_so(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
