@@ -323,6 +323,7 @@ class MemoryConfig:
             "model.implementation = native",
             "memory.activation_checkpointing != full",
             "memory.activation_checkpointing != selective",
+            "compile = false or memory.activation_checkpointing != budget",
         ),
         known_as="Megatron recompute_modules",
     )

@@ -42,11 +42,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
 from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
-from recipe_lib.ops.kept_tensors import (
-    KeptTensors,
-    list_tensors,
-    note_call,
-)
+from recipe_lib.ops.kept_tensors import KeptTensors, list_tensors, note_call
 
 # Function -> the one whose place it takes, with the same arguments: transformers' experts call the
 # first one where they are compiled. Both count as the second, so that one plan is for both.

@@ -34,9 +34,14 @@ def _norm(hidden: Tensor, weight: Tensor, eps: float, offset: int) -> Tensor:
 def _offset_norm(hidden: Tensor, weight: Tensor, eps: float, offset: int) -> Tensor:
     # All of it in fp32: with weights as small as Gemma's, 1 + weight is not representable in bf16.
     wide_dtype = torch.promote_types(hidden.dtype, torch.float32)
-    # What a kernel saves of it, backward converts again.
-    wide = note_cheap(hidden.to(wide_dtype), torch.Tensor.to, hidden, wide_dtype)
-    return F.rms_norm(wide, weight.shape, offset + weight.to(wide_dtype), eps).to(hidden.dtype)
+    return F.rms_norm(
+        # What a kernel saves of it, backward converts again. Without a name, it is freed before
+        # the result is converted.
+        note_cheap(hidden.to(wide_dtype), torch.Tensor.to, hidden, wide_dtype),
+        weight.shape,
+        offset + weight.to(wide_dtype),
+        eps,
+    ).to(hidden.dtype)
 
 
 def _differentiate_once(

@@ -49,7 +49,10 @@ class Widths:
 
     def list_linears(self, adapters: Adapters) -> list[tuple[int, int]]:
         """Return (input, output) channels of the linears that have adapters, experts left out."""
-        d, q, kv, f = self.d, self.q, self.kv, self.f
+        d = self.d
+        q = self.q
+        kv = self.kv
+        f = self.f
         attention = [(d, q), (d, kv), (d, kv), (q, d)]
         return attention if self.num_experts else [*attention, (d, f), (d, f), (f, d)]
 

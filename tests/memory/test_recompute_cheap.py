@@ -53,7 +53,8 @@ def count_freed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_the_cut_is_the_smallest() -> None:
     # stream (10) -> norm (10) -> gate, up (20 each, products: roots) -> product (20)
-    sizes, roots = (10, 10, 20, 20, 20), (True, False, True, True, False)
+    sizes = (10, 10, 20, 20, 20)
+    roots = (True, False, True, True, False)
     parents: tuple[tuple[int, ...], ...] = ((), (0,), (), (), (2, 3))
     assert minimum_cut(sizes, roots, parents, frozenset({0, 1, 2, 3, 4})) == {0, 2, 3}
     assert minimum_cut(sizes, roots, parents, frozenset({1})) == {1}
@@ -261,7 +262,9 @@ def test_every_family_bit_for_bit(
 @pytest.mark.parametrize("lora", [None, DROPOUT], ids=["full", "dropout"])
 @run_in_fork
 def test_compiled_layers_keep_less_and_compile_as_often(lora: LoraConfig | None) -> None:
-    results, kept, counts = [], [], []
+    results = []
+    kept = []
+    counts = []
     for on in (True, False):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()

@@ -251,7 +251,7 @@ def test_what_is_computed_again_is_computed_once(monkeypatch: pytest.MonkeyPatch
             calls.append(getattr(function, "__name__", "?"))
             return function(*args)
 
-        note(self, run, args, kwargs, result, cheap)
+        note(self, run, args, kwargs, result, cheap=cheap)
 
     monkeypatch.setattr(KeptTensors, "note", note_counted)
     model = build_model(True)
@@ -371,7 +371,8 @@ class _Box:
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_hooks_around_the_model_get_less_and_give_it_back(padding: int) -> None:
-    results, held = [], []
+    results = []
+    held = []
     for on in (True, False):
         hooks = HostCopies(padding)
         model = build_model(on)
@@ -455,7 +456,8 @@ def test_parts_of_one_storage(hooks: Any) -> None:
 
     def forward(hidden: Tensor, weight: Tensor) -> Tensor:
         fused = hidden @ weight
-        query, key = fused[:, 4:], fused[:, :4]
+        query = fused[:, 4:]
+        key = fused[:, :4]
         heads = [run_cheap(square, part) for part in (query, key)]
         return (heads[0].sin() @ heads[1].cos().t()) + heads[0].sum() * heads[1].mean()
 

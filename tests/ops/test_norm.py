@@ -17,6 +17,30 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_are_those_of_the_formula(
+    inputs: tuple[torch.Tensor, torch.Tensor], offset: int, dtype: torch.dtype
+) -> None:
+    """On a CPU the norm has a backward of its own; here autograd differentiates the formula."""
+    hidden, weight = (tensor.to(dtype).requires_grad_() for tensor in inputs)
+    wide_hidden, wide_weight = (
+        tensor.detach().double().requires_grad_() for tensor in (hidden, weight)
+    )
+    gradient = torch.cos(torch.arange(hidden.numel())).view(hidden.shape)
+    norm = offset_rms_norm if offset else rms_norm
+    norm(hidden, weight, 1e-6).backward(gradient.to(dtype))
+    scale = (wide_hidden.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+    expected = wide_hidden * scale * (wide_weight + offset)
+    expected.backward(gradient.to(dtype).double())
+    tolerance = 1e-12 if dtype is torch.float64 else 2**-8
+    for ours, formula in ((hidden, wide_hidden), (weight, wide_weight)):
+        largest = float(formula.grad.abs().max())
+        torch.testing.assert_close(
+            ours.grad.double(), formula.grad, rtol=0, atol=tolerance * largest
+        )
+
+
+@pytest.mark.parametrize("offset", [0, 1])
 def test_fp64_stays_fp64(inputs: tuple[torch.Tensor, torch.Tensor], offset: int) -> None:
     hidden, weight = (tensor.double() for tensor in inputs)
     expected = hidden / (hidden.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * (weight + offset)

@@ -442,7 +442,8 @@ def test_a_layer_keeps_its_part_of_the_tokens(context: int) -> None:
         spec.num_heads * spec.head_width,
         max(spec.num_kv_heads, context) * spec.head_width,
     )
-    norms, mlp = 2 * spec.width, 2 * spec.mlp_width
+    norms = 2 * spec.width
+    mlp = 2 * spec.mlp_width
     of_a_token = (
         norms + 2 * heads + 2 * kv_heads + spec.num_heads + mlp + (heads if context > 1 else 0)
     )
