@@ -15,15 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import has_torch_function
 
 from recipe_lib.adapters import nf4
+from recipe_lib.adapters.adapted_product import (
+    FrozenProduct,
+    can_add_in_place,
+    cast_linear,
+    multiply_adapted,
+)
 from recipe_lib.adapters.quantized import (
     QuantizedLinear,
     can_quantize,
     count_rows,
     dequantize,
+    differentiate_quantized,
     make_frozen_parameter,
+    multiply_quantized,
 )
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.mixture import ExpertLinear, Router
@@ -34,7 +42,6 @@ from recipe_lib.ops.mlp import (
     Groups,
     grouped_linear,
     grouped_matmul,
-    linear_in_dtype,
     sum_token_rows,
     take_rows,
 )
@@ -134,6 +141,10 @@ class AdaptedMatrix(AdaptedModule):
         """Return `[..., out]` of hidden `[..., in]` by the frozen part alone, bias included."""
         return super().forward(hidden)
 
+    def get_frozen_product(self) -> FrozenProduct | None:
+        """Return what `frozen_forward` does, for `multiply_adapted`; None: it cannot be told."""
+        return None
+
     @torch.no_grad()
     def compute_weight_norms(self) -> Tensor:
         """Return the norms `[out]` of the rows of `W + scaling * B A`, computed some at a time."""
@@ -180,11 +191,18 @@ class AdaptedMatrix(AdaptedModule):
         factors: from `compute_relative_lengths`; None: LoRA. frozen: computes the frozen part in
         place of `frozen_forward`, for a call at a time when the module may have another weight.
         """
-        rate = self.settings.dropout
+        rate = self.settings.dropout if self.training else 0
+        if frozen is None and factors is None and not rate:
+            product = self.get_frozen_product()
+            if product is not None and can_add_in_place(hidden, product, lora_a):
+                scaling = self.settings.scaling
+                return multiply_adapted(
+                    hidden, product, lora_a=lora_a, lora_b=lora_b, scaling=scaling
+                )
         frozen = frozen or self.frozen_forward
         plain = frozen(hidden)
         dropped = hidden
-        if rate and self.training:
+        if rate:
             # Hidden from a torch function mode that numbers the calls of a forward, to apply a
             # tensor-parallel plan to another library's model: it was made without dropout.
             is_counted = torch.compiler.is_dynamo_compiling() or not has_torch_function((hidden,))
@@ -222,23 +240,18 @@ def add_scaled(tensor: Tensor, update: Tensor, scaling: float) -> Tensor:
     return torch.sub(tensor, update, alpha=-scaling)
 
 
-def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return `hidden.to(weight.dtype) @ weight.T`; hidden is saved for backward unconverted."""
-    if hidden.dtype == weight.dtype:
-        return F.linear(hidden, weight)
-    # A torch function mode sees one call, of `linear`, in place of a conversion and a product.
-    if not torch.compiler.is_dynamo_compiling() and has_torch_function((hidden, weight)):
-        return cast(Tensor, handle_torch_function(linear, (hidden, weight), hidden, weight))
-    return linear(hidden, weight)
-
-
-def linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return `hidden.to(weight.dtype) @ weight.T`, for operands of two dtypes."""
-    return linear_in_dtype(hidden, weight, weight.dtype)
-
-
 class AdaptedLinear(AdaptedMatrix, nn.Linear):
     """A linear with a frozen weight (and bias) and an adapter."""
+
+    def get_frozen_product(self) -> FrozenProduct | None:
+        # `memory.low_precision` gives it another forward.
+        if "frozen_forward" in vars(self):
+            return None
+        return FrozenProduct(F.linear, _differentiate_linear, (self.weight, self.bias))
+
+
+def _differentiate_linear(out_grad: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+    return out_grad @ weight
 
 
 class AdaptedRouter(AdaptedMatrix, Router):
@@ -247,6 +260,10 @@ class AdaptedRouter(AdaptedMatrix, Router):
 
 class AdaptedQuantizedLinear(AdaptedMatrix, QuantizedLinear):
     """A linear with a frozen weight of 4 or 8 bits and an adapter."""
+
+    def get_frozen_product(self) -> FrozenProduct:
+        arguments = self.list_product_arguments(self.bias)
+        return FrozenProduct(multiply_quantized, differentiate_quantized, arguments)
 
     def get_frozen_rows(self, start: int, stop: int) -> Tensor:
         return self.dequantize_weight_rows(start, stop)

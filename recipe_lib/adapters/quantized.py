@@ -166,9 +166,13 @@ class QuantizedLinear(nn.Module):
 
     def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return `product`, called as `F.linear` is; weight is not read."""
+        return multiply(hidden, *self.list_product_arguments(bias))
+
+    def list_product_arguments(self, bias: Tensor | None) -> tuple[Any, ...]:
+        """Return the arguments of `multiply_quantized` after hidden."""
         first, last = self.columns
         storage = self._get_local_storage()
-        return multiply(hidden, *storage, bias, last - first, self.dtype, self._get_block_place())
+        return *storage, bias, last - first, self.dtype, self._get_block_place()
 
     def count_local_rows(self) -> int:
         """Return how many rows, or parts of them, this rank stores.
@@ -396,7 +400,7 @@ def dequantize(
     return elements[first - offset : last - offset].view(-1, columns)
 
 
-def _multiply(
+def multiply_quantized(
     hidden: Tensor,
     codes: Tensor,
     scales: Tensor | None,
@@ -411,15 +415,17 @@ def _multiply(
     return F.linear(hidden, dequantize(*storage, columns, dtype, place).to(hidden.dtype), bias)
 
 
-def _multiply_gradient(
+def differentiate_quantized(
     gradient: Tensor,
     codes: Tensor,
     scales: Tensor | None,
     factors: Tensor,
+    bias: Tensor | None,
     columns: int,
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
+    """Return the gradient of hidden, given that of the result of `multiply_quantized`."""
     storage = (codes, scales, factors)
     return gradient @ dequantize(*storage, columns, dtype, place).to(gradient.dtype)
 
@@ -429,18 +435,18 @@ def count_rows(codes: Tensor, scales: Tensor | None, columns: int) -> int:
     return codes.numel() * (1 if scales is None else 2) // columns
 
 
-# Called as `_multiply` is, and differentiable by hidden. Saves the codes for backward, which are
-# parameters anyway, and neither hidden nor weight: `kept` are the indices of the arguments that
-# `_multiply_gradient` takes after the gradient.
+# Called as `multiply_quantized` is, and differentiable by hidden. Saves the codes for backward,
+# which are parameters anyway, and neither hidden nor weight: `kept` are the indices of the
+# arguments that `differentiate_quantized` takes after the gradient.
 multiply = make_opaque_node(
     "quantized_linear",
-    function=_multiply,
+    function=multiply_quantized,
     shapes=lambda hidden, codes, scales, factors, bias, columns, *_: hidden.new_empty(
         (*hidden.shape[:-1], count_rows(codes, scales, columns))
     ),
-    gradient=_multiply_gradient,
-    gradient_shapes=lambda gradient, codes, scales, factors, columns, *_: gradient.new_empty(
+    gradient=differentiate_quantized,
+    gradient_shapes=lambda gradient, codes, scales, factors, bias, columns, *_: gradient.new_empty(
         (*gradient.shape[:-1], columns)
     ),
-    kept=(1, 2, 3, 5, 6, 7),
+    kept=range(1, 8),
 )

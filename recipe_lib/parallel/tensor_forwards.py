@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipe_lib.adapters.adapted_product import cast_linear
 from recipe_lib.adapters.layers import (
     AdaptedExpertModule,
     AdaptedMatrix,
     AdaptedRouter,
     QuantizedExperts,
-    cast_linear,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.models.decoder import (
