@@ -195,10 +195,7 @@ class AdaptedMatrix(AdaptedModule):
         if frozen is None and factors is None and not rate:
             product = self.get_frozen_product()
             if product is not None and can_add_in_place(hidden, product, lora_a):
-                scaling = self.settings.scaling
-                return multiply_adapted(
-                    hidden, product, lora_a=lora_a, lora_b=lora_b, scaling=scaling
-                )
+                return multiply_adapted(hidden, product, lora_a, lora_b, self.settings.scaling)
         frozen = frozen or self.frozen_forward
         plain = frozen(hidden)
         dropped = hidden

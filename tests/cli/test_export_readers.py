@@ -170,6 +170,7 @@ def test_an_older_adapter_is_named_and_written_anew(
     assert export(capsys, adapter, "--merge", "--out", tmp_path / "merged")[0] == 0
 
 
+@pytest.mark.slow
 def test_what_peft_does_not_open_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     _, adapter = make_adapter(tmp_path)
     change_config(adapter, lora_dropout=0.1)  # which PEFT refuses beside target_parameters
@@ -186,7 +187,7 @@ ABSENT = {
 }
 
 
-@pytest.mark.parametrize("package", ABSENT)
+@pytest.mark.parametrize("package", mark_slow_except(list(ABSENT), ["peft"]))
 def test_without_the_package_the_line_says_who_read(
     package: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,7 +159,7 @@ COMPARED += [
     "rounded weights, muon",
 ]
 COMPARED += ["shared sequences, checkpointed"]
-QUICK = ["full memory_efficient selective 1", "nf4", "pairs"]
+QUICK = ["full memory_efficient selective 1", "pairs"]
 
 # As releases of torch name them.
 Event = tuple[int, int]  # ALLOC or FREE, bytes

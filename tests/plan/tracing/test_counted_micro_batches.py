@@ -72,7 +72,7 @@ def of_a_lever(*overrides: str) -> tuple[int, dict[tuple[Any, ...], int]]:
     ("overrides", "traced"),
     [
         (("device=cuda", "memory.cpu_offload=true"), 2),
-        (("parallel.reduce_gradients=step",), 3),
+        pytest.param(("parallel.reduce_gradients=step",), 3, marks=pytest.mark.slow),
         (
             ("parallel.accumulate_grad_in_fp32=true", "dtype=bf16"),
             2,
