@@ -126,3 +126,11 @@ def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
 def linear(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return `hidden.to(weight.dtype) @ weight.T`, for operands of two dtypes."""
     return linear_in_dtype(hidden, weight, weight.dtype)
+
+
+def add_scaled(tensor: Tensor, update: Tensor, scaling: float) -> Tensor:
+    """Return `tensor + scaling * update`, without the product in memory."""
+    # Not `torch.add(..., alpha=scaling)`, the same to the bit: where `update` is a product of two
+    # matrices, inductor of torch 2.11 to 2.13 makes an `addmm` of it, and leaves alpha out
+    # (docs/upstream/add_alpha.md).
+    return torch.sub(tensor, update, alpha=-scaling)

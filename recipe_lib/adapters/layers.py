@@ -20,6 +20,7 @@ from torch.overrides import has_torch_function
 from recipe_lib.adapters import nf4
 from recipe_lib.adapters.adapted_product import (
     FrozenProduct,
+    add_scaled,
     can_add_in_place,
     cast_linear,
     multiply_adapted,
@@ -227,14 +228,6 @@ def _scale_rows(
 ) -> Tensor:
     """Return `product [..., out] * factors [out] + bias`, in `dtype`."""
     return (product * factors if bias is None else product * factors + bias).to(dtype)
-
-
-def add_scaled(tensor: Tensor, update: Tensor, scaling: float) -> Tensor:
-    """Return `tensor + scaling * update`, without the product in memory."""
-    # Not `torch.add(..., alpha=scaling)`, the same to the bit: where `update` is a product of two
-    # matrices, inductor of torch 2.11 to 2.13 makes an `addmm` of it, and leaves alpha out
-    # (docs/upstream/add_alpha.md).
-    return torch.sub(tensor, update, alpha=-scaling)
 
 
 class AdaptedLinear(AdaptedMatrix, nn.Linear):
