@@ -129,6 +129,7 @@ class TrainingLoop:
                 f" none of which would train in {cfg.qat}; choose less, or remove qat"
             )
         self._began = 0.0  # time.perf_counter() when the step began, seconds
+        self._compilation = ExitStack()  # shows that the first step compiles, while it runs
         self._has_warned_of_zero = False  # True: a gradient of exactly 0 has been warned of
 
     def __enter__(self) -> Self:
@@ -148,6 +149,7 @@ class TrainingLoop:
                 )
             )
             self._stop = stack.enter_context(StopSignal())
+            stack.enter_context(self._compilation)
             # If a context had raised, the `with` would have left those before it. From here on
             # `__exit__` leaves them all.
             self._stack = stack.pop_all()
@@ -184,6 +186,8 @@ class TrainingLoop:
             batches = replace(next(source), step=self.step)
             if is_first:
                 check_same_batches(batches, self._world)
+            if is_first and self._cfg.compile:
+                self._compilation.enter_context(phase("first step, which compiles the layers"))
             yield batches
             del batches  # would hold memory while the next step's are made
         self._world.heartbeat.enter("loading the best step")
@@ -257,6 +261,7 @@ class TrainingLoop:
         """
         step.metrics |= compute_expert_load(self._model, self._world, self._cfg)
         loss, grad_norm, metrics = step.read_numbers()  # the one place that waits for the device
+        self._compilation.close()
         seconds = time.perf_counter() - self._began
         self.step += 1
         self._world.heartbeat.enter(f"recording step {self.step}")
