@@ -86,15 +86,11 @@ def find_fastest(name: str, size: int, ranks: int) -> Fastest:
     cfg, settings = prepare_request(name, cards)
     recipe_class = find_recipe_class(find_config_recipe(name))
     estimate = estimate_run(recipe_class, cfg, settings)
-    shipped = estimate.tokens / estimate.seconds
-    # The search does not go back: where the fastest does not fit after all, it may have passed over
-    # the shipped settings.
-    is_found = best.speed >= shipped
     return Fastest(
         cards=cards,
-        settings=format_overrides(best.changes) if is_found else "",
-        tokens_per_second=best.speed if is_found else shipped,
-        shipped=shipped,
+        settings=format_overrides(best.changes),
+        tokens_per_second=best.speed,
+        shipped=estimate.tokens / estimate.seconds,
     )
 
 

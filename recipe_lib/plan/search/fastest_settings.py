@@ -55,7 +55,9 @@ from recipe_lib.report.terminal import (
 )
 from recipe_lib.units import Bytes, Count, Seconds, format_bytes
 
-MAX_PLANS = 10  # whole plans (all phases of a run) that are made for a group, at most
+# Whole plans (all phases of a run) that are made for a group. More are made, until one fits, of
+# settings that fit by their estimate without its tolerance: a later group costs more.
+MAX_PLANS = 10
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ def search(
     """Find the fastest settings of a config that fit `settings.hardware`.
 
     Frozen weights and optimizer states are quantized further, and parameters kept in host memory or
-    streamed from it, only if nothing fits without.
+    streamed from it, only if nothing fits without. The fastest found are never slower than the
+    config as it is, if that fits.
 
     Args:
         recipe_class: of the config.
@@ -135,11 +138,20 @@ def search(
             _confirm_fastest(state, group, splits=splits, want=want)
             if state.list_confirmed():
                 break
+        # Sequences pass over the sizes between, where the largest fits, and no group need have all
+        # of the config's own values: the config as it is may be faster than all that was found.
+        shipped = submit({}).result()
+        if (
+            state.may_fit(shipped)
+            and all(plan.changes for plan in state.plans.values())  # else it was planned already
+            and all(shipped.speed > candidate.speed for candidate in state.list_confirmed())
+        ):
+            state.plan_in_full([shipped])
         nearest = _find_closest(filter(None, state.tried.values()))
         # The closest settings are shown with the figures of their whole plan.
         if not state.list_confirmed() and nearest is not None and not nearest.may_fit:
             state.plan_in_full([nearest])
-    fitting = state.list_confirmed()
+    fitting = state.list_confirmed()[:want]
     return SearchResult(
         fitting=fitting,
         closest=None if fitting else _find_closest(state.plans.values()),
@@ -197,21 +209,26 @@ def _try_group(state: SearchState, group: list[Changes], splits: bool) -> None:
 
 
 def _confirm_fastest(state: SearchState, group: list[Changes], splits: bool, want: int) -> None:
-    """Plan the fastest candidates in full until `want` of them fit, or MAX_PLANS were made.
+    """Plan candidates in full until the `want` fastest fit, or MAX_PLANS are used up.
 
     splits: as for `search`.
     """
     limit = len(state.plans) + MAX_PLANS
-    while len(state.list_confirmed()) < want and len(state.plans) < limit:
-        unplanned = [
+    while True:
+        candidates = [
             candidate
             for candidate in state.list_fitting()
+            if len(state.plans) < limit or (candidate.shortfall <= 0 and not state.list_confirmed())
+        ]
+        unplanned = [
+            candidate
+            for candidate in candidates[:want]
             if make_key(candidate.changes) not in state.plans
         ]
         if not unplanned:
             break
         state.progress.title = "planning the fastest in full"
-        state.plan_in_full(unplanned[: want - len(state.list_confirmed())])
+        state.plan_in_full(unplanned)
         # If one does not fit after all, try the slower settings that it had ruled out.
         if len(state.list_confirmed()) < len(state.plans):
             _try_group(state, group, splits)
@@ -251,11 +268,10 @@ def render_search(result: SearchResult) -> str:
     """Return the settings as a table: the overrides, planned peak, tokens per second, verdict."""
     where = f"{result.ranks} x {result.device}"
     batch = f"{result.global_batch_size} sequences a step"
-    candidates = result.fitting
+    candidates = result.fitting or ([result.closest] if result.closest else [])
     if result.fitting:
         title = f"FOUND  settings that fit {where}, {batch}, fastest first"
     else:
-        candidates = [result.closest] if result.closest else []
         lacking = (
             f"; closest, short of {format_bytes(candidates[0].shortfall)}:" if candidates else ""
         )

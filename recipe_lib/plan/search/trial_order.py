@@ -136,15 +136,19 @@ class SearchState:
             return changes
         return changes | set_micro_batch(self.cfg, changes, batch_size)
 
+    def may_fit(self, candidate: Candidate | None) -> bool:
+        """Return True if settings may fit: by their estimate, and by their whole plan if made."""
+        return (
+            candidate is not None
+            and candidate.may_fit
+            and self.plans.get(make_key(candidate.changes), candidate).may_fit
+        )
+
     def list_fitting(self) -> list[Candidate]:
         # By the candidates' own keys, not those of `tried`: a trial may add changes to what it was
         # asked for (`OUTSIDE_LAYERS`), so that two trials end with one candidate.
         candidates = {make_key(trial.changes): trial for trial in self.tried.values() if trial}
-        fitting = [
-            candidate
-            for key, candidate in candidates.items()
-            if candidate.may_fit and self.plans.get(key, candidate).may_fit
-        ]
+        fitting = filter(self.may_fit, candidates.values())
         return sorted(fitting, key=lambda candidate: (-candidate.speed, candidate.estimate.active))
 
     def plan_in_full(self, candidates: Iterable[Candidate]) -> None:
@@ -217,9 +221,8 @@ def _report_trial(state: SearchState, changes: Changes, candidate: Candidate | N
     if best is not None and best.speed > state.best_reported:
         state.best_reported = best.speed
         changes_typed = state.format_changes(best.changes)
-        line = f"best so far: {format_count(best.speed)} tokens/s: {changes_typed}"
-        state.progress.text = line
-        get_logger().info(line)
+        state.progress.text = f"best so far: {format_count(best.speed)} tokens/s: {changes_typed}"
+        get_logger().info(state.progress.text)
 
 
 def skip_trial(state: SearchState, changes: Changes, reason: str) -> None:
@@ -287,9 +290,12 @@ def _find_alike_estimate(state: SearchState, cfg: Any) -> Estimate | None:
     kind = get_value(cfg, CHECKPOINTING_KEY)
     for candidate in state.tried.values():
         # `least_seconds` is 0 in a pipeline's estimate, whose ranks have some of the layers each.
-        if candidate is not None and candidate.estimate.least_seconds:
-            if get_value(state.get_config(candidate.changes), CHECKPOINTING_KEY) == kind:
-                return candidate.estimate
+        if (
+            candidate is not None
+            and candidate.estimate.least_seconds
+            and get_value(state.get_config(candidate.changes), CHECKPOINTING_KEY) == kind
+        ):
+            return candidate.estimate
     return None
 
 
@@ -341,8 +347,9 @@ def explain_too_large(state: SearchState, changes: Changes) -> str:
 
 def make_leanest(state: SearchState, base: Changes) -> Changes:
     """Return `base` with the least memory: the smallest micro-batch, all activations recomputed."""
-    is_fixed = CHECKPOINTING_KEY in state.fixed
-    checkpointing = {} if is_fixed else set_checkpointing(state.cfg, CHECKPOINTING[0])
+    checkpointing = (
+        {} if CHECKPOINTING_KEY in state.fixed else set_checkpointing(state.cfg, CHECKPOINTING[0])
+    )
     return state.resize(
         base | checkpointing, min(list_micro_batch_sizes(state.cfg, base), default=1)
     )
@@ -358,24 +365,27 @@ def yield_micro_batches(state: SearchState, base: Changes) -> TrialSequence:
 
     Kinds that recompute least are first. One that recomputes more is of use only for larger
     micro-batches: each kind begins with the size that did not fit with the one before it, and ends
-    with the first size that does not fit.
+    with the first size that does not fit. Once settings are planned in full, their plan decides: a
+    sequence that is made again goes on where their estimate had ended it.
     """
     cfg = state.cfg
-    has_fixed_size = SIZE_KEYS & set(state.fixed)
-    sizes = [cfg.batch_size] if has_fixed_size else list_micro_batch_sizes(cfg, base)
-    has_fixed_kind = CHECKPOINTING_KEY in state.fixed
-    kinds = [cfg.memory.activation_checkpointing] if has_fixed_kind else CHECKPOINTING[::-1]
+    sizes = [cfg.batch_size] if SIZE_KEYS & set(state.fixed) else list_micro_batch_sizes(cfg, base)
+    kinds = (
+        [cfg.memory.activation_checkpointing]
+        if CHECKPOINTING_KEY in state.fixed
+        else CHECKPOINTING[::-1]
+    )
     for kind in kinds:
         changes = base | set_checkpointing(cfg, kind)
         if sizes[-1:] == [count_changed_sequences(cfg, base)]:
             # A single micro-batch of all sequences has no gradients of earlier ones to add to: it
             # may fit where smaller ones do not.
             candidate = yield state.resize(changes, sizes[-1])
-            if candidate is not None and candidate.may_fit:
+            if state.may_fit(candidate):
                 return
         while sizes:
             candidate = yield state.resize(changes, sizes[0])
-            if candidate is None or not candidate.may_fit:
+            if not state.may_fit(candidate):
                 break
             del sizes[0]
 

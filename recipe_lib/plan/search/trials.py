@@ -354,7 +354,8 @@ def try_settings(
     """Return a candidate with the changes; None if the recipe or the simulation refuses them.
 
     If they do not fit and the peak is outside of the layers, `OUTSIDE_LAYERS` is tried as well, and
-    the candidate that lacks less memory is returned. fixed: keys that stay as the config has them.
+    the candidate that lacks less memory is returned; but not without changes, which is the config
+    as it is. fixed: keys that stay as the config has them.
     """
     outside_layers = {
         key: value for key, value in find_differing(cfg, OUTSIDE_LAYERS).items() if key not in fixed
@@ -379,6 +380,7 @@ def try_settings(
             best = candidate
         if (
             candidate.shortfall <= 0
+            or not changes
             or IN_LAYERS in estimate.module
             # Smaller logits and gathered embeddings would not save that much.
             or candidate.shortfall > OUTSIDE_SHARE * settings.hardware.memory

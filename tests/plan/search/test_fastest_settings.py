@@ -4,13 +4,15 @@ import contextlib
 import dataclasses
 from collections.abc import Collection
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from recipe_lib.plan.plan_schema import DOES_NOT_FIT
+from recipe_lib.plan.plan_schema import DOES_NOT_FIT, FITS
+from recipe_lib.plan.search import fastest_settings as search_module
 from recipe_lib.plan.search import trials as trials_module
-from recipe_lib.plan.search.fastest_settings import SearchResult, render_search
+from recipe_lib.plan.search.fastest_settings import SearchResult, render_search, search
 from recipe_lib.plan.search.trial_order import (
     SearchState,
     list_micro_batch_sizes,
@@ -20,7 +22,7 @@ from recipe_lib.plan.search.trial_order import (
     run_trials,
     yield_micro_batches,
 )
-from recipe_lib.plan.search.trials import Candidate, Changes, Estimate
+from recipe_lib.plan.search.trials import Candidate, Changes, Estimate, apply_changes
 from tests.plan.apart import build_settings, call_in_fork
 
 MIB = 2**20
@@ -233,3 +235,78 @@ def test_the_trial_that_could_be_the_fastest_comes_first_and_outcomes_are_said(
         run_trials(trials, [iter_of(changes) for changes in kinds])
     assert made == kinds[::-1]
     assert [one.changes for one in trials.list_fitting()] == kinds[::-1]
+
+
+KEPT_BY_KIND = {"none": 4, "selective": 2, "full": 1}  # bytes of a sequence
+SHIPPED = {"batch_size": 4, "gradient_accumulation_steps": 8}
+
+
+def search_formulas(
+    patch: pytest.MonkeyPatch, room: int, plan_takes: int, fastest_size: int = 32, want: int = 1
+) -> tuple[list[Changes], list[str]]:
+    """Search one rank, with formulas in place of simulations: the changes that are found, and the
+    settings that were planned in full, as checkpointing and micro-batch.
+
+    plan_takes: times the bytes of an estimate. fastest_size: of a micro-batch; other sizes take
+    longer the more they differ.
+    """
+    planned: list[str] = []
+
+    def count_bytes(cfg: Any) -> int:
+        return cfg.batch_size * KEPT_BY_KIND[cfg.memory.activation_checkpointing]
+
+    def try_settings(recipe_class: type, cfg: Any, *, changes: Changes, **more: Any) -> Candidate:
+        changed = apply_changes(cfg, changes)
+        kept = KEPT_BY_KIND[changed.memory.activation_checkpointing]
+        seconds = 10.0 - kept + abs(changed.batch_size - fastest_size) / 100
+        return candidate(
+            changes, count_bytes(changed), room, seconds, kept=kept, least_seconds=9.5 - kept
+        )
+
+    def make_plan(recipe_class: type, cfg: Any, settings: Any) -> tuple[Any, None]:
+        active = plan_takes * count_bytes(cfg)
+        planned.append(f"{cfg.memory.activation_checkpointing} {cfg.batch_size}")
+        rank = SimpleNamespace(
+            peak=SimpleNamespace(active=active), reserved=active, reserved_expandable=active, host=0
+        )
+        verdict = FITS if active <= room else DOES_NOT_FIT
+        return SimpleNamespace(
+            heaviest=rank, device=SimpleNamespace(usable=room), verdict=verdict
+        ), None
+
+    patch.setattr(search_module, "try_settings", try_settings)
+    patch.setattr(search_module, "make_plan", make_plan)
+    overrides = [f"{key}={value}" for key, value in SHIPPED.items()]
+    _, cfg, wanted = build_settings("demo/full", 1, *CONFIG, *overrides)
+    result = search(object, cfg, wanted, want=want, processes=1)
+    return [one.changes for one in result.fitting], planned
+
+
+def test_slower_settings_are_tried_where_the_whole_plan_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The fastest by its estimate is one micro-batch, after which no smaller one is tried."""
+    found, planned = search_formulas(monkeypatch, room=128, plan_takes=2)
+    assert planned == ["none 32", "none 16"]
+    assert found == [{"batch_size": 16, "gradient_accumulation_steps": 2}]
+    found, _ = search_formulas(monkeypatch, room=128, plan_takes=2, want=3)
+    assert [changes.get("batch_size", SHIPPED["batch_size"]) for changes in found] == [16, 8, 4]
+
+
+def test_the_kinds_that_were_too_slow_are_tried_where_no_plan_of_the_faster_fits(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """All that fit by their estimates are planned, however many, before levers that cost more."""
+    found, planned = search_formulas(monkeypatch, room=128, plan_takes=128)
+    kinds = [size.partition(" ")[0] for size in planned]
+    assert kinds == sorted(kinds, key=list(KEPT_BY_KIND).index)
+    assert len(planned) > search_module.MAX_PLANS
+    smallest = {"batch_size": 1, "gradient_accumulation_steps": 32}
+    assert found == [{"memory.activation_checkpointing": "full"} | smallest]
+
+
+def test_nothing_slower_than_the_config_as_it_is_is_found(monkeypatch: pytest.MonkeyPatch):
+    """Where one micro-batch fits, none of the smaller ones is tried, and these may be faster."""
+    found, planned = search_formulas(monkeypatch, room=128, plan_takes=1, fastest_size=4)
+    assert planned == ["none 1", "none 4"]  # 1 is the nearest of those that are tried
+    assert found == [{}]
