@@ -27,6 +27,7 @@ from recipe_lib.plan.search.trial_order import (
     make_variant_key,
     run_trials,
     skip_trial,
+    yield_fewer_chunks,
     yield_micro_batches,
     yield_one,
 )
@@ -215,6 +216,8 @@ def _confirm_fastest(state: SearchState, group: list[Changes], splits: bool, wan
     """
     limit = len(state.plans) + MAX_PLANS
     while True:
+        fastest = state.list_fitting()[:want]
+        run_trials(state, [yield_fewer_chunks(state, candidate) for candidate in fastest])
         candidates = [
             candidate
             for candidate in state.list_fitting()

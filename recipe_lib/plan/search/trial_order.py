@@ -65,6 +65,8 @@ SIZE_KEYS = {"batch_size", MICRO_BATCHES_KEY}
 PIPELINE_KEY = "parallel.pipeline"
 SCHEDULE_KEY = "parallel.pipeline_schedule"
 COPIES_KEY = "parallel.data_replicate"
+CHUNKS_KEY = "memory.loss_chunks"
+LEAST_GAIN = 0.01  # share of speed for which settings are tried with half as many chunks again
 # The schedule with the least memory, and the one with the least waiting that takes as much
 # activation memory.
 SCHEDULES_TRIED = ("1f1b", "zbv")
@@ -388,6 +390,23 @@ def yield_micro_batches(state: SearchState, base: Changes) -> TrialSequence:
             if not state.may_fit(candidate):
                 break
             del sizes[0]
+
+
+def yield_fewer_chunks(state: SearchState, candidate: Candidate) -> TrialSequence:
+    """Yield settings with half as many chunks of the loss, again while that makes them faster.
+
+    Each chunk reads the whole output projection: a config's chunks are right for its own
+    micro-batch, and too many for a smaller one.
+    """
+    chunks = state.get_config(candidate.changes).memory.loss_chunks
+    while chunks > 1 and CHUNKS_KEY not in state.fixed:
+        chunks //= 2
+        halved = yield candidate.changes | {CHUNKS_KEY: chunks}
+        if halved is None or not state.may_fit(halved):
+            break
+        if halved.speed < candidate.speed * (1 + LEAST_GAIN):
+            break
+        candidate = halved
 
 
 def count_sequences(cfg: Any) -> int:
