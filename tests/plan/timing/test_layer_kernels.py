@@ -2,17 +2,8 @@
 
 import pytest
 
-from benchmarks.layer_kernels import (
-    CARDS,
-    COMPUTE,
-    MEMORY,
-    Kernel,
-    KernelGraph,
-    View,
-    find_bound,
-    fuse_kernels,
-    link_kernels,
-)
+from benchmarks.kernel_chains import Kernel, KernelGraph, View, fuse_kernels, link_kernels
+from benchmarks.layer_kernels import CARDS, COMPUTE, MEMORY, find_bound
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.tracing.trace import Op
 
