@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from recipe_lib.models.language_model import LanguageModel, hold_tied_weight
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.models.spec import DecoderSpec, RopeSpec, StageParts
-from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
+from recipe_lib.ops.attention import AttentionInfo, attention, has_varlen, prepare_attention
 from recipe_lib.ops.chunked_heads import Finish
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.kept_tensors import note_cheap, run_cheap
@@ -206,6 +206,22 @@ def _build_head_norm(spec: DecoderSpec, num_heads: int) -> nn.Module:
     if spec.width_norms:
         return WidthNorm(spec, num_heads * spec.head_width)
     return Norm(spec, spec.head_width) if spec.head_norms else nn.Identity()
+
+
+def describe_attention(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> str:
+    """Return the kernels of attention that torch chooses for training on a device, in words."""
+    if spec.attention_softcap is not None or spec.sinks:
+        return "this library's, for soft-capped scores or sinks"
+    q = torch.empty(
+        1, spec.num_heads, 128, spec.head_width, dtype=dtype, device=device, requires_grad=True
+    )
+    # As `scaled_dot_product` hands keys without a mask to torch.
+    k = q[:, : spec.num_kv_heads] if dtype in (torch.float16, torch.bfloat16) else q
+    # Private: SDPA itself calls it to choose, and no public function tells what it will run.
+    choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=len(k[0]) < len(q[0]))
+    name = torch.nn.attention.SDPBackend(choice).name.lower().replace("_", " ")
+    packed = "varlen flash" if has_varlen(device, dtype, spec.head_width) else "by a mask"
+    return f"{name} on {device.type} (with packed documents or windows: {packed})"
 
 
 class MLP(nn.Module):

@@ -19,10 +19,7 @@ from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.gradient_accumulation import list_collectives_once_a_step
 from recipe_lib.plan.allocation.caching_allocator import LAUNCH_QUEUE
 from recipe_lib.plan.allocation.scratch import make_kernel_memory
-from recipe_lib.plan.allocation.untraced_memory import (
-    choose_attention_backend,
-    estimate_outside_torch,
-)
+from recipe_lib.plan.allocation.untraced_memory import estimate_outside_torch
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.plan_schema import (
     DOES_NOT_FIT,
@@ -57,7 +54,8 @@ from recipe_lib.plan.summary.step_time import (
     find_rank_of_each_place,
     list_first_ranks,
 )
-from recipe_lib.plan.timing.cost import Calibration
+from recipe_lib.plan.timing.cost import Calibration, is_attention
+from recipe_lib.plan.timing.kernel_rates import choose_attention_kernel
 from recipe_lib.plan.timing.stream_schedule import schedule
 from recipe_lib.plan.tracing.simulated_micro_batches import count_micro_batches_to_trace
 from recipe_lib.plan.tracing.trace import ALLOC, Trace
@@ -371,7 +369,10 @@ def list_assumptions(cfg: Any, settings: PlanSettings, simulated: Simulated) -> 
             f"sequences of {sequence.tokens} tokens{padding_text} ({source}), batch_size"
             f" {cfg.batch_size}, gradient_accumulation_steps {cfg.gradient_accumulation_steps}"
         ),
-        f"kernels: {_describe_kernels(cfg, settings.hardware)}; torch {torch.__version__}",
+        (
+            f"kernels: {_describe_kernels(cfg, settings.hardware, simulated.trace)}; torch"
+            f" {torch.__version__}"
+        ),
         (
             "allocator: torch's default settings; `expandable` with"
             " PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -397,21 +398,25 @@ def list_assumptions(cfg: Any, settings: PlanSettings, simulated: Simulated) -> 
     return lines + simulated.notes
 
 
-def _describe_kernels(cfg: Any, hardware: Hardware) -> str:
+def _describe_kernels(cfg: Any, hardware: Hardware, trace: Trace) -> str:
     if hardware.architecture == "cpu":
-        kernels = "a CPU's"
-    else:
-        kernels = "flash attention (documents of packed sequences: varlen flash), fused RMSNorm"
-        if cfg.fused_kernels:
-            kernels += (
-                ", fused rotary embedding, gated activation, soft-capped scores, loss and"
-                " dequantizing (by Triton)"
-            )
-    if choose_attention_backend(hardware.architecture) == "cudnn":
+        return "a CPU's"
+    # By the width of the heads, which not every kernel has.
+    attention = choose_attention_kernel(
+        hardware,
+        "aten::_scaled_dot_product_flash_attention",
+        width=next((op.shape[-1] for op in trace.ops if is_attention(op) and op.shape), 0),
+    )
+    kernels = (
+        f"{attention} attention (with packed documents or windows: varlen flash), fused RMSNorm"
+    )
+    if cfg.fused_kernels:
         kernels += (
-            "; for unpacked sequences torch takes cuDNN's attention here: its times, with flash"
-            " attention's workspace"
+            ", fused rotary embedding, gated activation, soft-capped scores, loss and"
+            " dequantizing (by Triton)"
         )
+    if attention == "cudnn":
+        kernels += "; cudnn attention has its own times, and flash attention's workspace"
     return kernels
 
 

@@ -24,6 +24,7 @@ from recipe_lib.data import DataPlan, Dataset
 from recipe_lib.memory.activation_offload import OffloadedActivations
 from recipe_lib.memory.layer_stream import list_streamed_parameters
 from recipe_lib.memory.peaks import check_host_needs, find_free_host_memory, round_up_to_pinned
+from recipe_lib.models.decoder import Decoder, describe_attention
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import find_stored_weights
 from recipe_lib.ops.device import holds_values
@@ -33,7 +34,7 @@ from recipe_lib.optim.optimizers import (
     count_warmup_steps,
     list_optimizer_state_sizes,
 )
-from recipe_lib.parallel import Parallel, World
+from recipe_lib.parallel import DTYPES, Parallel, World
 from recipe_lib.parallel.gradient_accumulation import list_param_entries, reduces_once
 from recipe_lib.training.best_step import describe_best
 from recipe_lib.training.resolve_model import describe_extra_parameters
@@ -63,6 +64,11 @@ def list_derived_numbers(
         *_describe_model(cfg, model, parallel),
         *describe_extra_parameters(model, world),
         *_describe_other_parts(model),
+        *(
+            [f"attention: {describe_attention(model.spec, DTYPES[cfg.dtype], world.device)}"]
+            if isinstance(model, Decoder)
+            else []
+        ),
         *([levers.kernels] if levers.kernels else []),
         *describe_best(cfg),
         *([f"checkpointing: {levers.checkpointing}"] if levers.checkpointing else []),

@@ -25,10 +25,9 @@ from recipe_lib.plan.allocation.caching_allocator import (
     OutOfMemory,
 )
 from recipe_lib.plan.allocation.replay import replay
-from recipe_lib.plan.allocation.untraced_memory import (
-    choose_attention_backend,
-    compute_attention_backward_scratch,
-)
+from recipe_lib.plan.allocation.untraced_memory import compute_attention_backward_scratch
+from recipe_lib.plan.hardware import HARDWARE
+from recipe_lib.plan.timing.kernel_rates import choose_attention_kernel
 from recipe_lib.units import MIB
 from tests.plan.allocation.test_snapshot import snapshot_of
 from tests.plan.made_traces import build_training_steps
@@ -80,7 +79,8 @@ def test_attention_of_unpacked_rows_is_cudnns_on_hopper(path):
         rows=rows, heads=HEADS, kv_heads=2, queries=TOKENS, keys=TOKENS, head_width=WIDTH
     )
     assert sizes.count(workspace) == LAYERS * STEPS and workspace not in (*flash, sum(flash))
-    assert choose_attention_backend("sm90") == "cudnn"
+    operator = "aten::_scaled_dot_product_flash_attention"
+    assert choose_attention_kernel(HARDWARE["h100"], operator, WIDTH) == "cudnn"
 
 
 @pytest.mark.parametrize("expandable", [False, True])

@@ -1,16 +1,22 @@
 """The derived numbers: each line word for word, for plain and for sharded models."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recipe_lib.config.mesh import MESH_DIMS
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data.dataset_report import DataReport
+from recipe_lib.models import DecoderSpec, build_meta, decoder
+from recipe_lib.models.decoder import describe_attention
 from recipe_lib.parallel import Parallel
 from recipe_lib.training.run_description import list_derived_numbers
+from tests.checkpoint.tiny import build_tiny_spec
 from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -72,6 +78,45 @@ def test_every_line_word_for_word() -> None:
             " together 4.25 MiB before activations"
         ),
     ]
+
+
+def read_attention_line(spec: DecoderSpec) -> str:
+    """Return what the log says of attention, of a model of this shape in fp32 on the CPU."""
+    world = SimpleNamespace(size=1, device=CPU, data_ranks=1, pipeline=None)
+    lines = list_derived_numbers(config(), world, build_meta(spec, torch.float32), Parallel(), DATA)
+    return next(line for line in lines if line.startswith("attention: "))
+
+
+def test_attention_is_by_the_kernel_that_torch_chooses() -> None:
+    spec = build_tiny_spec()
+    packed = "(with packed documents or windows: by a mask)"
+    assert read_attention_line(spec) == f"attention: flash attention on cpu {packed}"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert read_attention_line(spec) == f"attention: math on cpu {packed}"
+    capped = replace(spec, attention_softcap=50.0)
+    assert read_attention_line(capped) == (
+        "attention: this library's, for soft-capped scores or sinks"
+    )
+
+
+@pytest.mark.parametrize(("dtype", "kv_heads"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_torch_is_asked_as_layers_ask_it(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kv_heads: int
+) -> None:
+    """Keys have fewer heads in half precision alone; torch's choice is the log's, cuDNN too."""
+    asked = []
+
+    def choose(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, enable_gqa: bool) -> int:
+        asked.append((q.shape[1], k.shape[1], v.shape[1], q.requires_grad, *arguments, enable_gqa))
+        return int(SDPBackend.CUDNN_ATTENTION.value)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    monkeypatch.setattr(decoder, "has_varlen", lambda device, dtype, width: width == 64)
+    spec = replace(build_tiny_spec(), num_heads=4, num_kv_heads=2, head_width=64)
+    assert describe_attention(spec, dtype, torch.device("meta")) == (
+        "cudnn attention on meta (with packed documents or windows: varlen flash)"
+    )
+    assert asked == [(4, kv_heads, kv_heads, True, None, 0.0, True, kv_heads < 4)]
 
 
 def test_what_is_freed_and_what_is_on_the_host() -> None:

@@ -46,17 +46,6 @@ def get_workspace_bytes(architecture: str) -> int:
     return MATMUL_WORKSPACE_SM90 if int(architecture.removeprefix("sm")) >= 90 else MATMUL_WORKSPACE
 
 
-def choose_attention_backend(architecture: str) -> str:
-    """Return the kernel of half-precision attention without a mask: `cudnn`, `flash`, or `cpu`.
-
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention: cuDNN above
-    9.15 on sm90 and sm100. Documents of packed sequences always go through the varlen flash kernel.
-    """
-    if architecture == "cpu":
-        return "cpu"
-    return "cudnn" if architecture in ("sm90", "sm100") else "flash"
-
-
 def compute_attention_backward_scratch(
     *,
     rows: int,

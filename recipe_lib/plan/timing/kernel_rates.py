@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from recipe_lib.plan.allocation.untraced_memory import choose_attention_backend
 from recipe_lib.plan.hardware import Hardware
 
 # Card -> multiprocessors, by the data sheets and architecture whitepapers that hardware.py cites.
@@ -101,6 +100,9 @@ _ATTENTION = {
 }
 # The same for cuDNN's kernels: FlashAttention 3's paper, 315 to 539 TFLOP/s.
 _CUDNN_ATTENTION = {"sm90": AttentionRates(0.56, 0.45, 400)}
+# Architectures on which torch prefers cuDNN above 9.15 for half-precision attention without a mask:
+# aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention, release 2.13.
+CUDNN_ARCHITECTURES = ("sm90", "sm100")
 # Head width that takes as long as what a kernel does besides matmuls: RTX 4090 127, 142 and 151
 # TFLOP/s at widths 32, 64 and 128.
 _EXTRA_WIDTH = 12
@@ -201,10 +203,8 @@ def choose_attention_kernel(hardware: Hardware, name: str, width: int) -> str:
     if "efficient" in name:
         return "efficient"
     # The planner traces the flash operator where torch prefers cuDNN's, which has heads of up to
-    # 128 in eights.
-    preferred = (
-        "scaled_dot_product" in name and choose_attention_backend(hardware.architecture) == "cudnn"
-    )
+    # 128 in eights. Documents of packed sequences always go through the varlen flash kernel.
+    preferred = "scaled_dot_product" in name and hardware.architecture in CUDNN_ARCHITECTURES
     return "cudnn" if preferred and width <= 128 and width % 8 == 0 else "flash"
 
 

@@ -8,6 +8,7 @@ from recipe_lib.plan.hardware import HARDWARE
 from recipe_lib.plan.timing.kernel_rates import (
     MATMUL_SHARES,
     MULTIPROCESSORS,
+    choose_attention_kernel,
     compute_attention_seconds,
     compute_bandwidth,
     compute_matmul_rate,
@@ -125,6 +126,14 @@ def test_attention(
             / 1e12
         )
         assert rate == pytest.approx(backward, rel=0.1)
+
+
+def test_every_card_has_a_kernel_for_attention() -> None:
+    kernels = {name: choose_attention_kernel(card, FLASH, 128) for name, card in HARDWARE.items()}
+    assert kernels["rtx4090"] == kernels["a100-80gb"] == kernels["rtx5090"] == "flash"
+    assert kernels["h100"] == kernels["h200"] == kernels["b200"] == "cudnn"
+    assert choose_attention_kernel(HARDWARE["h200"], PACKED, 128) == "flash"
+    assert choose_attention_kernel(HARDWARE["h200"], FLASH, 256) == "flash"
 
 
 def test_memory() -> None:
