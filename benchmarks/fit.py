@@ -1,7 +1,7 @@
 """Search the fastest settings that fit 1, 2, 4 and 8 cards of 24 GB, and write docs/fit*.md.
 
-Run `python -m benchmarks.fit --output docs/fit.md [--only 8B]`; needs no GPU, weights or data. A
-cell is (model, method, number of cards), a line its entry in docs/fit.json and on a page. With
+Run `python -m benchmarks.fit --output docs/fit.md [--only 8B] [--cards 1 2]`; needs no GPU, weights
+or data. A cell is (model, method, number of cards), a line its entry in docs/fit.json and on a page. With
 `--only`, other lines are kept: `--only none` writes the pages again. `gpu_cards.py` measures the
 lines; `python -m benchmarks.longest --output docs/longest.json` must have run before.
 """
@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="lines whose config has this in it, such as 8B_full"
     )
+    parser.add_argument("--cards", type=int, nargs="+", default=CARDS, help="numbers of cards")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     lines_file = arguments.output.with_suffix(".json")
@@ -92,7 +93,11 @@ def main() -> None:
     if lines_file.exists():
         lines = {tuple(cell): Line(**fields) for cell, fields in json.loads(lines_file.read_text())}
     cells = list(itertools.product(MODELS, METHODS, CARDS))
-    chosen_cells = [cell for cell in cells if arguments.only in f"{MODELS[cell[0]]}_{cell[1]}"]
+    chosen_cells = [
+        cell
+        for cell in cells
+        if arguments.only in f"{MODELS[cell[0]]}_{cell[1]}" and cell[2] in arguments.cards
+    ]
     # A new process for each search: a simulated device cannot be removed from a process.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
