@@ -1,9 +1,10 @@
 """Search the fastest settings that fit 1, 2, 4 and 8 cards of 24 GB, and write docs/fit*.md.
 
 Run `python -m benchmarks.fit --output docs/fit.md [--only 8B] [--cards 1 2]`; needs no GPU, weights
-or data. A cell is (model, method, number of cards), a line its entry in docs/fit.json and on a page. With
-`--only`, other lines are kept: `--only none` writes the pages again. `gpu_cards.py` measures the
-lines; `python -m benchmarks.longest --output docs/longest.json` must have run before.
+or data. A cell is (model, method, number of cards), a line its entry in docs/fit.json and on a
+page. With `--only` and `--cards`, other lines are kept: `--only none` writes the pages again.
+`gpu_cards.py` measures the lines; `python -m benchmarks.longest --output docs/longest.json` must
+have run before.
 """
 
 import argparse
