@@ -396,10 +396,13 @@ def yield_fewer_chunks(state: SearchState, candidate: Candidate) -> TrialSequenc
     """Yield settings with half as many chunks of the loss, again while that makes them faster.
 
     Each chunk reads the whole output projection: a config's chunks are right for its own
-    micro-batch, and too many for a smaller one.
+    micro-batch, and too many for a smaller one. candidate: with the config's own chunks; for others
+    nothing is yielded.
     """
     chunks = state.get_config(candidate.changes).memory.loss_chunks
-    while chunks > 1 and CHUNKS_KEY not in state.fixed:
+    if CHUNKS_KEY in (*state.fixed, *candidate.changes):
+        return
+    while chunks > 1:
         chunks //= 2
         halved = yield candidate.changes | {CHUNKS_KEY: chunks}
         if halved is None or not state.may_fit(halved):

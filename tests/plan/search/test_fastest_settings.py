@@ -20,6 +20,7 @@ from recipe_lib.plan.search.trial_order import (
     make_leanest,
     make_variant_key,
     run_trials,
+    yield_fewer_chunks,
     yield_micro_batches,
 )
 from recipe_lib.plan.search.trials import Candidate, Changes, Estimate, apply_changes
@@ -310,3 +311,28 @@ def test_nothing_slower_than_the_config_as_it_is_is_found(monkeypatch: pytest.Mo
     found, planned = search_formulas(monkeypatch, room=128, plan_takes=1, fastest_size=4)
     assert planned == ["none 1", "none 4"]  # 1 is the nearest of those that are tried
     assert found == [{}]
+
+
+def chunked(state: SearchState, seconds: dict[int, float], room: int = 100) -> list[int]:
+    """The chunks that are tried for a candidate of 16, by the seconds that each takes."""
+    made: list[int] = []
+    first = candidate({}, 10, room, seconds[16])
+    sequence = yield_fewer_chunks(state, first)
+    with contextlib.suppress(StopIteration):
+        changes = next(sequence)
+        while True:
+            chunks = changes["memory.loss_chunks"]
+            made.append(chunks)
+            changes = sequence.send(candidate(changes, 160 // chunks, room, seconds[chunks]))
+    return made
+
+
+def test_fewer_chunks_of_the_loss_are_tried_while_they_are_faster_and_fit() -> None:
+    state, _ = trials_of("memory.loss_chunks=16")
+    halves = {16: 4.0, 8: 3.0, 4: 2.0, 2: 1.999, 1: 1.0}
+    assert chunked(state, halves) == [8, 4, 2]  # the last gains too little to go on
+    assert chunked(state, halves, room=30) == [8, 4]  # 40 bytes do not fit
+    own = candidate({"memory.loss_chunks": 64}, 10, 100, 1.0)
+    assert not list(yield_fewer_chunks(state, own))
+    fixed = dataclasses.replace(state, fixed=("memory.loss_chunks",))
+    assert not list(yield_fewer_chunks(fixed, candidate({}, 10, 100, 1.0)))
