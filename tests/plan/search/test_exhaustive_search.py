@@ -17,6 +17,7 @@ RANKS = 2
 ROWS = 2  # of a rank
 MEMORY = 8 * GIB  # of a card
 FIXED = (
+    "memory.loss_chunks",
     "memory.cpu_offload",
     "memory.optimizer_offload",
     "optimizer.state_bits",
