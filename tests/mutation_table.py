@@ -318,6 +318,22 @@ MUTATIONS = [
             "numbers_of_one and 3",
         ),
     ),
+    Mutation(
+        name="adapter_scaled_once",
+        path="recipe_lib/adapters/adapted_product.py",
+        old="narrow_grad = (out_rows @ lora_b).mul_(scaling)",
+        new="narrow_grad = out_rows @ lora_b",
+        harm="LoRA's A and the layers before are trained by gradients of another scale",
+        tests=("tests/adapters/test_adapted_product.py",),
+    ),
+    Mutation(
+        name="trained_bias_beside_an_adapter",
+        path="recipe_lib/adapters/adapted_product.py",
+        old="and not any(isinstance(part, Tensor) and part.requires_grad for part in frozen.arguments)",
+        new="",
+        harm="a bias that a copied recipe trains beside LoRA never gets a gradient",
+        tests=("tests/adapters/test_adapted_product.py",),
+    ),
     # What is shown, and what a trained model answers.
     Mutation(
         name="eta_of_the_whole",

@@ -66,7 +66,7 @@ PIPELINE_KEY = "parallel.pipeline"
 SCHEDULE_KEY = "parallel.pipeline_schedule"
 COPIES_KEY = "parallel.data_replicate"
 CHUNKS_KEY = "memory.loss_chunks"
-LEAST_GAIN = 0.01  # share of speed for which settings are tried with half as many chunks again
+LEAST_GAIN = 0.005  # share of speed for which settings are tried with half as many chunks again
 # The schedule with the least memory, and the one with the least waiting that takes as much
 # activation memory.
 SCHEDULES_TRIED = ("1f1b", "zbv")
