@@ -320,7 +320,8 @@ class MemoryConfig:
         "Compute the outputs of norms and of gated products again in backward instead of keeping"
         " them; a third less is kept, for about one percent of a step's time.",
         needs=(
-            "model.implementation = native",
+            "model.implementation = native or compile = false",
+            "model.implementation = native or parallel.tensor = 1",
             "memory.activation_checkpointing != full",
             "memory.activation_checkpointing != selective",
             "compile = false or memory.activation_checkpointing != budget",

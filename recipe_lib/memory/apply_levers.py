@@ -105,22 +105,24 @@ def apply_memory_levers(
 def recompute_cheap_tensors(model: nn.Module, cfg: FullFinetuneConfig) -> None:
     """Let each layer keep only what is not cheap to compute again, in place.
 
-    See `ops.kept_tensors`. With `memory.recompute_cheap=false` nothing changes.
+    See `ops.kept_tensors`. With `memory.recompute_cheap=false` nothing changes. Layers that are not
+    a `Decoder`'s say nothing about their calls, which are noted by name.
     """
     wanted = cfg.memory.recompute_cheap
     # A checkpointed layer is computed again as a whole.
     use_cheap_tags(wanted and cfg.compile and cfg.memory.activation_checkpointing == "none")
-    # A layer of another library tells nobody what in it is cheap.
-    if not wanted or cfg.compile or not isinstance(model, Decoder):
+    is_ours = isinstance(model, Decoder)
+    # An inferred tensor plan, which notes the calls of its ranks, does so by itself.
+    if not wanted or cfg.compile or not (is_ours or cfg.parallel.tensor == 1):
         return
     modules = dict(model.named_modules())
     for name in list_layer_names(model):
         # Not a closure: a copy of the model would run the forward of the layer that it is made of.
-        modules[name].forward = partial(_run_recorded, modules[name].forward)
+        modules[name].forward = partial(_run_recorded, modules[name].forward, not is_ours)
 
 
-def _run_recorded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with KeptTensors().layer():  # its own: layers may run in several threads at once
+def _run_recorded(forward: Callable[..., Any], notes_calls: bool, *args: Any, **kwargs: Any) -> Any:
+    with KeptTensors().layer(notes_calls):  # its own: layers may run in several threads at once
         return forward(*args, **kwargs)
 
 

@@ -16,22 +16,34 @@ from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from recipe_lib.ops.deferred import Switch
 
-# Names of functions that cost less to run again than the memory of their result is worth:
-# elementwise ones, norms, conversions and copies. `__add__` is under `add`.
+# Names of torch's functions that cost less to run again than the memory of their result is worth:
+# elementwise ones, norms, conversions and copies. None is random. `__add__` is under `add`. Those
+# that only return views, such as `transpose`, need no name.
 CHEAP = frozenset(
-    "to float type type_as half bfloat16 double contiguous clone reshape flatten expand repeat"
-    " repeat_interleave unsqueeze squeeze view transpose permute chunk split unbind getitem cat"
-    " stack add sub mul div truediv neg pow square sqrt rsqrt mean radd rmul rsub rtruediv exp log"
-    " abs clamp sigmoid tanh silu gelu relu relu6 softplus mish leaky_relu elu where masked_fill"
-    " layer_norm rms_norm softmax".split()
+    "to float type type_as half bfloat16 double contiguous clone reshape flatten repeat"
+    " repeat_interleave getitem cat stack add sub mul div truediv neg pow square sqrt rsqrt mean"
+    " radd rmul rsub rtruediv exp log abs clamp sigmoid tanh silu gelu relu relu6 softplus mish"
+    " leaky_relu elu where masked_fill layer_norm rms_norm softmax".split()
 )
+# The modules of these functions; methods have none. A function of another library, or a custom
+# operator, may have a name of theirs and do something else.
+_MODULES = frozenset(
+    {"torch", "torch._tensor", "torch.functional", "torch.nn.functional", "torch._C._nn"}
+)
+# Subclasses may give a function another meaning. A plan runs with fake tensors.
+_TENSOR_TYPES = frozenset({Tensor, nn.Parameter, FakeTensor})
+# A layer may be a loop over tokens or experts: of one with more nodes than that, the calls of its
+# beginning are noted. A cut of 500 nodes takes a tenth of a second.
+_MAX_NODES = 500
 Function = Callable[..., Any]
 _Pack = Callable[[Any], Any]
 # A storage, by torch's `_cdata`, read in one type: a view in another type is a node of its own.
@@ -45,13 +57,13 @@ class _Node:
     def __init__(
         self,
         tensor: Tensor,
-        producer: tuple[Function, Any, Any, int] | None,
+        producer: tuple[Function, list[Any], TreeSpec, int] | None,
         parents: list["_Node"],
     ) -> None:
         # A tensor that covers the storage. None: freed, or autograd holds it, see `source`.
         self.tensor: Tensor | None = tensor
-        # (function, args, kwargs, index of this tensor in the result), with a `_View` in place of
-        # each tensor among the arguments. None: it cannot be recomputed.
+        # (function, leaves and structure of its arguments, index of this tensor in the result); a
+        # `_View` stands for each tensor among the leaves. None: it cannot be recomputed.
         self.producer = producer
         self.parents = parents  # the nodes among these arguments
         # torch counts writes into a tensor: with a later version it has other values.
@@ -71,13 +83,15 @@ class _View:
         self.node = node
         self.geometry = (tensor.shape, tensor.stride(), tensor.storage_offset())  # `as_strided`'s
 
-    def make_view(self, made: Tensor) -> Tensor:
-        """Return the tensor as a view of `made`, the node's recomputed tensor."""
+    def read(self) -> Tensor:
+        """Return the tensor, of a node that was kept or has been recomputed."""
         shape, stride, offset = self.geometry
-        if self.node.source is not None:
-            # Hooks may have returned it as a part of a larger storage.
-            offset += made.storage_offset()
-        return made.as_strided(shape, stride, offset)
+        if self.node.source is None:
+            assert self.node.tensor is not None
+            return self.node.tensor.as_strided(shape, stride, offset)
+        kept = self.node.source.read().contiguous()
+        # Hooks may have returned it as a part of a larger storage.
+        return kept.as_strided(shape, stride, offset + kept.storage_offset())
 
 
 @dataclass(eq=False)
@@ -129,11 +143,12 @@ class KeptTensors:
         self._outer_unpack: _Pack | None = None
 
     @contextlib.contextmanager
-    def layer(self) -> Iterator[None]:
+    def layer(self, notes_calls: bool = False) -> Iterator[None]:
         """Record the forward of a layer, which runs inside, and free tensors when it ends.
 
         Once for an object. A layer within a layer is recorded as a part of it. A layer with
-        activation checkpointing is left as it is: it is computed again as a whole.
+        activation checkpointing is left as it is: it is computed again as a whole. notes_calls:
+        True for a layer that does not say itself what in it is cheap.
         """
         # torch calls the innermost hooks alone, so that these have to call the next ones. Private:
         # torch has no public way to ask for the hooks on top.
@@ -145,7 +160,10 @@ class KeptTensors:
         self._outer_pack, self._outer_unpack = outer_hooks or (None, None)
         token = _recorder.set(self)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            with (
+                _NotedCalls() if notes_calls else contextlib.nullcontext(),
+                torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack),
+            ):
                 yield
             self._choose()
         finally:
@@ -164,16 +182,22 @@ class KeptTensors:
 
         cheap: True if it may run again in backward; False: the function's name decides (`CHEAP`).
         """
-        name = getattr(function, "__name__", "")
-        # `add_` writes in place, which `_choose` notices by the tensor's version; `__add__` is add.
-        writes = (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
-        is_cheap = cheap or (name.strip("_") in CHEAP and not writes)
+        name = getattr(function, "__name__", "").strip("_")
+        # How many elements a mask selects is read on the host, which would wait for the device.
+        selects = (name == "where" and len(args) == 1) or (
+            name == "getitem" and any(index.dtype == torch.bool for index in list_tensors(args[1:]))
+        )
+        is_cheap = cheap or (
+            name in CHEAP and getattr(function, "__module__", "torch") in _MODULES and not selects
+        )
         # Without gradients, as inside of an autograd.Function, nothing is saved. Backward runs
         # outside of autocast, where a call may give another type.
-        if not is_cheap or not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+        is_noted = torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled()
+        if not is_cheap or not is_noted or len(self._nodes) > _MAX_NODES:
             return
         parents: list[_Node] = []
-        arguments = list_tensors((args, kwargs))
+        leaves, structure = tree_flatten((args, kwargs))
+        arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         results = list_tensors(result)
         if not all(map(_has_plain_storage, arguments + results)):
             return
@@ -181,12 +205,13 @@ class KeptTensors:
         for index, tensor in enumerate(results):
             key = _get_key(tensor)
             if key[0] in argument_storages or key in self._nodes:
-                continue  # a view, of a storage that has its node or needs none
+                continue  # a view, or written into: its storage has a node or needs none
             if not parents:
-                args, kwargs = tree_map_only(
-                    Tensor, lambda value: self._link_node(value, parents), (args, kwargs)
-                )
-            self._nodes[key] = _Node(tensor, (function, args, kwargs, index), parents)
+                leaves = [
+                    self._link_node(leaf, parents) if isinstance(leaf, Tensor) else leaf
+                    for leaf in leaves
+                ]
+            self._nodes[key] = _Node(tensor, (function, leaves, structure, index), parents)
 
     def _link_node(self, tensor: Tensor, parents: list[_Node]) -> Any:
         """Return a tensor as a view of its node, which joins `parents`, for a `producer`."""
@@ -216,10 +241,12 @@ class KeptTensors:
             node.tensor is None
             or node.tensor._version != node.version
             or _get_key(node.tensor) != key
+            or node.tensor.untyped_storage().nbytes() != node.bytes
             for key, node in self._nodes.items()
         ):
-            # A tensor was written into since, or given another storage: recomputing would give
-            # other values. What autograd saved stays as it is.
+            # A tensor was written into since, or given another storage, or FSDP has freed the
+            # weight of a module in the layer that it wraps: recomputing would give other values.
+            # What autograd saved stays as it is.
             return
         # Of the nodes' storages: (saved tensor, the tensor, node)
         saved_of_nodes: list[tuple[_SavedTensor, Tensor, _Node]] = []
@@ -235,6 +262,14 @@ class KeptTensors:
             targets=frozenset(indices[node] for _, _, node in saved_of_nodes),
         )
         stays = {nodes[index] for index in kept_indices}
+        # Of each node, those that are computed for it, in this order: parents are noted first. No
+        # recursion, as a layer may be a loop over its tokens.
+        recomputed_nodes: dict[_Node, list[_Node]] = {}
+        for node in nodes:
+            of_parents = itertools.chain(*(recomputed_nodes[parent] for parent in node.parents))
+            recomputed_nodes[node] = (
+                [] if node in stays else list(dict.fromkeys([*of_parents, node]))
+            )
         for saved, tensor, node in saved_of_nodes:
             if node in stays:
                 # The first: backward reads it last, after what is computed from it. Hooks may give
@@ -244,7 +279,7 @@ class KeptTensors:
                 continue
             saved.view = _View(node, tensor)
             saved.packed = None
-            saved.recomputed_nodes = _list_recomputed_nodes(node, stays)
+            saved.recomputed_nodes = recomputed_nodes[node]
             for recomputed in saved.recomputed_nodes:
                 recomputed.num_pending += 1
         # The nodes from which others are computed.
@@ -260,6 +295,17 @@ class KeptTensors:
                 # Not saved by autograd, but less than what is computed from it.
                 num_elements = node.bytes // node.tensor.element_size()
                 node.source = self._pack(node.tensor.detach().as_strided((num_elements,), (1,), 0))
+
+
+class _NotedCalls(TorchFunctionMode):
+    """The mode that notes the calls of torch's functions for the layer that runs."""
+
+    def __torch_function__(
+        self, function: Function, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        note_call(function, args, kwargs or {}, result)
+        return result
 
 
 # Of the layer that runs in this thread.
@@ -325,10 +371,12 @@ def _apply_mask(hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
 def _has_plain_storage(tensor: Tensor) -> bool:
     """Return True if the tensor's values are those of its storage."""
     return (
-        tensor.layout == torch.strided
+        type(tensor) in _TENSOR_TYPES
+        and tensor.layout == torch.strided
         # Conjugates and negatives may be views that are marked as such.
-        and not (tensor.is_conj() or tensor.is_neg())
-        and not is_traceable_wrapper_subclass(tensor)
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
+        # torch does not count writes into tensors of inference mode.
+        and not (tensor.is_inference() or is_functorch_wrapped_tensor(tensor))
     )
 
 
@@ -349,14 +397,6 @@ def list_tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def _list_recomputed_nodes(node: _Node, stays: set[_Node]) -> list[_Node]:
-    """List the nodes that have to be recomputed for one, itself included. stays: those kept."""
-    if node in stays:
-        return []
-    parents = [_list_recomputed_nodes(parent, stays) for parent in node.parents]
-    return list(dict.fromkeys([node, *itertools.chain.from_iterable(parents)]))
-
-
 def _unpack(saved: _SavedTensor) -> Tensor:
     """Return the tensor that autograd saved, recomputed if it was freed."""
     if saved.view is None:
@@ -364,26 +404,19 @@ def _unpack(saved: _SavedTensor) -> Tensor:
         saved.tensor = None
         return tensor
     with torch.no_grad():
-        tensor = saved.view.make_view(_recompute(saved.view.node))
+        for node in saved.recomputed_nodes:
+            if node.tensor is None:  # else kept for other readers, until the last of them
+                assert node.producer is not None
+                function, leaves, structure, index = node.producer
+                values = [leaf.read() if isinstance(leaf, _View) else leaf for leaf in leaves]
+                args, kwargs = tree_unflatten(values, structure)
+                node.tensor = list_tensors(function(*args, **kwargs))[index]
+        tensor = saved.view.read()
     for node in saved.recomputed_nodes:
         node.num_pending -= 1
         if node.num_pending <= 0:
             node.tensor = None
     return tensor
-
-
-def _recompute(node: _Node) -> Tensor:
-    """Return a node's tensor, recomputed if it was freed, and keep it until `_unpack` frees it."""
-    if node.source is not None:
-        return node.source.read().contiguous()
-    if node.tensor is None:
-        assert node.producer is not None
-        function, args, kwargs, index = node.producer
-        args, kwargs = tree_map_only(
-            _View, lambda view: view.make_view(_recompute(view.node)), (args, kwargs)
-        )
-        node.tensor = list_tensors(function(*args, **kwargs))[index]
-    return node.tensor
 
 
 @lru_cache(maxsize=256)  # most layers are alike

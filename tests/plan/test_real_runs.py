@@ -113,6 +113,20 @@ CASES = GRID | {
         "model.implementation=transformers",
         "memory.activation_checkpointing=full",
     ),
+    "transformers, computed again": (
+        2,
+        FULL,
+        TIED,
+        "model.implementation=transformers",
+        "dtype=bf16",
+    ),
+    "transformers, adapters computed again": (
+        1,
+        LORA,
+        TIED,
+        "model.implementation=transformers",
+        "lora.dropout=0.1",
+    ),
     "shared sequences, checkpointed": (
         2,
         FULL,
