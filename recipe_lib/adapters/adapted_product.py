@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from recipe_lib.ops.fused_kernels import call_with_gradient
+from recipe_lib.ops.kept_tensors import has_others_function
 from recipe_lib.ops.mlp import linear_in_dtype
 
 
@@ -33,15 +34,15 @@ def can_add_in_place(hidden: Tensor, frozen: FrozenProduct, lora_a: Tensor) -> b
     """Return True if `multiply_adapted` can be used here.
 
     Not where something of the frozen product is trained; not in code that is being compiled, as
-    compilers fuse sums themselves; not under a torch function mode, which counts the calls of
-    linears; and not where selective checkpointing keeps the results of matmuls, into which nothing
-    may be added.
+    compilers fuse sums themselves; not under a torch function mode of others, which may count the
+    calls of linears; and not where selective checkpointing keeps the results of matmuls, into which
+    nothing may be added.
     """
     return (
         hidden.dtype == lora_a.dtype
         and not any(isinstance(part, Tensor) and part.requires_grad for part in frozen.arguments)
         and not torch.compiler.is_compiling()
-        and not has_torch_function((hidden,))
+        and not has_others_function(hidden)
         and not torch._C._is_any_autocast_enabled()
         and not isinstance(
             _get_current_dispatch_mode(), (_CachedTorchDispatchMode, _CachingTorchDispatchMode)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -306,6 +306,12 @@ class _NotedCalls(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         note_call(function, args, kwargs or {}, result)
         return result
+
+
+def has_others_function(tensor: Tensor) -> bool:
+    """Return True if torch's functions of the tensor go through a mode or class of others."""
+    modes = _get_current_function_mode_stack()
+    return type(tensor) not in _TENSOR_TYPES or any(type(mode) is not _NotedCalls for mode in modes)
 
 
 # Of the layer that runs in this thread.

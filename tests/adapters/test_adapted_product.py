@@ -13,6 +13,7 @@ from recipe_lib.adapters import layers
 from recipe_lib.adapters.layers import AdaptedMatrix, AdapterSettings, adapt
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
 from recipe_lib.memory.low_precision import use_low_precision
+from recipe_lib.ops.kept_tensors import KeptTensors
 from tests.memory.live_bytes import LiveBytes
 
 IN, OUT, RANK, SCALING = 128, 64, 6, 1.5
@@ -184,6 +185,16 @@ def test_where_something_stands_between_they_are_nodes_of_their_own(
     output.sum().backward()
     assert not is_one_node(output)
     assert linear.bias.requires_grad == (linear.bias.grad is not None)
+
+
+def test_a_layer_whose_calls_are_noted_has_one_node() -> None:
+    """As a layer of transformers has it, which `memory.recompute_cheap` records by a mode."""
+    linear = build_adapted(dtype=torch.float32)
+    hidden = make_hidden(torch.float32, 2, 5).requires_grad_()
+    plain = linear(hidden)
+    with KeptTensors().layer(notes_calls=True):
+        output = linear(hidden)
+    assert is_one_node(output) and torch.equal(output, plain)
 
 
 def test_a_lever_that_multiplies_otherwise_is_used() -> None:
