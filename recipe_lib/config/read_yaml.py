@@ -211,7 +211,7 @@ class _Builder:
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent) and top is not None:
                 self.refuse(
-                    _get_line(event),
+                    event.start_mark.line + 1,
                     "",
                     "a second document begins here (`---`); a config is one document",
                 )
@@ -225,7 +225,7 @@ class _Builder:
 
         depth: 1 for the whole document. name: of its key, dotted, for faults; empty at the top.
         """
-        line = _get_line(event)
+        line = event.start_mark.line + 1  # the parser counts from 0
         if depth > MAX_DEPTH:
             raise YamlError(
                 line, f"nested more than {MAX_DEPTH} deep; a config has sections of keys"
@@ -293,7 +293,3 @@ class _Builder:
             mapping.entries[key.text] = (first_line, YamlNode("broken", key.line))
         else:
             mapping.entries[key.text] = (key.line, value)
-
-
-def _get_line(event: Any) -> int:
-    return event.start_mark.line + 1
