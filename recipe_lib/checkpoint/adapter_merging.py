@@ -114,19 +114,17 @@ def merge_rows(
     read_rows: function of (start, stop) that returns those rows of the weight. count: rows of the
     weight. update: None leaves the weight as it is.
     """
-    if update is None:
-        for start, stop in _cut_pieces(read_rows, count):
-            yield _widen(read_rows(start, stop))
-        return
     column_factors = None
-    if update.by_column and update.magnitudes is not None:
+    if update is not None and update.by_column and update.magnitudes is not None:
         # The length of a column is known only when all rows have been read: once more for this.
         column_factors = _compute_column_factors(read_rows, count, update)
     for start, stop in _cut_pieces(read_rows, count):
-        rows = update.add_to(_widen(read_rows(start, stop)), start)
+        rows = _widen(read_rows(start, stop))
+        if update is not None:
+            rows = update.add_to(rows, start)
         if column_factors is not None:
             rows.mul_(column_factors)
-        elif update.magnitudes is not None:
+        elif update is not None and update.magnitudes is not None:
             lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
             rows.mul_(update.magnitudes[start:stop].to(rows.dtype).unsqueeze(1) / lengths)
         yield rows

@@ -178,7 +178,11 @@ def write_model(
                 write(
                     temporary / name,
                     shards[name],
-                    pieces=pieces.read_all(shards[name]),
+                    # A chain keeps no reference to the tensor that it yielded: it is freed before
+                    # the next one is gathered.
+                    pieces=chain.from_iterable(
+                        pieces.read_tensor(tensor.name) for tensor in shards[name]
+                    ),
                     metadata={"format": "pt"} | make_extra_metadata(extra_names),
                 )
 
@@ -347,13 +351,8 @@ class TensorPieces:
             self._parts = {name: [our_name] for name, our_name in self._layout.renamed.items()}
         self._parts |= {name: [name] for name in extras}
 
-    def read_all(self, tensors: Iterable[PlannedTensor]) -> Iterator[torch.Tensor]:
-        """Yield the tensors' data in consecutive pieces, on rank 0. Collective."""
-        # chain keeps no reference to the tensor that it yielded: it is freed before the next one is
-        # gathered.
-        return chain.from_iterable(self._read_tensor(tensor.name) for tensor in tensors)
-
-    def _read_tensor(self, name: str) -> Iterator[torch.Tensor]:
+    def read_tensor(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield a tensor's data in consecutive pieces, on rank 0. Collective."""
         if name in self._parts:
             for part in self._parts[name]:
                 yield from self._read(part)

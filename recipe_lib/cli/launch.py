@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -314,6 +315,7 @@ def end_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@dataclass
 class Launcher:
     """The launcher's side: runs torchrun's agent in a thread and forwards signals to the ranks.
 
@@ -322,19 +324,14 @@ class Launcher:
     reported why all ranks end.
     """
 
-    def __init__(
-        self, flags: Sequence[str], script: Path, arguments: Sequence[str], folder: Path
-    ) -> None:
-        """Set up a launch of `script` with `arguments` on each rank.
-
-        flags: of torchrun. folder: an empty folder, shared with the ranks of this launch.
-        """
-        self.words = [*flags, str(script), *arguments]  # torchrun's command line
-        self.flags = list(flags)
-        self.folder = folder
-        self.received: list[int] = []  # signals, in the order received
-        self.outcome: BaseException | None = None  # what torchrun's agent raised; None: all is well
-        self.finished = threading.Event()  # set when the agent has ended
+    flags: Sequence[str]  # torchrun's
+    script: Path  # what each rank runs, and its arguments
+    arguments: Sequence[str]
+    folder: Path  # shared with the ranks of this launch; empty at first
+    received: list[int] = field(default_factory=list)  # signals, in the order received
+    outcome: BaseException | None = None  # what torchrun's agent raised; None: all is well
+    # Set when the agent has ended
+    finished: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> int:
         """Launch the ranks, wait for them, and return the exit code of the launch.
@@ -354,7 +351,7 @@ class Launcher:
                     flag.startswith(("--log-dir", "--log_dir")) for flag in self.flags
                 )
                 log_dir = [] if has_log_dir else ["--log-dir", str(self.folder / "logs")]
-                parsed = parse_flags(log_dir + self.words)
+                parsed = parse_flags([*log_dir, *self.flags, str(self.script), *self.arguments])
                 if self.received:  # stopped before there is a rank
                     return 128 + self.received[0]
                 # In a thread torchrun installs no signal handlers. Its own kill ranks that take

@@ -53,6 +53,7 @@ from recipe_lib.report.terminal import (
     put,
     put_table,
     read_console,
+    wants_color,
 )
 from recipe_lib.units import format_bytes, pluralize
 
@@ -127,7 +128,6 @@ def silence_libraries() -> Iterator[None]:
 def format_plan(plan: Plan, compared: Plan | None, arguments: argparse.Namespace) -> str:
     """Return the report of a plan. compared: report how `plan` differs from it; None: the plan."""
     from recipe_lib.plan.views.report import render, render_diff
-    from recipe_lib.report.terminal import wants_color
 
     if compared is not None:
         return render_diff(compared, plan)

@@ -441,10 +441,9 @@ def find_recipe_class(recipe: RecipeFile) -> type:
     classes = [
         value
         for value in vars(module).values()
-        if isinstance(value, type) and value.__module__ == module.__name__
-    ]
-    classes = [
-        value for value in classes if all(callable(getattr(value, name, None)) for name in METHODS)
+        if isinstance(value, type)
+        and value.__module__ == module.__name__
+        and all(callable(getattr(value, name, None)) for name in METHODS)
     ]
     if len(classes) == 1:
         return classes[0]

@@ -114,6 +114,14 @@ class CollectedSettings:
         if doubt and name:
             self.mark_doubtful(name)
 
+    def refuse_value(self, place: str, name: str, fault: str, *, is_named: bool = False) -> None:
+        """Add a fault of a key's or section's value, and mark it as doubtful.
+
+        is_named: the place, an override's text, names it already.
+        """
+        self.add_fault(place, "" if is_named else name, fault)
+        self.mark_doubtful(name)
+
     def mark_doubtful(self, name: str) -> None:
         """Mark a key, or all keys of a section, as doubtful; `""` is the top level."""
         prefix = f"{name}." if name else ""
@@ -193,12 +201,11 @@ def check_section_value(
     elif not value.is_empty:
         children = [child.removeprefix(f"{name}.") for child in checked.schema.list_children(name)]
         expected = f"a section of keys ({', '.join(children)})" if name else "lines of `key: value`"
-        checked.add_fault(
+        checked.refuse_value(
             source.format_fault_place(line),
             name,
             f"found {describe_node(value)}, expected {expected}",
         )
-        checked.mark_doubtful(name)
 
 
 def check_value(
@@ -233,12 +240,12 @@ def check_value(
         converted = convert(value, key, from_override=from_override or written is not None)
     except MismatchError as mismatch:
         beginning = f"found {quote(written)}, which is " if written else "found "
-        checked.add_fault(
+        checked.refuse_value(
             source.format_fault_place(line),
-            "" if from_override else key.name,
+            key.name,
             str(mismatch).replace("found ", beginning, 1),
+            is_named=from_override,
         )
-        checked.mark_doubtful(key.name)
     else:
         checked.store(key.name, converted, source.format_place(line))
 
@@ -268,7 +275,12 @@ def fill_pending(checked: CollectedSettings) -> None:
         try:
             node = _fill_node(value.node, key, referenced_values)
         except BadReferenceError as fault:
-            _refuse_pending(checked, key=key, value=value, fault=str(fault), line=fault.line)
+            checked.refuse_value(
+                value.source.format_fault_place(fault.line),
+                key,
+                str(fault),
+                is_named=value.from_override,
+            )
             continue
         check_value(
             checked,
@@ -300,12 +312,11 @@ def _order_pending(
             last = [key for key in referenced_keys if key in circle][-1]
             node = pending[last].node
             text = next(text for text in node.collect_texts() if "${" in text)
-            _refuse_pending(
-                checked,
-                key=last,
-                value=pending[last],
-                fault=f"found {quote(text)}{CIRCLE_REMEDY}",
-                line=node.line,
+            checked.refuse_value(
+                pending[last].source.format_fault_place(node.line),
+                last,
+                f"found {quote(text)}{CIRCLE_REMEDY}",
+                is_named=pending[last].from_override,
             )
             # Removed, so that the faults of all other keys are found as well.
             for key in circle:
@@ -317,15 +328,6 @@ def _order_pending(
 def _refers_to_doubtful_key(checked: CollectedSettings, names: list[str]) -> bool:
     # A reference may be to a section that holds a doubtful key, or a part of its value.
     return any(any(are_related(name, doubtful) for doubtful in checked.doubtful) for name in names)
-
-
-def _refuse_pending(
-    checked: CollectedSettings, key: str, value: Pending, fault: str, *, line: int
-) -> None:
-    checked.add_fault(
-        value.source.format_fault_place(line), "" if value.from_override else key, fault
-    )
-    checked.mark_doubtful(key)
 
 
 def _fill_node(node: YamlNode, key: str, values: ReferencedValues) -> YamlNode:

@@ -142,12 +142,8 @@ def _convert_scalar(
     """
     if node.kind != "scalar":
         raise MismatchError(f"found {describe_node(node)}, expected {describe_expected(key)}")
-    if kind is bool:
-        return _convert_bool(node, key)
-    if kind is int:
-        return _convert_int(node, key)
-    if kind is float:
-        return _convert_float(node, key)
+    if kind in _CONVERTERS:
+        return _CONVERTERS[kind](node, key)
     has_choices = is_choice and ("choices" in key.limits or "kind" in key.limits)
     text = _convert_text(node, key, from_override or has_choices)
     return Path(text) if kind is Path else text
@@ -192,6 +188,14 @@ def _convert_float(node: YamlNode, key: Key) -> float:
             f"found {show(node.text)}, expected {describe_expected(key)}; it has to be finite"
         )
     return value
+
+
+# Type -> the function that converts a scalar to it; `_convert_text` does for texts and paths.
+_CONVERTERS: dict[type, Callable[[YamlNode, Key], Any]] = {
+    bool: _convert_bool,
+    int: _convert_int,
+    float: _convert_float,
+}
 
 
 def _convert_text(node: YamlNode, key: Key, any_word: bool) -> str:

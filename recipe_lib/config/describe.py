@@ -130,15 +130,12 @@ def describe_key(key: Key, schema: Schema | None = None) -> str:
 
     schema: of one recipe; conditions on keys that it does not have are left out. None: of all.
     """
-    needs = key.limits.get("needs")
-    if schema is not None and needs:
-        all_needs = needs if isinstance(needs, tuple) else (needs,)
-        needs = tuple(
-            need
-            for need in all_needs
-            # A condition is an object, or a line that begins with a key: `parallel.pipeline > 1`.
-            if isinstance(need, Condition) or need.partition(" ")[0] in schema.keys
-        )
+    needs = [
+        need
+        for need in key.limits.get("needs", ())
+        # A condition is an object, or a line that begins with a key: `parallel.pipeline > 1`.
+        if schema is None or isinstance(need, Condition) or need.partition(" ")[0] in schema.keys
+    ]
     return f"{key.help} Only with {describe_needs(needs)}." if needs else key.help
 
 

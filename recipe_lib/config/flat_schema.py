@@ -63,7 +63,7 @@ def key(
         "items": items,
         "path": path,
         "most": most,
-        "needs": needs,
+        "needs": needs if needs is None or isinstance(needs, tuple) else (needs,),
         "known_as": known_as,
     }
     metadata = {"help": help} | {name: value for name, value in limits.items() if value is not None}
@@ -91,7 +91,7 @@ class Key:
     default: Any
     # Whether the config has to set it, since there is no default.
     required: bool
-    # The arguments of `key` that were not None, by their names, `help` too.
+    # The arguments of `key` that were not None, by their names, `help` too; `needs` is a tuple.
     limits: Mapping[str, Any]
 
     @property

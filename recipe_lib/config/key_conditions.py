@@ -60,20 +60,15 @@ def explain_idle_key(cfg: Any, key: Any) -> str | None:
 
     key: a `flat_schema.Key`.
     """
-    needs = key.limits.get("needs", ())
     reasons = (
         need.why_not(cfg) if isinstance(need, Condition) else _find_unmet(cfg, need)
-        for need in (needs if isinstance(needs, tuple) else (needs,))
+        for need in key.limits.get("needs", ())
     )
     return next(filter(None, reasons), None)
 
 
-def describe_needs(needs: Any) -> str:
-    """Return the conditions as docs/config.md has them: `parallel.pipeline > 1`, with backquotes.
-
-    needs: one, or a tuple of them.
-    """
-    needs = needs if isinstance(needs, tuple) else (needs,)
+def describe_needs(needs: Iterable[Any]) -> str:
+    """Return conditions as docs/config.md has them: `parallel.pipeline > 1`, with backquotes."""
     return " and ".join(need.text if isinstance(need, Condition) else f"`{need}`" for need in needs)
 
 
@@ -201,11 +196,6 @@ def _why_not_hub(cfg: Any) -> str | None:
     return None if reads_hub else "no source is a dataset of the hub"
 
 
-def _why_no_validation_on_hub(cfg: Any) -> str | None:
-    reads_hub = is_hub(cfg.validation.source)
-    return None if reads_hub else "validation.source is no dataset of the hub"
-
-
 def _why_not_generated(cfg: Any) -> str | None:
     if cfg.validation.source is None:
         return "validation.source is null"
@@ -213,7 +203,12 @@ def _why_not_generated(cfg: Any) -> str | None:
 
 
 READS_HUB = Condition("a hub dataset", _why_not_hub)
-VALIDATES_ON_HUB = Condition("a hub dataset in `validation.source`", _why_no_validation_on_hub)
+VALIDATES_ON_HUB = Condition(
+    "a hub dataset in `validation.source`",
+    lambda cfg: (
+        None if is_hub(cfg.validation.source) else "validation.source is no dataset of the hub"
+    ),
+)
 GENERATES_IN_VALIDATION = Condition("a plugin's metric in `validation.metrics`", _why_not_generated)
 
 

@@ -499,12 +499,12 @@ def _set_section(checked: CollectedSettings, name: str, value: YamlNode, *, sour
     elif value.kind != "mapping":
         # One of them is the example in the error.
         keys = [key for key in checked.schema.list_children(name) if key in checked.schema.keys]
-        checked.add_fault(
+        checked.refuse_value(
             source.override,
-            "",
+            name,
             f"found {describe_node(value)}, expected keys of the section, as in {keys[0]}=VALUE",
+            is_named=True,
         )
-        checked.mark_doubtful(name)
     else:
         check_section(checked, section=name, node=value, source=source)
 
@@ -571,9 +571,8 @@ def _add_command_line(before: Setting | None) -> str:
 
     before: the setting that it changed; None: the key had its default.
     """
-    if before is None or COMMAND_LINE in before.where:
-        return before.where if before else COMMAND_LINE
-    return f"{before.where}, {COMMAND_LINE}"
+    where = before.where if before else COMMAND_LINE
+    return where if COMMAND_LINE in where else f"{where}, {COMMAND_LINE}"
 
 
 def _reset_key(checked: CollectedSettings, name: str, source: Source) -> None:

@@ -27,6 +27,7 @@ _METHODS = "recipe_lib.methods"
 CONFIG_SUFFIXES = (".yaml", ".yml")
 
 _PACKAGE = Path(__file__).resolve().parent.parent  # the folder recipe_lib
+PRESETS = _PACKAGE / "models" / "presets"  # the folder of the architectures, a config.json each
 # The line of a config that names its recipe.
 _RECIPE_LINE = re.compile(r"^recipe:[ \t]*(\w+)", re.MULTILINE)
 
@@ -51,11 +52,6 @@ def find_example_file(path: str) -> str:
         return path
     shipped = _find_shipped_folder(first) / rest
     return str(shipped) if shipped.exists() else path
-
-
-def get_presets_folder() -> Path:
-    """Return the folder of the shipped architectures (a config.json each)."""
-    return _PACKAGE / "models" / "presets"
 
 
 def find_config(name_or_path: str | Path) -> Path:
@@ -112,8 +108,7 @@ def _get_sort_key(config: str) -> tuple[str, float, str]:
 
 def list_presets() -> list[str]:
     """Return the names of the shipped architectures (`llama3/8B`), for `model.preset`."""
-    folder = get_presets_folder()
-    return sorted(_get_name(folder, path) for path in folder.rglob("*.json"))
+    return sorted(_get_name(PRESETS, path) for path in PRESETS.rglob("*.json"))
 
 
 def expand_home(path: str | Path) -> Path:

@@ -110,9 +110,6 @@ class CapabilityRequirement:
     # What to set instead, for the error.
     remedy: str
 
-    def is_needed(self, cfg: Any) -> bool:
-        return bool(getattr(cfg, self.key, None) == self.value)
-
 
 CAPABILITY_REQUIREMENTS = (
     # bf16 has tensor cores, and torch's flash and memory-efficient attention, from 8.0 on.
@@ -155,5 +152,6 @@ def find_capability_faults(cfg: Any, name: str, capability: tuple[int, int]) -> 
         f" {'.'.join(map(str, requirement.capability))} or more ({requirement.gpus});"
         f" {requirement.remedy}"
         for requirement in CAPABILITY_REQUIREMENTS
-        if requirement.is_needed(cfg) and capability < requirement.capability
+        if getattr(cfg, requirement.key, None) == requirement.value
+        and capability < requirement.capability
     ]

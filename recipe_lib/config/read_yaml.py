@@ -9,6 +9,7 @@ let a config run code, grow without bound or hide a value.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ class _Builder:
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent) and top is not None:
                 self.refuse(
-                    _get_line(event),
+                    event.start_mark.line + 1,
                     "",
                     "a second document begins here (`---`); a config is one document",
                 )
@@ -225,7 +226,7 @@ class _Builder:
 
         depth: 1 for the whole document. name: of its key, dotted, for faults; empty at the top.
         """
-        line = _get_line(event)
+        line = event.start_mark.line + 1  # the parser counts from 0
         if depth > MAX_DEPTH:
             raise YamlError(
                 line, f"nested more than {MAX_DEPTH} deep; a config has sections of keys"
@@ -260,18 +261,15 @@ class _Builder:
         if isinstance(event, yaml.ScalarEvent):
             # The first of `implicit` is True for a plain scalar alone.
             return YamlNode("scalar", line, event.value, quoted=not event.implicit[0])
+        inner_events = takewhile(lambda e: not isinstance(e, yaml.CollectionEndEvent), self.events)
         if isinstance(event, yaml.SequenceStartEvent):
             node = YamlNode("list", line)
-            for inner in self.events:
-                if isinstance(inner, yaml.SequenceEndEvent):
-                    break
+            for inner in inner_events:
                 item_name = f"{name}[{len(node.items)}]" if name else ""
                 node.items.append(self.build_node(inner, depth + 1, item_name))
             return node
         node = YamlNode("mapping", line)
-        for inner in self.events:
-            if isinstance(inner, yaml.MappingEndEvent):
-                break
+        for inner in inner_events:
             key = self.build_node(inner, depth + 1, name)
             full_name = f"{name}.{key.text}" if name else key.text
             value = self.build_node(next(self.events), depth + 1, full_name)
@@ -293,7 +291,3 @@ class _Builder:
             mapping.entries[key.text] = (first_line, YamlNode("broken", key.line))
         else:
             mapping.entries[key.text] = (key.line, value)
-
-
-def _get_line(event: Any) -> int:
-    return event.start_mark.line + 1

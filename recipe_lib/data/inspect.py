@@ -182,28 +182,23 @@ def _find_faults(report: DataReport, max_seq_len: int) -> list[Finding]:
         for source_report in source_reports
         if (fault := source_report.find_share_fault())
     ]
-    findings = [
+    duplicates = _make_finding(
+        name="duplicates",
+        line=(
+            _format_count_with_verb(report.duplicate_sequences, report.item_noun, "repeats/repeat")
+            + " an earlier one"
+        ),
+        count=report.duplicate_sequences,
+        places=[f"{item} is {earlier}" for item, earlier in report.duplicates],
+    )
+    return [
         *bad_sample_findings,
         *empty_source_findings,
         # A count of 0 is none.
         *(finding for finding in _make_counted_findings(report, max_seq_len) if finding.count),
         *label_share_findings,
+        *([duplicates] if duplicates.count else []),
     ]
-    if report.duplicate_sequences:
-        findings.append(
-            _make_finding(
-                name="duplicates",
-                line=(
-                    _format_count_with_verb(
-                        report.duplicate_sequences, report.item_noun, "repeats/repeat"
-                    )
-                    + " an earlier one"
-                ),
-                count=report.duplicate_sequences,
-                places=[f"{item} is {earlier}" for item, earlier in report.duplicates],
-            )
-        )
-    return findings
 
 
 def _make_counted_findings(report: DataReport, max_seq_len: int) -> list[Finding]:

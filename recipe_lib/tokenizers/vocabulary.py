@@ -7,7 +7,6 @@ Tokenizer's. A tokenizer.json may make a text longer without bound, so `read_gro
 """
 
 import base64
-import binascii
 import copy
 import itertools
 import json
@@ -551,7 +550,7 @@ def _find_longest_replacement(table: str) -> int:
     """Return the length of the longest replacement in sentencepiece's table, in base64."""
     try:
         content = base64.b64decode(table)
-    except (binascii.Error, ValueError):  # no base64: the library will refuse the file
+    except ValueError:  # no base64: the library will refuse the file
         return 0
     # The size of a trie in 4 bytes, the trie, and then the replacements, ended by NUL each.
     return max(map(len, content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")))

@@ -172,6 +172,4 @@ def test_a_shipped_config_holds_only_what_differs(name):
 def test_there_are_shipped_configs_and_presets():
     assert len(SHIPPED) > 10
     assert "llama3/8B" in paths.list_presets()
-    assert all(
-        (paths.get_presets_folder() / f"{name}.json").is_file() for name in paths.list_presets()
-    )
+    assert all((paths.PRESETS / f"{name}.json").is_file() for name in paths.list_presets())

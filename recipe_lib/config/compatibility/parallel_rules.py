@@ -40,9 +40,11 @@ def _find_uneven_micro_batches(cfg: Any) -> str | None:
     """
     num_sequences = cfg.batch_size * cfg.gradient_accumulation_steps
     num_micro_batches = cfg.parallel.pipeline_microbatches
-    if cfg.parallel.pipeline == 1 or not num_micro_batches:
-        return None
-    if num_sequences % num_micro_batches == 0:
+    if (
+        cfg.parallel.pipeline == 1
+        or not num_micro_batches
+        or num_sequences % num_micro_batches == 0
+    ):
         return None
     fewest = count_fewest_micro_batches(cfg.parallel)
     divisors = [

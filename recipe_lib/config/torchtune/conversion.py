@@ -198,6 +198,7 @@ class Meaning:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass
 class ConfigImport:
     """Their file, our keys so far, and what became of each of theirs.
 
@@ -205,21 +206,21 @@ class ConfigImport:
     noted is a mistake in the tables, not the user's, and raises AssertionError.
     """
 
-    def __init__(self, theirs: TorchtuneFile, defaults: Mapping[str, Any], given: Set[str]) -> None:
-        """Begin with no key of ours.
-
-        defaults: key of theirs -> what torchtune takes for it if it is absent or null. given: our
-        keys that the user sets, whatever the file has.
-        """
-        self.given = given
-        self.theirs = theirs
-        self.defaults = dict(defaults)
-        self.recipe = ""  # our recipe's name, set by `import_file.convert`
-        self.ours: dict[str, Any] = {}  # our dotted key -> value
-        self.fates: dict[str, KeyFate] = {}  # by key of theirs
-        self.faults: list[str] = []  # lines of the error
-        # Keys that the file lacks, whose torchtune default needs no key of ours.
-        self.ignored: set[str] = set()
+    theirs: TorchtuneFile
+    # Key of theirs -> what torchtune takes for it if it is absent or null.
+    defaults: dict[str, Any]
+    # Our keys that the user sets, whatever the file has.
+    given: Set[str]
+    # Our recipe's name, set by `import_file.convert`.
+    recipe: str = ""
+    # Our dotted key -> value.
+    ours: dict[str, Any] = field(default_factory=dict)
+    # By key of theirs.
+    fates: dict[str, KeyFate] = field(default_factory=dict)
+    # Lines of the error.
+    faults: list[str] = field(default_factory=list)
+    # Keys that the file lacks, whose torchtune default needs no key of ours.
+    ignored: set[str] = field(default_factory=set)
 
     def get_value(self, key: str) -> Any:
         """Return the value that torchtune uses for a key of theirs: the file's, or the default.

@@ -133,7 +133,7 @@ def import_file(
         )
     omitted_fates = _omit_keys(omitted, theirs)
     given = {word.removeprefix("~").partition("=")[0] for word in overrides}  # our keys
-    conversion = ConfigImport(theirs, DEFAULTS, given)
+    conversion = ConfigImport(theirs, dict(DEFAULTS), given)
     convert(conversion)
     loaded = _load(conversion, overrides, given)
     fates = _drop_idle(conversion, loaded, given) | omitted_fates
