@@ -93,7 +93,7 @@ MUTATIONS = [
     Mutation(
         name="blocked_axis_is_cut",
         path="recipe_lib/external/tensor_plan/axes.py",
-        old="    if leaf.blocked:\n        block(root, leaf.blocked)\n",
+        old="    if leaf.blocked:\n        block(leaf.blocked, root)\n",
         new="",
         harm="a plan cuts dimensions that have to stay whole",
         tests=("tests/external/tensor_plan/test_axes.py",),

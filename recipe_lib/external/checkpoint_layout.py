@@ -264,10 +264,8 @@ def _can_read_back(source: ModuleSource, written: WrittenLayout) -> bool:
     return True
 
 
-@lru_cache(maxsize=2)
-def _build_module(source: ModuleSource) -> nn.Module:
-    """Build the class' module on meta and keep it; conversions read its shapes and config."""
-    return make_module(source)
+# Builds the class' module on meta and keeps it; conversions read its shapes and config.
+_build_module = lru_cache(maxsize=2)(make_module)
 
 
 def _get_conversion_table(source: ModuleSource, *, legacy: bool) -> list[Any] | None:

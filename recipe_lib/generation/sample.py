@@ -470,8 +470,10 @@ def generate_answers(
             any_over_ranks=world.any if world.size > 1 else None,
             **options,
         )
-        for number, answer in zip(own_numbers, answers, strict=True):
-            own_answers.append((number, answer.tokens, answer.ended))
+        own_answers += [
+            (number, answer.tokens, answer.ended)
+            for number, answer in zip(own_numbers, answers, strict=True)
+        ]
     gathered = sorted(row for rows in world.gather_json(own_answers) for row in rows)
     return {number: Generated(tokens, ended) for number, tokens, ended in gathered}
 

@@ -330,14 +330,6 @@ def _read_original_positions(fields: Fields, numbers: Fields) -> float:
 # Readers of one type each, see `_SCALINGS`.
 
 
-def _read_default(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
-    return {}, 1.0
-
-
-def _read_linear(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
-    return {"factor": numbers.read_number("factor")}, 1.0
-
-
 def _read_llama3(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
     parameters = {
         name: numbers.read_number(name)
@@ -394,9 +386,9 @@ def _read_longrope(fields: Fields, numbers: Fields, width: int) -> tuple[dict[st
 # Type -> its reader, `fn(fields, numbers, width)`. fields: the config.json. numbers: the object of
 # the embedding in it. width: rotating channels. It returns (keyword arguments of the type's
 # function in `recipe_lib.ops.rope`, the factor of cosines and sines).
-_SCALINGS = {
-    "default": _read_default,
-    "linear": _read_linear,
+_SCALINGS: dict[str, Callable[[Fields, Fields, int], tuple[dict[str, Any], float]]] = {
+    "default": lambda fields, numbers, width: ({}, 1.0),
+    "linear": lambda fields, numbers, width: ({"factor": numbers.read_number("factor")}, 1.0),
     "llama3": _read_llama3,
     "yarn": _read_yarn,
     "longrope": _read_longrope,

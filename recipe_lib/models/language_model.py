@@ -120,9 +120,13 @@ class LanguageModel(nn.Module):
 
     def note_built(self) -> None:
         """Record the present tensors as the model's own: those that are added later are extra."""
-        names = [name for name, _ in self.named_parameters(remove_duplicate=False)]
-        names += [name for name, _ in self.named_buffers(remove_duplicate=False)]
-        self.built_tensors = frozenset(names)
+        self.built_tensors = frozenset(name for name, _ in iterate_tensors(self))
+
+
+def iterate_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of all parameters and buffers, shared ones under each name."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def hold_tied_weight(embedding: nn.Embedding) -> nn.Embedding:

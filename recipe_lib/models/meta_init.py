@@ -22,6 +22,7 @@ from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.language_model import (
     LanguageModel,
     get_built_tensors,
+    iterate_tensors,
     list_local_parts,
     note_unwritten,
 )
@@ -390,10 +391,10 @@ def _compute_reset_values(module: nn.Module) -> dict[str, Tensor]:
     Those that it leaves without values are left out.
     """
     copy = _copy_on_host(module, {})
-    before = {name: (tensor, tensor._version) for name, tensor in _iterate_tensors(copy)}
+    before = {name: (tensor, tensor._version) for name, tensor in iterate_tensors(copy)}
     _reset(copy)
     written = {}
-    for name, tensor in _iterate_tensors(copy):
+    for name, tensor in iterate_tensors(copy):
         previous, version = before.get(name, (None, 0))
         is_written = previous is not tensor or version != tensor._version
         # The copy was filled with nan: where some is left, a part was not written.
@@ -401,12 +402,6 @@ def _compute_reset_values(module: nn.Module) -> dict[str, Tensor]:
         if is_written and not has_nan:
             written[name] = tensor
     return written
-
-
-def _iterate_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all parameters and buffers, shared ones under each name."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _reset(module: nn.Module) -> None:

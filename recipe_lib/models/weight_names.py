@@ -443,17 +443,16 @@ def _find_fused_rows(name: str, spec: DecoderSpec) -> tuple[str, int, int, int] 
     """
     query = spec.num_heads * spec.head_width
     key = spec.num_kv_heads * spec.head_width
-    # Linear -> (fused linear, first row, number of rows).
+    # Linear -> (fused linear, first row, number of rows, rows of the fused one).
     parts = {
-        "self_attn.q_proj": ("self_attn.qkv_proj", 0, query),
-        "self_attn.k_proj": ("self_attn.qkv_proj", query, key),
-        "self_attn.v_proj": ("self_attn.qkv_proj", query + key, key),
-        "mlp.gate_proj": ("mlp.gate_up_proj", 0, spec.mlp_width),
-        "mlp.up_proj": ("mlp.gate_up_proj", spec.mlp_width, spec.mlp_width),
+        "self_attn.q_proj": ("self_attn.qkv_proj", 0, query, query + 2 * key),
+        "self_attn.k_proj": ("self_attn.qkv_proj", query, key, query + 2 * key),
+        "self_attn.v_proj": ("self_attn.qkv_proj", query + key, key, query + 2 * key),
+        "mlp.gate_proj": ("mlp.gate_up_proj", 0, spec.mlp_width, 2 * spec.mlp_width),
+        "mlp.up_proj": ("mlp.gate_up_proj", spec.mlp_width, spec.mlp_width, 2 * spec.mlp_width),
     }
-    for part, (fused, start, length) in parts.items():
+    for part, (fused, start, length, rows) in parts.items():
         if f".{part}." in name:
-            rows = query + 2 * key if fused.endswith("qkv_proj") else 2 * spec.mlp_width
             return name.replace(part, fused), start, length, rows
     return None
 
@@ -507,12 +506,10 @@ def make_mixture_view(
             shape=shape,
             file_names=file_names,
         )
-    for part in (GATE_UP, DOWN):
-        if f".{part}." in name:
-            return _make_experts_view(
-                spec, name=name, part=part, shape=shape, file_names=file_names
-            )
-    return None
+    part = next((part for part in (GATE_UP, DOWN) if f".{part}." in name), None)
+    if part is None:
+        return None
+    return _make_experts_view(spec, name=name, part=part, shape=shape, file_names=file_names)
 
 
 def get_router_name(spec: DecoderSpec) -> str:

@@ -32,13 +32,18 @@ from recipe_lib.config.suggest import did_you_mean, find_nearest, quote
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.memory.layer_stream import list_streamed_parameters
 from recipe_lib.models.decoder import Decoder, LinearHead, OutputHead, ScaledEmbedding
-from recipe_lib.models.language_model import LanguageModel, get_modules_elsewhere, list_layer_names
+from recipe_lib.models.language_model import (
+    LanguageModel,
+    get_modules_elsewhere,
+    list_layer_names,
+    replace_entries,
+)
 from recipe_lib.models.meta_init import allocate, find_extra_tensors
 from recipe_lib.models.mixture import Experts
 from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
 from recipe_lib.parallel.ddp import DTYPES
-from recipe_lib.parallel.gradient_accumulation import is_kept, reduces_once
+from recipe_lib.parallel.gradient_accumulation import is_kept, list_fsdp_modules, reduces_once
 from recipe_lib.parallel.world import World
 
 # A unit's parameters are gathered just before it runs and freed just after, so the largest unit
@@ -366,12 +371,11 @@ def shard_model(
         model.register_forward_hook(_forget_order)
     for tie_head in tie_heads:
         tie_head()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # Sums of gradients, not means.
-            module.set_gradient_divide_factor(1.0)
-            # A plain sum is exact, and every backend has it.
-            module.set_force_sum_reduction_for_comms(True)
+    for fsdp_module in list_fsdp_modules(model):
+        # Sums of gradients, not means.
+        fsdp_module.set_gradient_divide_factor(1.0)
+        # A plain sum is exact, and every backend has it.
+        fsdp_module.set_force_sum_reduction_for_comms(True)
     for module in embeddings:
         if isinstance(module, FSDPModule):
             module.set_unshard_in_backward(False)  # its backward does not read the weight
@@ -470,8 +474,8 @@ def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any)
     gathered through a step (`is_kept`) is left to that step's last backward.
     """
     if not torch.is_grad_enabled():
-        for module in model.modules():
-            if isinstance(module, FSDPModule) and not is_kept(module):
+        for module in list_fsdp_modules(model):
+            if not is_kept(module):
                 module.reshard()
 
 
@@ -507,12 +511,11 @@ def _forget_order(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     its memory freed (FSDP's `finalize_backward`) while the gather may still write it. FSDP2 has no
     public way to clear it.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            state._comm_ctx.post_forward_order.clear()
-            if state._fsdp_param_group is not None:
-                state._fsdp_param_group._post_forward_indices.clear()
+    for module in list_fsdp_modules(model):
+        state = module._get_fsdp_state()
+        state._comm_ctx.post_forward_order.clear()
+        if state._fsdp_param_group is not None:
+            state._fsdp_param_group._post_forward_indices.clear()
 
 
 def _is_tied_pair(members: list[nn.Module]) -> bool:
@@ -552,12 +555,8 @@ def _shard_tied_pair(
         weight = nn.Parameter(gathered.detach(), requires_grad=gathered.requires_grad)
         if torch.is_grad_enabled() and gathered.requires_grad:
             weight.register_post_accumulate_grad_hook(lambda weight: _hand_over(weight, gathered))
-        sharded = head.weight
-        head.weight = weight
-        try:
+        with replace_entries([(head._parameters, "weight", weight)]):
             return project(*args, **kwargs)
-        finally:
-            head.weight = sharded
 
     fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
     embedding.register_forward_pre_hook(_gather_now, prepend=True)

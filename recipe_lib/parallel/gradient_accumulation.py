@@ -238,7 +238,7 @@ class OffloadedGradients:
         self._waits_at_end = waits_at_end
         # FSDP's parameter group of the unit reduced last, whose copies may be pending.
         self._previous: Any = None
-        groups = [get_param_group(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]
+        groups = map(get_param_group, list_fsdp_modules(model))
         self._groups = [group for group in groups if group is not None]
         for group in self._groups:
             group.post_backward = self._wrap_reduction(group)
@@ -374,7 +374,7 @@ class DeferredReduction:
         # The units with a linear that is trained.
         self._units = [
             unit
-            for unit in _list_units([model])
+            for unit in list_fsdp_modules(model)
             if any(
                 isinstance(entry._module_info.module, nn.Linear)
                 and entry.sharded_param.requires_grad
@@ -385,15 +385,13 @@ class DeferredReduction:
     @contextmanager
     def postpone_reduction(self) -> Iterator[None]:
         """Let units keep the block's gradients unsharded, until `add` reduces them."""
-        if self._once is not None:  # units keep them through the whole step
-            yield
-            return
-        for unit in self._units:
+        units = self._units if self._once is None else []  # else they do so through the whole step
+        for unit in units:
             unit.set_requires_gradient_sync(False, recurse=False)
         try:
             yield
         finally:
-            for unit in self._units:
+            for unit in units:
                 unit.set_requires_gradient_sync(True, recurse=False)
 
     def add(self, deferred: list[DeferredGradients]) -> None:
@@ -447,7 +445,7 @@ class DeferredReduction:
         # Not sooner: at the end of each backward, also one of the head alone, FSDP reduces the
         # gradients of every unit that has some.
         if self.is_last:
-            for unit in _list_units(modules):
+            for unit in list_fsdp_modules(*modules):
                 unit.set_requires_gradient_sync(True, recurse=False)
                 unit.set_reshard_after_backward(True, recurse=False)
 
@@ -462,7 +460,8 @@ class DeferredReduction:
             end_backward(self._root)
 
 
-def _list_units(modules: Sequence[nn.Module]) -> list[FSDPModule]:
+def list_fsdp_modules(*modules: nn.Module) -> list[FSDPModule]:
+    """Return the modules that FSDP gathers by themselves, among these and all within them."""
     return [unit for module in modules for unit in module.modules() if isinstance(unit, FSDPModule)]
 
 

@@ -124,12 +124,13 @@ def shard_tensors(
         )
         if forward is not None:
             _replace_forward(module, forward)
-    if model.model.embed_tokens is not None:  # else another stage of a pipeline has it
-        _replace_forward(model.model.embed_tokens, _bind_settings(forwards.run_embedding, group))
-    if model.lm_head is not None:
-        _replace_forward(model.lm_head, _bind_settings(forwards.run_head, group))
-    if model.score is not None:
-        _replace_forward(model.score, _bind_settings(forwards.run_score_head, group))
+    for outer_module, run in (
+        (model.model.embed_tokens, forwards.run_embedding),
+        (model.lm_head, forwards.run_head),
+        (model.score, forwards.run_score_head),
+    ):
+        if outer_module is not None:  # else another stage of a pipeline has it
+            _replace_forward(outer_module, _bind_settings(run, group))
     model.forward = forwards.restore_rows(model.forward)  # type: ignore[method-assign]
     return gradients
 

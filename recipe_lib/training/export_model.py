@@ -294,9 +294,11 @@ def describe_results(lines: list[dict[str, Any]]) -> dict[str, str]:
         "validation loss at the end": _format_number(losses[-1] if losses else None),
         "peak memory of a rank, measured": f"{max(peaks):.2f} GiB" if peaks else "",
     }
-    for name, value in last_validation.items():
-        if name.startswith("validation_") and name not in _KNOWN_VALIDATION:
-            texts[name.replace("_", " ")] = _format_number(value)
+    texts |= {
+        name.replace("_", " "): _format_number(value)
+        for name, value in last_validation.items()
+        if name.startswith("validation_") and name not in _KNOWN_VALIDATION
+    }
     return {name: text for name, text in texts.items() if text}
 
 

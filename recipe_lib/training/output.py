@@ -269,12 +269,9 @@ def find_unrecorded(root: Path, *, replaced: bool) -> Path | None:
         is_changed = path.name in listing and path.exists() and not is_as_listed(path, listing)
         if is_changed or not is_record(path):
             return path
-    for name in PUBLISHED:
-        unrecorded = find_unrecorded_file(root, name)
-        if unrecorded is not None:
-            return unrecorded
-    if not replaced:
-        return None
+    unrecorded = next(filter(None, (find_unrecorded_file(root, name) for name in PUBLISHED)), None)
+    if unrecorded is not None or not replaced:
+        return unrecorded
     return find_unrecorded_in_states(root / STATE_FOLDER) or _find_unrecorded_tracker_file(
         root, root / TRACKERS_FOLDER
     )

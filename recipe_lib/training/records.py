@@ -412,10 +412,12 @@ def _is_number(value: Any) -> bool:
 
 def _build_curves(lines: list[dict[str, Any]], series: Iterable[tuple[str, str]]) -> list[Curve]:
     """Return the curves that have at least one number. series: (name, key in a line) of each."""
-    curves = []
-    for name, key in series:
-        points = [(line["step"], _limit_to_drawable(line[key])) for line in lines if key in line]
-        curves.append(Curve(name, points))
+    curves = [
+        Curve(
+            name, [(line["step"], _limit_to_drawable(line[key])) for line in lines if key in line]
+        )
+        for name, key in series
+    ]
     return [curve for curve in curves if any(value is not None for _, value in curve.points)]
 
 

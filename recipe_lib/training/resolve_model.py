@@ -9,6 +9,8 @@ of a known family: a checkpoint may lack their values, and an export may lose th
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +238,4 @@ def _merge_stages(world: World, local_counts: dict[str, int]) -> dict[str, int]:
     """
     if world.pipeline is None:
         return local_counts
-    merged: dict[str, int] = {}
-    for counts in world.gather_json(local_counts):
-        merged |= counts
-    return merged
+    return reduce(or_, world.gather_json(local_counts))

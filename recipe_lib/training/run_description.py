@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.config.mesh import (
     add_context_dim,
@@ -35,7 +34,11 @@ from recipe_lib.optim.optimizers import (
     list_optimizer_state_sizes,
 )
 from recipe_lib.parallel import DTYPES, Parallel, World
-from recipe_lib.parallel.gradient_accumulation import list_param_entries, reduces_once
+from recipe_lib.parallel.gradient_accumulation import (
+    list_fsdp_modules,
+    list_param_entries,
+    reduces_once,
+)
 from recipe_lib.training.best_step import describe_best
 from recipe_lib.training.resolve_model import describe_extra_parameters
 from recipe_lib.training.training_data import TrainingData
@@ -229,7 +232,7 @@ def _group_reduced_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
 
     A group is an FSDP unit, a module that FSDP gathers as one. Without FSDP it is one parameter.
     """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = list_fsdp_modules(model)
     if not units:
         return [[parameter] for parameter in model.parameters() if parameter.requires_grad]
     grouped: set[nn.Parameter] = set()
@@ -359,8 +362,7 @@ def _count_gradient_bytes(
             for entry in list_param_entries(unit)
             if entry.sharded_param.requires_grad
         )
-        for unit in model.modules()
-        if isinstance(unit, FSDPModule)
+        for unit in list_fsdp_modules(model)
     ]
     return pinned + sum(sorted(arriving)[-2:])  # gradients of two FSDP units arrive at a time
 

@@ -8,22 +8,20 @@ the model it occurs. An axis that an operator cannot compute part by part is blo
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class AxisNode:
     """One dimension, or a part of one. `find` returns the node that now stands for it."""
 
-    __slots__ = ("blocked", "children", "kind", "parent", "size")
-
-    def __init__(
-        self, size: int, kind: str = "leaf", children: Sequence["AxisNode"] = (), blocked: str = ""
-    ):
-        self.size = size  # number of elements
-        self.kind = kind  # `leaf`, `product` or `parts` (a concatenation)
-        self.children = list(children)  # factors, the outermost first, or parts in order
-        self.blocked = blocked  # of a leaf: why this axis stays whole; empty: it need not
-        self.parent: AxisNode | None = None  # a node united with this one; None: it is the root
+    size: int  # number of elements
+    kind: str = "leaf"  # `leaf`, `product` or `parts` (a concatenation)
+    # Factors, the outermost first, or parts in order.
+    children: list["AxisNode"] = field(default_factory=list)
+    blocked: str = ""  # of a leaf: why this axis stays whole; empty: it need not
+    parent: "AxisNode | None" = None  # a node united with this one; None: it is the root
 
 
 def find(node: AxisNode) -> AxisNode:
@@ -42,10 +40,11 @@ def list_leaves(node: AxisNode) -> list[AxisNode]:
     return [leaf for child in root.children for leaf in list_leaves(child)]
 
 
-def block(node: AxisNode, reason: str) -> None:
-    """Block every axis under the node; the first reason that an axis gets stays."""
-    for leaf in list_leaves(node):
-        leaf.blocked = leaf.blocked or reason
+def block(reason: str, *nodes: AxisNode) -> None:
+    """Block every axis under the nodes; the first reason that an axis gets stays."""
+    for node in nodes:
+        for leaf in list_leaves(node):
+            leaf.blocked = leaf.blocked or reason
 
 
 def list_factors(node: AxisNode) -> list[AxisNode]:
@@ -185,14 +184,14 @@ def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
         if _refine(parts, parts.size // list_factors(product)[-1].size, reason):
             unify(product, parts, reason)
         else:
-            block(product, reason)
+            block(reason, product)
 
 
 def _link(leaf: AxisNode, root: AxisNode) -> None:
     """Make `root` stand for a leaf, whose reason to be blocked goes over to it."""
     leaf.parent = root
     if leaf.blocked:
-        block(root, leaf.blocked)
+        block(leaf.blocked, root)
 
 
 def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
@@ -215,8 +214,7 @@ def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
         elif larger[0].size % length == 0 and _refine(larger[0], length, reason):
             larger[:1] = list_factors(larger[0])
         else:
-            block(left, reason)
-            block(right, reason)
+            block(reason, left, right)
             return False
     return True
 
@@ -240,7 +238,7 @@ def _refine(node: AxisNode, outer: int, reason: str) -> bool:
         return True
     pieces = list_parts(root)
     if any(piece.size % inner for piece in pieces):
-        block(root, reason)
+        block(reason, root)
         return False
     # Take each piece apart into (outer, inner); the inner ones are one axis.
     split = [regroup([piece], [piece.size // inner, inner], reason) for piece in pieces]
@@ -258,8 +256,7 @@ def _refine(node: AxisNode, outer: int, reason: str) -> bool:
 
 def _make_opaque(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> list[AxisNode]:
     """Block all axes of `nodes`, and return new, blocked leaves of these sizes in their place."""
-    for node in nodes:
-        block(node, reason)
+    block(reason, *nodes)
     return [AxisNode(size, blocked=reason) for size in sizes]
 
 

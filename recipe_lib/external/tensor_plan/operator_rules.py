@@ -116,8 +116,7 @@ def trace_values(step: OperatorCall) -> list[Dims]:
     """Trace an operator whose results do not correspond to its inputs element by element."""
     step.makes_values = True
     for tensor in list_tensors((step.args, step.kwargs)):
-        for node in step.get_dims(tensor):
-            block(node, step.reason)
+        block(step.reason, *step.get_dims(tensor))
     return [step.make_dims(out.shape) for out in step.results]
 
 
@@ -142,7 +141,7 @@ def trace_reduction(step: OperatorCall) -> list[Dims]:
         if linear:
             step.reductions.append((dims[dim], step.get_traced(tensor)))
         else:
-            block(dims[dim], step.reason)
+            block(step.reason, dims[dim])
     keepdim = len(step.get_shape()) == len(dims)
     output_dims = [
         AxisNode(1) if dim in gone else node
@@ -180,8 +179,7 @@ def trace_along(step: OperatorCall) -> list[Dims]:
         along = [-2, -1]
     elif "_pad" in step.name:
         along = [dim for dim, size in enumerate(step.get_shape()) if size != dims[dim].size]
-    for dim in along:
-        block(dims[dim], step.reason)
+    block(step.reason, *(dims[dim] for dim in along))
     return [_keep_equal_dims(step, dims, out) for out in step.results]
 
 
@@ -204,8 +202,7 @@ def trace_normalization(step: OperatorCall) -> list[Dims]:
     """
     dims = list(step.get_dims(step.get_arg("input")))
     count = len(step.get_arg("normalized_shape"))
-    for node in dims[len(dims) - count :]:
-        block(node, step.reason)
+    block(step.reason, *dims[len(dims) - count :])
     for name in ("weight", "bias"):
         if step.get_arg(name) is not None:
             broadcast(step, [step.get_arg(name), step.get_arg("input")], step.get_shape())
@@ -259,7 +256,7 @@ def trace_grouped_product(step: OperatorCall) -> list[Dims] | None:
     row_dims, matrix_dims = map(step.get_dims, (rows, matrices))
     if len(row_dims) != 2 or len(matrix_dims) != 3:
         return None
-    block(matrix_dims[0], step.reason)
+    block(step.reason, matrix_dims[0])
     step.add_contraction(row_dims[1], right=matrix_dims[1], left_tensor=rows, right_tensor=matrices)
     return [[row_dims[0], matrix_dims[2]]]
 
@@ -280,8 +277,7 @@ def trace_convolution(step: OperatorCall) -> list[Dims] | None:
     """
     data, weight, bias = map(step.get_arg, ("input", "weight", "bias"))
     data_dims, kernel_dims = map(step.get_dims, (data, weight))
-    for node in (*data_dims[2:], *kernel_dims[2:]):
-        block(node, step.reason)
+    block(step.reason, *data_dims[2:], *kernel_dims[2:])
     if step.get_arg("transposed"):
         return None
     channels = kernel_dims[0]
@@ -292,8 +288,7 @@ def trace_convolution(step: OperatorCall) -> list[Dims] | None:
     elif step.get_arg("groups") == data_dims[1].size == kernel_dims[0].size:
         channels = step.join(data_dims[1], kernel_dims[0])
     else:
-        block(data_dims[1], step.reason)
-        block(kernel_dims[0], step.reason)
+        block(step.reason, data_dims[1], kernel_dims[0])
     if bias is not None:
         step.join(channels, step.get_dims(bias)[0])
     return [[data_dims[0], channels, *step.make_dims(step.get_shape()[2:], True)]]
@@ -345,15 +340,7 @@ def trace_permutation(step: OperatorCall) -> list[Dims]:
 @register_rule("expand", "expand_copy")
 def trace_expand(step: OperatorCall) -> list[Dims]:
     """Trace an expansion: a dimension that becomes longer, or comes in front, is a new one."""
-    shape = step.get_shape()
-    dims = step.get_dims(step.get_first_tensor())
-    dims = [AxisNode(1)] * (len(shape) - len(dims)) + list(dims)
-    return [
-        [
-            node if node.size == size else AxisNode(size)
-            for node, size in zip(dims, shape, strict=True)
-        ]
-    ]
+    return [broadcast(step, [step.get_first_tensor()], step.get_shape())]
 
 
 @register_rule("unsqueeze", "squeeze", "unsqueeze_", "squeeze_")
@@ -382,10 +369,10 @@ def trace_slice(step: OperatorCall) -> list[Dims]:
     if stride > 1 and size % stride == 0 and 0 <= start < stride and length == size // stride:
         # Such as `x[..., ::2]` of a gate and an up projection that alternate.
         dims[sliced_dim], within = regroup([dims[sliced_dim]], [length, stride], step.reason)
-        block(within, step.reason)
+        block(step.reason, within)
         return [dims]
     if stride != 1 or not length:
-        block(dims[sliced_dim], step.reason)
+        block(step.reason, dims[sliced_dim])
         dims[sliced_dim] = step.make_dims([length], True)[0]
         return [dims]
     start = max(start + size, 0) if start < 0 else start
@@ -404,11 +391,11 @@ def trace_split(step: OperatorCall) -> list[Dims]:
     dims = list(step.get_dims(step.get_first_tensor()))
     split_dim = step.get_arg("dim", 0) % len(dims)
     if step.name in ("unbind", "select"):
-        block(dims[split_dim], step.reason)
+        block(step.reason, dims[split_dim])
         return [dims[:split_dim] + dims[split_dim + 1 :] for _ in step.results]
     lengths = [out.shape[split_dim] for out in step.results]
     if not all(lengths):
-        block(dims[split_dim], step.reason)
+        block(step.reason, dims[split_dim])
         return [
             [*dims[:split_dim], *step.make_dims([length], True), *dims[split_dim + 1 :]]
             for length in lengths
@@ -475,8 +462,7 @@ def trace_opaque(step: OperatorCall) -> list[Dims]:
         if step.name == "unfold" and kept == step.get_arg("dimension") % len(dims):
             break
         kept += 1
-    for node in (*dims[kept:], *(node for other in step.inputs[1:] for node in other.dims)):
-        block(node, step.reason)
+    block(step.reason, *dims[kept:], *(node for other in step.inputs[1:] for node in other.dims))
     return [dims[:kept] + step.make_dims(out.shape[kept:], True) for out in step.results]
 
 
@@ -510,8 +496,7 @@ def trace_index(step: OperatorCall) -> list[Dims]:
             # A mask gives one dimension, of any size; 3 stands for it, only the length counts.
             shapes.append((3,) if count > 1 or index.dtype is torch.bool else tuple(index.shape))
         dim += count
-    for number in indexed:
-        block(dims[number], step.reason)
+    block(step.reason, *(dims[number] for number in indexed))
     has_mask = any(
         index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices
     )
@@ -562,7 +547,7 @@ def trace_index_along(step: OperatorCall) -> list[Dims]:
     """Trace slices that are picked, or written, by number along one dimension, which is blocked."""
     dims = list(step.get_dims(step.get_first_tensor()))
     indexed_dim = step.get_arg("dim") % max(len(dims), 1)
-    block(dims[indexed_dim], step.reason)
+    block(step.reason, dims[indexed_dim])
     if step.name == "index_select":
         dims[indexed_dim] = step.get_dims(step.get_arg("index"))[0]
         return [dims]
@@ -583,7 +568,7 @@ def trace_gather(step: OperatorCall) -> list[Dims]:
     """
     dims = list(step.get_dims(step.get_first_tensor()))
     indexed_dim = step.get_arg("dim") % max(len(dims), 1)
-    block(dims[indexed_dim], step.reason)
+    block(step.reason, dims[indexed_dim])
     dims_by_tensor = [
         step.get_dims(tensor)
         for tensor in (step.get_arg("index"), step.get_arg("src"))
@@ -592,12 +577,11 @@ def trace_gather(step: OperatorCall) -> list[Dims]:
     for tensor_dims in dims_by_tensor:
         for dim, node in enumerate(tensor_dims):
             if dim == indexed_dim:
-                block(node, step.reason)
+                block(step.reason, node)
             elif node.size == dims[dim].size:
                 unify(dims[dim], node, step.reason)
             else:
-                block(dims[dim], step.reason)
-                block(node, step.reason)
+                block(step.reason, dims[dim], node)
     return [dims_by_tensor[0] if step.name == "gather" else dims]
 
 
@@ -623,8 +607,7 @@ def trace_attention(step: OperatorCall) -> list[Dims]:
             step.join(query_batch, batch)
         unify(query_dims[-3], make_product([dims[-3], AxisNode(group_size)]), step.reason)
     unify(key_dims[-2], value_dims[-2], step.reason)
-    for node in (query_dims[-1], key_dims[-1], key_dims[-2], query_dims[-2]):
-        block(node, step.reason)
+    block(step.reason, query_dims[-1], key_dims[-1], key_dims[-2], query_dims[-2])
     unify(query_dims[-1], key_dims[-1], step.reason)
     mask = step.get_arg("attn_mask", step.get_arg("attn_bias"))
     if mask is not None:

@@ -444,9 +444,10 @@ def why_not(plan: ShardingPlan, size: int) -> str:
 
 def find_period(segments: list[int]) -> tuple[int, ...]:
     """Return the shortest run of lengths whose repetition gives all the segments."""
-    for length in range(1, len(segments) + 1):
-        if len(segments) % length == 0 and segments == segments[:length] * (
-            len(segments) // length
-        ):
-            return tuple(segments[:length])
-    return tuple(segments)
+    count = len(segments)
+    lengths = (
+        length
+        for length in range(1, count + 1)
+        if count % length == 0 and segments == segments[:length] * (count // length)
+    )
+    return tuple(segments[: next(lengths, 0)])

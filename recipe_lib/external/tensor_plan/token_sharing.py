@@ -7,6 +7,7 @@ as attention, gets whole rows: tokens are gathered before it and sliced after it
 """
 
 import dataclasses
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -550,11 +551,12 @@ class TokenFlow:
         for number, leaving in self.leaving.items():
             if leaving.bias and (number, "output") in self.slices:
                 uses.add((number, leaving.bias))
-        sizes: dict[TracedTensor, int] = {}
-        for call in self.trace.calls:
-            for output in call.outputs:
-                if output.is_activation and output not in self.sharded:
-                    sizes[output] = prod(get_shape(output))
+        outputs = chain.from_iterable(call.outputs for call in self.trace.calls)
+        sizes = {
+            output: prod(get_shape(output))
+            for output in outputs
+            if output.is_activation and output not in self.sharded
+        }
         num_shared = sum(size for tensor, size in sizes.items() if tensor in self.made)
         share = num_shared / max(sum(sizes.values()), 1) if self.gathers or self.slices else 0.0
         return SharedTokens(

@@ -209,8 +209,10 @@ class _Operators(TorchDispatchMode):
         # A rule whose dimensions have other sizes than the results does not cover this case.
         if dims is None or sizes != [list(output.shape) for output in outputs]:
             self.trace.unknown[step.name] = module_path
-            for node in (node for traced in step.inputs for node in traced.dims):
-                block(node, f"{step.name}, for which there is no rule, in {module_path}")
+            block(
+                f"{step.name}, for which there is no rule, in {module_path}",
+                *(node for traced in step.inputs for node in traced.dims),
+            )
             dims = [[AxisNode(size, blocked=step.reason) for size in out.shape] for out in outputs]
         self._record(step, dims)
         return result

@@ -8,6 +8,8 @@ of its input or of its weights alone, a send, a receive. A place is a rank's ind
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from recipe_lib.config.mesh import SCHEDULES, count_stages, find_stage_rank
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.language_model import LanguageModel, replace_entries
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import DeferredGradients, defer_weight_gradients, enable_split_backward
 from recipe_lib.ops.device import holds_values
@@ -45,12 +47,12 @@ from recipe_lib.parallel.world import World
 # new memory one action before its use, and a sent one is held until the other rank has taken it.
 
 
+@dataclass(frozen=True, eq=False)
 class PendingTensor:
     """A tensor that is being received or sent, kept alive until `wait` was called."""
 
-    def __init__(self, tensor: Tensor, work: Any) -> None:
-        self._tensor = tensor
-        self._work = work  # a `dist.Work` of irecv or isend; None: the tensor is there
+    _tensor: Tensor
+    _work: Any = None  # a `dist.Work` of irecv or isend; None: the tensor is there
 
     def wait(self) -> Tensor:
         """Return the tensor when it has arrived, or been taken.
@@ -373,9 +375,8 @@ class Pipeline:
             # The planner simulates one rank, and takes the other ranks' stages to be like its own.
             default = any(own_stages.values())
             return [own_stages.get(stage, default) for stage in range(self._stages + 1)]
-        is_trained: dict[str, bool] = {}  # by index of a stage, which JSON makes a str
-        for stages_of_rank in self._world.gather_json(own_stages):
-            is_trained |= stages_of_rank
+        # By index of a stage, which JSON makes a str.
+        is_trained: dict[str, bool] = reduce(or_, self._world.gather_json(own_stages))
         if not any(is_trained.values()):
             raise ConfigError(
                 "optimizer: found no parameter that requires a gradient; leave at least one"
@@ -485,14 +486,11 @@ class _Step:
         received = None if stage == 0 else self._take(action)
         if received is not None and self._trains and self._has_input_gradient(stage):
             received.requires_grad_()
-        pipeline._current = (stage, batch.tokens)
-        try:
+        with replace_entries([(vars(pipeline), "_current", (stage, batch.tokens))]):
             # A call of the model is `Pipeline.run_part`.
             output = pipeline._model(
                 batch.tokens if received is None else received, batch.positions, batch.attention
             )
-        finally:
-            pipeline._current = None
         if self._trains:
             self._kept[stage, index] = _Kept(
                 received=received if self._has_input_gradient(stage) else None,
@@ -509,12 +507,8 @@ class _Step:
 
     def _lend(self, index: int, hidden: Tensor) -> Iterator[tuple[int, Batch]]:
         """Yield a micro-batch; meanwhile a call of the model runs the head on `hidden`."""
-        pipeline = self._pipeline
-        pipeline._hidden = hidden
-        try:
+        with replace_entries([(vars(self._pipeline), "_hidden", hidden)]):
             yield index, self._batches[index]
-        finally:
-            pipeline._hidden = None
 
     def _run_backward(self, action: Action) -> Iterator[tuple[int, Batch]]:
         """Run the backward of a stage, and hand the gradient of its input to the stage before.
@@ -583,7 +577,7 @@ class _Step:
         assert exchange is not None
         send, receive = exchange
         if receive.stage in self._pipeline.layers:
-            self._arriving[receive] = PendingTensor(tensor, None)
+            self._arriving[receive] = PendingTensor(tensor)
         else:
             self._leaving[send] = tensor
 

@@ -119,9 +119,9 @@ def split_block(block: Block, size: int) -> Block:
         size=block.size - size,
         pool=block.pool,
         mapped=block.mapped,
+        previous=block,
+        next=block.next,
     )
-    rest.previous = block
-    rest.next = block.next
     if block.next:
         block.next.previous = rest
     block.next = rest

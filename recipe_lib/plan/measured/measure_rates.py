@@ -67,20 +67,22 @@ def calibrate(device: str | None = None) -> dict[str, Any]:
 def _measure_seconds(work: Callable[[], Any], device: str) -> float:
     """Return the seconds of one call of `work`: the median of seven runs, each of many calls."""
     on_gpu = torch.device(device).type != "cpu"
-    synchronize = torch.get_device_module(device).synchronize
-
-    def run(num_calls: int) -> float:
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(num_calls):
-            work()
-        synchronize()
-        return time.perf_counter() - start
-
-    run(3)  # kernels are loaded and chosen, clocks rise
+    _time_calls(work, 3, device)  # kernels are loaded and chosen, clocks rise
     # As many calls as last 20 ms, so that the first launch and the wait count for little.
-    num_calls = max(1, math.ceil((0.02 if on_gpu else 0.001) / max(run(1), 1e-7)))
-    return sorted(run(num_calls) / num_calls for _ in range(7))[3]
+    least_seconds = 0.02 if on_gpu else 0.001
+    num_calls = max(1, math.ceil(least_seconds / max(_time_calls(work, 1, device), 1e-7)))
+    return sorted(_time_calls(work, num_calls, device) for _ in range(7))[3]
+
+
+def _time_calls(work: Callable[[], Any], num_calls: int, device: Any) -> float:
+    """Return the seconds of one of `num_calls` calls, from an idle device to an idle device."""
+    synchronize = torch.get_device_module(device).synchronize
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(num_calls):
+        work()
+    synchronize()
+    return (time.perf_counter() - start) / num_calls
 
 
 def measure_copy_rates(device: str) -> dict[str, float]:
@@ -322,7 +324,6 @@ def measure_collective(
     operation: one of OPERATIONS. size: bytes of the full tensor; it is rounded down to equal parts
     for the ranks. device: a `torch.device`.
     """
-    synchronize = torch.get_device_module(device).synchronize
     part_length = max(1, size // 4 // ranks)  # values of each rank, of 4 bytes
     # Small integers, so that sums are exact.
     pattern = torch.arange(part_length * ranks, device=device).remainder(251).float()
@@ -341,24 +342,17 @@ def measure_collective(
         result = torch.full_like(pattern[rank_slice], -1.0)
         expected = expected_sum[rank_slice]
         call = partial(dist.reduce_scatter_tensor, result, inputs)
-    call()
-    synchronize()
+    _time_calls(call, 1, device)  # the first one, which connects the ranks
     num_wrong = int((result != expected).sum())
     num_calls = MANY if size <= MIB else FEW
-    times = []  # seconds of a call
-    for _ in range(ROUNDS):  # a fixed number, as the ranks have to make the same calls
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(num_calls):
-            call()
-        synchronize()
-        times.append((time.perf_counter() - start) / num_calls)
+    # A fixed number of calls, as the ranks have to make the same ones.
+    times = sorted(_time_calls(call, num_calls, device) for _ in range(ROUNDS))
     # All-reduce writes into its input: each timed call has summed the last one's result again.
     if operation != "all_reduce":
         num_wrong += int((result != expected).sum())
     return {
         "operation": operation,
         "bytes": 4 * part_length * ranks,
-        "seconds": sorted(times)[ROUNDS // 2],
+        "seconds": times[ROUNDS // 2],
         "wrong": num_wrong,
     }

@@ -3,7 +3,7 @@
 `StreamChecker` issues every operator of a simulated run on `VectorClocks`, and lets streams wait.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from recipe_lib.plan.tracing.trace import HOST
 
@@ -21,7 +21,7 @@ class VectorClocks:
     def __init__(self) -> None:
         self._num_issued = 0
         self.last: Clock = {}  # stream -> number of its last issued operator
-        self._known: dict[int, Clock] = defaultdict(dict)  # stream -> what it has waited for
+        self._known: dict[int, Counter[int]] = defaultdict(Counter)  # what a stream has waited for
 
     def issue(self, stream: int) -> int:
         """Issue an operator on a stream (`HOST`: on the host) and return its number."""
@@ -39,7 +39,7 @@ class VectorClocks:
         if stream == waiter:
             return self.last.get(stream, 0)
         # Whatever the host has waited for comes before all that it issues later.
-        return max(self._known[HOST].get(stream, 0), self._known[waiter].get(stream, 0))
+        return max(self._known[HOST][stream], self._known[waiter][stream])
 
     def take_snapshot(self, waiter: int) -> Clock:
         """Return the operators that are done when all issued on `waiter` so far are done."""
@@ -50,6 +50,4 @@ class VectorClocks:
 
     def wait(self, waiter: int, clock: Clock) -> None:
         """Let what a stream (or the host) does next come after the operators of a snapshot."""
-        waited_operators = self._known[waiter]
-        for stream, op_number in clock.items():
-            waited_operators[stream] = max(op_number, waited_operators.get(stream, 0))
+        self._known[waiter] |= Counter(clock)  # the later operator of each stream

@@ -173,11 +173,12 @@ def has_backward(trace: Trace, marks: MicroBatchMarks, traced: int) -> bool:
     """Return True if a backward ran between the marks of a step. traced: micro-batches of it."""
     # A recipe that lists or sorts its micro-batches before it uses them sets all marks before the
     # first operator: they do not say where a micro-batch begins.
-    for positions in marks.list_complete(traced):
-        events = trace.events[positions[0][0] : positions[-1][0]]
-        if any(kind == OP and trace.ops[index].part == "backward" for kind, index in events):
-            return True
-    return False
+    steps = [
+        trace.events[positions[0][0] : positions[-1][0]]
+        for positions in marks.list_complete(traced)
+    ]
+    events = itertools.chain.from_iterable(steps)
+    return any(kind == OP and trace.ops[index].part == "backward" for kind, index in events)
 
 
 def repeat_last_micro_batch(
@@ -244,7 +245,8 @@ def describe_estimate(comparison: MicroBatchComparison, traced: int, count: int)
 
 
 # Micro-batches that are enough without a pipeline: the first makes the gradients and the second
-# adds to them. All later ones are like the second, but for the last one (`is_last_different`).
+# adds to them. All later ones are like the second, but for the last one where it also reduces the
+# gradients of all (`reduces_once`).
 ALIKE_FROM = 2
 # In a pipeline: where so many micro-batches for each stage do not show every state of memory, all
 # of them are traced.
@@ -299,15 +301,10 @@ def count_micro_batches_to_trace(cfg: Any, pipeline_rank: int = 0) -> int:
     """
     _, count = compute_micro_batches(cfg)
     if cfg.parallel.pipeline == 1:
-        return min(ALIKE_FROM + is_last_different(cfg), count)
+        return min(ALIKE_FROM + reduces_once(cfg.parallel), count)
     return count_pipeline_micro_batches(
         cfg.parallel, pipeline_rank, count, evaluates=cfg.runs_reference
     )
-
-
-def is_last_different(cfg: Any) -> bool:
-    """Return True if the last micro-batch of a step also reduces the gradients of all."""
-    return reduces_once(cfg.parallel)
 
 
 def count_pipeline_micro_batches(

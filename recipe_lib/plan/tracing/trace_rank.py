@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain, starmap
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, find_lines_in
 from recipe_lib.models.meta_init import find_extra_tensors
 from recipe_lib.parallel import Parallel, World
+from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.plan.plan_schema import LayerRow
 from recipe_lib.plan.simulated_world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.simulated_world.compiled_code import trace_compiled_code
@@ -61,7 +63,6 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
     follow_actions,
     has_backward,
     is_declared_uniform,
-    is_last_different,
     name_parts,
     repeat_actions,
     repeat_last_by_parts,
@@ -277,7 +278,7 @@ def _run_phases(
         traced=traced,
         steps=len(steps),
         is_pipeline=world.pipeline is not None,
-        num_different=int(is_last_different(cfg)),
+        num_different=int(reduces_once(cfg.parallel)),
     )
     _run_other_phases(recipe, cfg, tracer=tracer, models=models, phases=phases, notes=notes)
     name_parts(tracer.trace)
@@ -292,9 +293,7 @@ def _run_phases(
         )
     dims = world.mesh.mesh_dim_names or ()
     coordinates = dict(zip(dims, world.mesh.get_coordinate() or (), strict=True))
-    modules: list[LayerRow] = []
-    for name, model in models.items():
-        modules += list_module_rows(name, model)
+    modules = list(chain.from_iterable(starmap(list_module_rows, models.items())))
     return Simulated(
         trace=tracer.trace,
         modules=modules,
@@ -357,7 +356,7 @@ def _repeat_micro_batches(
     the parts of the step.
     """
     _, count = compute_micro_batches(cfg)
-    num_different = int(is_last_different(cfg))
+    num_different = int(reduces_once(cfg.parallel))
     if cfg.parallel.pipeline > 1:
         repeat_actions(trace, cfg.parallel, pipeline_rank=pipeline_rank, traced=traced, count=count)
     elif has_backward(trace, marks, traced):

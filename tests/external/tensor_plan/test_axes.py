@@ -79,7 +79,7 @@ def test_two_halves_seen_as_a_dimension_of_two_are_one_axis():
 def test_uniting_keeps_the_reason_of_either_side():
     for blocked_first in (True, False):
         one, other = AxisNode(8), AxisNode(8)
-        block(one if blocked_first else other, "softmax in attention")
+        block("softmax in attention", one if blocked_first else other)
         unify(one, other, "add")
         assert find(one) is find(other) and find(one).blocked == "softmax in attention"
 
