@@ -53,10 +53,11 @@ def spell_both(config: Mapping[str, Any], with_ropes: bool = True) -> dict[str, 
 
     with_ropes: True: write the older keys of rotary embeddings too, from `rope_parameters`.
     """
-    spelled = dict(config)
-    for key, value in config.items():
-        if isinstance(value, Mapping) and key.endswith("_config") and key not in _NO_PARTS:
-            spelled[key] = spell_both(value, with_ropes)
+    spelled = dict(config) | {
+        key: spell_both(value, with_ropes)
+        for key, value in config.items()
+        if isinstance(value, Mapping) and key.endswith("_config") and key not in _NO_PARTS
+    }
     family = str(config.get("model_type"))
     for newer, older in (_RENAMED | _RENAMED_IN.get(family, {})).items():
         values = [config[key] for key in (newer, older) if config.get(key) is not None]

@@ -315,10 +315,10 @@ def _find_legal_sizes(
 def _plan_sharded_parameters(
     forward: ForwardTrace, shapes: dict[str, tuple[int, ...]], chosen: list[ShardedAxis]
 ) -> dict[str, ParameterPlan]:
-    product_parameters: set[str] = set()
-    for record in forward.records:
-        for _, left, right in record.contractions:
-            product_parameters |= left.parameters | right.parameters
+    contractions = chain.from_iterable(record.contractions for record in forward.records)
+    product_parameters = set[str]().union(
+        *(left.parameters | right.parameters for _, left, right in contractions)
+    )
     plans = {}
     for number, sharded in enumerate(chosen):
         for name, dim in sharded.parameter_dims.items():
@@ -373,15 +373,14 @@ def _list_pending(
 
     token_uses, mixed: an argument and the second result of `_find_partial_parameters`.
     """
-    pending: list[tuple[int, PendingBoundary]] = []
-    for number, sharded in enumerate(chosen):
-        pending += [(number, boundary) for boundary in sharded.boundaries]
-    for number, sharded in enumerate(chosen):
-        pending += [
-            (number, boundary)
-            for boundary in sharded.replicated_uses
-            if boundary.parameters & mixed
-        ]
+    axes = list(enumerate(chosen))
+    pending = [(number, boundary) for number, sharded in axes for boundary in sharded.boundaries]
+    pending += [
+        (number, boundary)
+        for number, sharded in axes
+        for boundary in sharded.replicated_uses
+        if boundary.parameters & mixed
+    ]
     # A parameter with a full gradient at other uses: at these its partial gradient is summed.
     for number, argument in sorted(token_uses):
         for place, tensor, _ in forward.calls[number].arguments:
@@ -460,8 +459,7 @@ def _build_boundaries(
         names = set(boundary.parameters)
         if boundary.kind == "enter":
             tensor = boundary.tensor
-            for argument_tensor in forward.calls[index].tensors:
-                names |= argument_tensor.parameters
+            names.update(*(argument.parameters for argument in forward.calls[index].tensors))
             # Move it to an earlier call, as long as all later uses of the tensor need it to enter.
             while tensor not in forward.outputs:
                 giving_index = _find_giving_call(

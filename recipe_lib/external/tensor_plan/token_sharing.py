@@ -308,9 +308,8 @@ class TokenFlow:
         self._gather_arguments(number, call)
         ids = {tensor: self.aligned[tensor] for tensor in call.tensors if tensor in self.aligned}
         token_wise = self._try_on_tokens(number, ids) if number in self.looking and ids else None
-        for output in call.outputs if token_wise is not None else ():
-            if token_wise is not None and output in token_wise.outputs:
-                self._slice_output(number, output, token_wise.outputs[output])
+        for output, layout in token_wise.outputs.items() if token_wise is not None else ():
+            self._slice_output(number, output, layout)
 
     def _slice_output(self, number: int, output: TracedTensor, layout: TokenDim) -> None:
         if output in self.whole:
@@ -327,9 +326,8 @@ class TokenFlow:
         return is_fresh and not any(tensor.parameters for tensor in call.tensors)
 
     def _gather_arguments(self, number: int, call: FunctionCall) -> None:
-        for place, tensor, _ in call.arguments:
-            if self.is_local(tensor):
-                self.gathers[number, place] = (tensor, self.made[tensor])
+        local = [(place, tensor) for place, tensor, _ in call.arguments if self.is_local(tensor)]
+        self.gathers |= {(number, place): (tensor, self.made[tensor]) for place, tensor in local}
 
     def is_local(self, tensor: TracedTensor) -> bool:
         """Return True if calls after the one that makes the tensor get a rank's tokens of it."""

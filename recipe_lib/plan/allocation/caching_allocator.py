@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
+from itertools import chain
 
 from recipe_lib.units import MIB, format_bytes
 
@@ -316,9 +317,8 @@ class CachingAllocator:
 
     def list_blocks(self) -> list[Block]:
         """Return every block with memory, free or not, in the order of addresses."""
-        blocks = list(self._active)
-        for pool in self._pools.values():
-            blocks += [block for block in pool.blocks.values() if block.mapped]
+        idle = chain.from_iterable(pool.blocks.values() for pool in self._pools.values())
+        blocks = [*self._active, *(block for block in idle if block.mapped)]
         return sorted(blocks, key=lambda block: block.address)
 
     def _reuse(self, pool: Pool, size: int) -> Block | None:

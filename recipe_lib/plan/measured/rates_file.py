@@ -68,10 +68,14 @@ def add_links(
     result = measured | {"matmul": measured["matmul"] | matmul}
     if links is None:
         return result
-    points: dict[str, list[dict[str, Any]]] = {operation: [] for operation in OPERATIONS}
-    for point in links["points"]:
-        if point["operation"] in points:
-            points[point["operation"]].append({name: point[name] for name in ("bytes", "seconds")})
+    points = {
+        operation: [
+            {name: point[name] for name in ("bytes", "seconds")}
+            for point in links["points"]
+            if point["operation"] == operation
+        ]
+        for operation in OPERATIONS
+    }
     largest = max(points["all_gather"], key=lambda point: point["bytes"])
     return result | {
         "link_bandwidth": (

@@ -572,10 +572,11 @@ def _collect_figures(plan: Plan) -> ComparedFigures:
     reserved = compute_planned_reserved(plan)
     outside = plan.outside.total
     tree = build_alive_tree(plan.heaviest)
-    peaks: dict[str, Bytes] = {}
-    for peak in plan.heaviest.peaks:
-        for field, name in _PHASE_COLUMNS.items():
-            peaks[f"{peak.phase}: {name}"] = Bytes(getattr(peak, field))
+    peaks = {
+        f"{peak.phase}: {name}": Bytes(getattr(peak, field))
+        for peak in plan.heaviest.peaks
+        for field, name in _PHASE_COLUMNS.items()
+    }
     figures: ComparedFigures = {
         "verdict": {
             "verdict": plan.verdict,
