@@ -69,6 +69,9 @@ class Line:
     tried: int = 0  # number of settings that were estimated
     # Number of settings that a lower bound ruled out; one may stand for several batch sizes.
     skipped: int = 0
+    # True: searched with a release whose layers kept a third more for backward, and in which
+    # adapters took longer. It fits still.
+    is_older: bool = True
 
 
 def main() -> None:
@@ -122,7 +125,7 @@ def plan_line(cell: tuple[str, str, int]) -> Line:
     cell: (model, method, number of cards).
     """
     model, method, cards = cell
-    line = Line(model, method=method, cards=cards, settings=None)
+    line = Line(model, method=method, cards=cards, settings=None, is_older=False)
     config = f"{MODELS[model]}_{method}"
     cards_of_size = f"{cards}x24GB"
     plain_search = search_settings(config, cards_of_size)
@@ -189,7 +192,7 @@ def format_table(lines: list[Line]) -> str:
         "|---:|---|---:|---:|---:|---:|---|---:|",
     ]
     for line in lines:
-        tried = f"{line.tried} + {line.skipped}"
+        tried = f"{line.tried} + {line.skipped}{', older' if line.is_older else ''}"
         if line.settings is None:
             rows.append(f"| {line.cards} | does not fit | | | | | | {tried} |")
             continue
@@ -251,7 +254,9 @@ of an RTX 3090 |
 | host | pinned host memory of one rank |
 | verdict | `fits` leaves 3 % of the card; `risky` leaves less, or needs \
 `PYTORCH_ALLOC_CONF=expandable_segments:True` |
-| tried | how many settings were estimated, and how many were ruled out without a simulation |
+| tried | how many settings were estimated, and how many were ruled out without a simulation; \
+`older`: before layers kept a third less for backward (`memory.recompute_cheap`) and LoRA's products \
+were added where they are made: such a line fits, and `--search` may find a faster one |
 
 `tune plan` instead of `tune run` shows what such a run takes, byte by byte. `tune plan --config \
 CONFIG --search --fit \
