@@ -167,7 +167,7 @@ MUTATIONS = [
     Mutation(
         name="fsdp_takes_the_mean",
         path="recipe_lib/parallel/fsdp.py",
-        old="            module.set_gradient_divide_factor(1.0)\n",
+        old="        fsdp_module.set_gradient_divide_factor(1.0)\n",
         new="",
         harm="several: gradients are those of one rank divided once too often",
         tests=("tests/parallel/test_fsdp.py", "-m", "not slow", "-k", "gradients_are_sums"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -554,11 +555,8 @@ def put_parameters_on_meta() -> Iterator[None]:
             on_meta.__dict__.update(parameter.__dict__ | on_meta.__dict__)
             module._parameters[name] = on_meta
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 @register("model", "native")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recipe_lib.models.language_model import Entry, replace_entries
 from recipe_lib.ops.dtensor_shards import get_detached_local, wrap_local
 from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
 from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer
@@ -33,17 +34,14 @@ def step_parameter(
     parameter itself is stepped.
     """
     # torch's optimizers step all parameters of their groups: the others are taken out meanwhile.
-    groups = optimizer.param_groups
-    group_parameters = [group["params"] for group in groups]
-    stepped = parameter if stand_in is None else stand_in
-    try:
-        for group, parameters in zip(groups, group_parameters, strict=True):
-            # By identity: `in` would compare the tensors' values.
-            group["params"] = [stepped] if any(member is parameter for member in parameters) else []
+    stepped = [parameter if stand_in is None else stand_in]
+    entries: list[Entry] = [
+        # By identity: `in` would compare the tensors' values.
+        (group, "params", stepped if any(member is parameter for member in group["params"]) else [])
+        for group in optimizer.param_groups
+    ]
+    with replace_entries(entries):
         (step or optimizer.step)()
-    finally:
-        for group, parameters in zip(groups, group_parameters, strict=True):
-            group["params"] = parameters
 
 
 class OffloadedStates:

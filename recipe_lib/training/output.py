@@ -47,8 +47,8 @@ from recipe_lib.config.local_files import (
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.logs import get_logger
-from recipe_lib.reading import find_object, open_regular, parse_json
-from recipe_lib.training.records import METRICS_FILE, REPORT_FILE, SUMMARY_FILE
+from recipe_lib.reading import find_object, open_regular
+from recipe_lib.training.records import METRICS_FILE, REPORT_FILE, SUMMARY_FILE, parse_object
 
 # output_dir/config.yaml    every value that was used     metrics.jsonl   one JSON object a step
 #            state/step_N/  to resume from                summary.json    how the run ended
@@ -302,7 +302,7 @@ def is_record(path: Path) -> bool:
         return (
             not begin
             or is_torn
-            or {"step", "tokens_per_second"} <= _parse_object(begin.partition("\n")[0]).keys()
+            or {"step", "tokens_per_second"} <= parse_object(begin.partition("\n")[0]).keys()
         )
     if path.name == SUMMARY_FILE:
         summary = find_object(path)
@@ -314,15 +314,6 @@ def is_record(path: Path) -> bool:
     # Pages that earlier versions wrote have only the second mark.
     has_mark = 'content="tune-recipes: run"' in begin or "--c0:" in begin
     return begin.startswith("<!DOCTYPE html>") and has_mark
-
-
-def _parse_object(text: str) -> dict[str, Any]:
-    """Return the object of a JSON text; an empty one for any other text."""
-    try:
-        value = parse_json(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _find_unrecorded_tracker_file(root: Path, folder: Path) -> Path | None:

@@ -186,15 +186,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
-    lines = []
-    for text in read_bytes(path, METRICS_LIMIT).split(b"\n"):
-        try:
-            line = parse_json(text)
-        except ValueError:  # of JSON or of UTF-8: torn
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
+    lines = map(parse_object, read_bytes(path, METRICS_LIMIT).split(b"\n"))
+    return [line for line in lines if isinstance(line.get("step"), int)]
+
+
+def parse_object(text: bytes | str) -> dict[str, Any]:
+    """Return the object of a JSON text; an empty one for any other text."""
+    try:
+        value = parse_json(text)
+    except ValueError:  # of JSON or of UTF-8: torn
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_run_metrics(output_dir: Path) -> list[dict[str, Any]]:

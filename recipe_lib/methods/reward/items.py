@@ -153,9 +153,8 @@ def _find_padding_id(tokenizer: Tokenizer, dataset: Dataset) -> int | None:
         for text, pieces in zip(texts, tokenizer.encode_pieces(texts), strict=True)
         if len(pieces) == 1
     }
-    candidates: list[int | None] = []
-    for word in ("pad", "reserved", "unused", "unk"):  # in names of tokens; the best one first
-        candidates += [ids[text] for text in ids if word in text.lower()]
+    words = ("pad", "reserved", "unused", "unk")  # in names of tokens; the best one first
+    candidates = [ids[text] for word in words for text in ids if word in text.lower()]
     candidates = [token_id for token_id in candidates if token_id not in tokenizer.stop_ids]
     unusable_ids = last_ids | {tokenizer.eos_id, None}
     usable_ids = [

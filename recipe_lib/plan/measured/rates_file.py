@@ -7,6 +7,7 @@ bytes or FLOPs per second. Imports no torch, so that a plan starts fast.
 """
 
 import math
+from contextlib import suppress
 from dataclasses import fields
 from itertools import accumulate, chain
 from pathlib import Path
@@ -222,12 +223,11 @@ def _check_device(place: str, device: str, memory: float | None, hardware: Hardw
     the file does not have them.
     """
     name = device
-    try:
+    # The rates of a card that the table lacks serve only to plan for a size of memory.
+    with suppress(ConfigError):
         measured = find_hardware(device)
         name = measured.name
         memory = memory or measured.memory
-    except ConfigError:
-        pass  # a card that the table lacks: its rates serve only to plan for a size of memory
     # A size such as 24GB is that of cards without error correction; with it they report 6 % less.
     has_same_size = memory is None or 0.9 < hardware.memory / memory < 1.1
     if name != hardware.name and not (hardware.rates_of and name != "cpu" and has_same_size):

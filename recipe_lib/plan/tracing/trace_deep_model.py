@@ -233,8 +233,9 @@ def _make_items(short: Sequence[_Event], long: Sequence[_Event]) -> tuple[LoopIt
     The numbers of an item are an event's sizes and the numbers in its names.
     """
     key_numbers: dict[Hashable, int] = {}  # what is compared -> a small number for it
-    in_both = {(event.what, event.sizes) for event in short}
-    in_both &= {(event.what, event.sizes) for event in long}
+    in_both = {(event.what, event.sizes) for event in short} & {
+        (event.what, event.sizes) for event in long
+    }
     runs = LoopItems(), LoopItems()
     for events, items in zip((short, long), runs, strict=True):
         for event in events:
