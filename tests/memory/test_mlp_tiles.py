@@ -63,10 +63,12 @@ def backward(model: nn.Module) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **read_gradients(model)}
 
 
-def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def assert_close(
+    found: dict[str, Tensor], wanted: dict[str, Tensor], in_fp32: float = 1e-5
+) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        close = 1e-11 if value.dtype == torch.float64 else 1e-5
+        close = 1e-11 if value.dtype == torch.float64 else in_fp32
         torch.testing.assert_close(
             found[name], value, rtol=0, atol=close * float(value.abs().max()), msg=name
         )
@@ -92,13 +94,12 @@ def test_gradients_are_those_of_whole_mlps(changes: dict[str, Any]) -> None:
     is_quantized = "nf4" in str(changes)
     wanted = backward(decoder(1, **changes))
     for mode in ("none", "selective", "full"):
-        if is_quantized:
-            # In fp32: where matmuls are kept an adapter's sum is rounded in another order, which
-            # these large weights make 5e-5 of a gradient.
-            wanted = backward(decoder(1, mode, **changes))
         model = decoder(CHUNKS, mode, **changes)
         assert is_quantized == isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)
-        assert_close(backward(model), wanted)
+        # Where matmuls are kept, an adapter's sum is rounded in another order: in fp32 with these
+        # large weights 5e-5 of a gradient.
+        is_rounded = is_quantized and mode == "selective"
+        assert_close(backward(model), wanted, 1e-4 if is_rounded else 1e-5)
 
 
 def test_more_pieces_than_tokens_and_no_gradients() -> None:
