@@ -329,8 +329,8 @@ MUTATIONS = [
     Mutation(
         name="trained_bias_beside_an_adapter",
         path="recipe_lib/adapters/adapted_product.py",
-        old="and not any(isinstance(part, Tensor) and part.requires_grad for part in frozen.arguments)",
-        new="",
+        old="isinstance(part, Tensor) and part.requires_grad for part in self.arguments",
+        new="False for part in self.arguments",
         harm="a bias that a copied recipe trains beside LoRA never gets a gradient",
         tests=("tests/adapters/test_adapted_product.py",),
     ),

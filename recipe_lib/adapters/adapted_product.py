@@ -29,18 +29,20 @@ class FrozenProduct(NamedTuple):
     differentiate: Callable[..., Tensor]
     arguments: tuple[Any, ...]
 
+    def is_trained(self) -> bool:
+        """Return True if one of the arguments is trained, which `multiply_adapted` would ignore."""
+        return any(isinstance(part, Tensor) and part.requires_grad for part in self.arguments)
 
-def can_add_in_place(hidden: Tensor, frozen: FrozenProduct, lora_a: Tensor) -> bool:
-    """Return True if `multiply_adapted` can be used here.
 
-    Not where something of the frozen product is trained; not in code that is being compiled, as
-    compilers fuse sums themselves; not under a torch function mode of others, which may count the
-    calls of linears; and not where selective checkpointing keeps the results of matmuls, into which
-    nothing may be added.
+def can_add_in_place(hidden: Tensor, lora_a: Tensor) -> bool:
+    """Return True if `multiply_adapted` can be used here, for a product that is not trained.
+
+    Not in code that is being compiled, as compilers fuse sums themselves; not under a torch
+    function mode of others, which may count the calls of linears; and not where selective
+    checkpointing keeps the results of matmuls, into which nothing may be added.
     """
     return (
         hidden.dtype == lora_a.dtype
-        and not any(isinstance(part, Tensor) and part.requires_grad for part in frozen.arguments)
         and not torch.compiler.is_compiling()
         and not has_others_function(hidden)
         and not torch._C._is_any_autocast_enabled()

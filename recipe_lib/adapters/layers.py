@@ -193,9 +193,11 @@ class AdaptedMatrix(AdaptedModule):
         place of `frozen_forward`, for a call at a time when the module may have another weight.
         """
         rate = self.settings.dropout if self.training else 0
-        if frozen is None and factors is None and not rate:
+        is_plain = frozen is None and factors is None and not rate
+        if is_plain and can_add_in_place(hidden, lora_a):
+            # Not sooner: under a torch function mode that counts calls, it would call.
             product = self.get_frozen_product()
-            if product is not None and can_add_in_place(hidden, product, lora_a):
+            if product is not None and not product.is_trained():
                 return multiply_adapted(hidden, product, lora_a, lora_b, self.settings.scaling)
         frozen = frozen or self.frozen_forward
         plain = frozen(hidden)
