@@ -85,7 +85,8 @@ def rows() -> list[list[str]]:
             measure(build_transformers, rank) for rank in (None, RANK)
         ],
     }
-    ours, theirs = counts["run on a CPU"], counts["transformers and PEFT, run on a CPU"]
+    ours = counts["run on a CPU"]
+    theirs = counts["transformers and PEFT, run on a CPU"]
     shares = [f"{mine / other:.3f}" for mine, other in zip(ours, theirs, strict=True)]
     lines = [[name, *(f"{count:,.0f}" for count in numbers)] for name, numbers in counts.items()]
     return [*lines, ["run of ours over that of transformers and PEFT", *shares]]

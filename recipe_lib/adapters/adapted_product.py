@@ -7,17 +7,16 @@ would read both: with matrices of 16 channels that is most of what an adapter co
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from recipe_lib.ops.fused_kernels import call_with_gradient
-from recipe_lib.ops.kept_tensors import has_others_function
+from recipe_lib.ops.kept_tensors import has_others_function, is_keeping_results
 from recipe_lib.ops.mlp import linear_in_dtype
 
 
@@ -46,9 +45,7 @@ def can_add_in_place(hidden: Tensor, lora_a: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not has_others_function(hidden)
         and not torch._C._is_any_autocast_enabled()
-        and not isinstance(
-            _get_current_dispatch_mode(), (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
-        )
+        and not is_keeping_results()
     )
 
 
@@ -62,24 +59,23 @@ def multiply_adapted(
     """
     with torch.no_grad():
         narrow = F.linear(hidden, lora_a).mul_(scaling)
-    settings = (scaling, hidden.requires_grad, frozen.multiply, frozen.differentiate)
     return call_with_gradient(
-        _multiply,
-        *(hidden, lora_a, lora_b, narrow, *settings, *frozen.arguments),
-        differentiate=_differentiate,
-        kept=range(8 + len(frozen.arguments)),
+        partial(_multiply, frozen.multiply),
+        *(hidden, lora_a, lora_b, narrow, *frozen.arguments),
+        # Not `frozen` itself: its tensors are saved, so that hooks see them, and not held.
+        differentiate=partial(
+            _differentiate, frozen.differentiate, scaling, trains_hidden=hidden.requires_grad
+        ),
+        kept=range(4 + len(frozen.arguments)),
     )
 
 
 def _multiply(
+    multiply: Callable[..., Tensor],
     hidden: Tensor,
-    lora_a: Tensor,
+    lora_a: Tensor,  # `narrow` is made of it; it is an argument as it gets a gradient
     lora_b: Tensor,
     narrow: Tensor,
-    scaling: float,
-    trains_hidden: bool,
-    multiply: Callable[..., Tensor],
-    differentiate: Callable[..., Tensor],
     *arguments: Any,
 ) -> Tensor:
     product = multiply(hidden, *arguments)
@@ -88,16 +84,15 @@ def _multiply(
 
 
 def _differentiate(
+    differentiate: Callable[..., Tensor],
+    scaling: float,
     out_grad: Tensor,
     hidden: Tensor,
     lora_a: Tensor,
     lora_b: Tensor,
     narrow: Tensor,
-    scaling: float,
-    trains_hidden: bool,
-    multiply: Callable[..., Tensor],
-    differentiate: Callable[..., Tensor],
     *arguments: Any,
+    trains_hidden: bool,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of hidden, A and B."""
     out_rows = out_grad.reshape(-1, out_grad.shape[-1])

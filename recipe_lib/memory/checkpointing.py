@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
-    _CachedTorchDispatchMode,
-    _CachingTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -40,6 +38,7 @@ from recipe_lib.memory.mlp_tiles import is_computing_piece
 from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.ops.device import get_kernel_type
 from recipe_lib.ops.fused_kernels import should_fuse
+from recipe_lib.ops.kept_tensors import is_keeping_results
 
 # Elements that a layer of a Llama-like decoder keeps for a token, by mode, next to the log-sum-exp
 # of attention (d model width, h heads and k key heads of width e, f MLP width):
@@ -112,11 +111,9 @@ def suspend_selective_checkpointing() -> Iterator[None]:
     torch matches the operators of forward and recomputation by their order: if one of the two runs
     an operator more, later ones get each other's results.
     """
-    # torch's own modes, by private names: it has no public way to step out of them.
+    # By private names: torch has no public way to step out of its modes.
     suspended = []
-    while isinstance(
-        _get_current_dispatch_mode(), (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
-    ):
+    while is_keeping_results():
         suspended.append(_pop_mode())
     try:
         yield

@@ -20,8 +20,13 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    checkpoint,
+)
 
 from recipe_lib.ops.deferred import Switch
 
@@ -312,6 +317,13 @@ def has_others_function(tensor: Tensor) -> bool:
     """Return True if torch's functions of the tensor go through a mode or class of others."""
     modes = _get_current_function_mode_stack()
     return type(tensor) not in _TENSOR_TYPES or any(type(mode) is not _NotedCalls for mode in modes)
+
+
+def is_keeping_results() -> bool:
+    """Return True where selective checkpointing keeps the results of operators, or gives them."""
+    # torch's own modes, by private names: it has no public way to ask for them.
+    mode = _get_current_dispatch_mode()
+    return isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode))
 
 
 # Of the layer that runs in this thread.

@@ -16,7 +16,10 @@ from recipe_lib.memory.low_precision import use_low_precision
 from recipe_lib.ops.kept_tensors import KeptTensors
 from tests.memory.live_bytes import LiveBytes
 
-IN, OUT, RANK, SCALING = 128, 64, 6, 1.5
+IN = 128
+OUT = 64
+RANK = 6
+SCALING = 1.5
 
 
 def build_adapted(
