@@ -30,6 +30,7 @@ from recipe_lib.plan.search.trial_order import (
     yield_fewer_chunks,
     yield_micro_batches,
     yield_one,
+    yield_smaller_micro_batch,
 )
 from recipe_lib.plan.search.trials import (
     CHECKPOINTING,
@@ -217,7 +218,8 @@ def _confirm_fastest(state: SearchState, group: list[Changes], splits: bool, wan
     limit = len(state.plans) + MAX_PLANS
     while True:
         fastest = state.list_fitting()[:want]
-        run_trials(state, [yield_fewer_chunks(state, candidate) for candidate in fastest])
+        for yield_alike in (yield_fewer_chunks, yield_smaller_micro_batch):
+            run_trials(state, [yield_alike(state, candidate) for candidate in fastest])
         candidates = [
             candidate
             for candidate in state.list_fitting()

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, TypeGuard
 
 from recipe_lib.config.mesh import (
     SCHEDULES,
@@ -138,7 +138,7 @@ class SearchState:
             return changes
         return changes | set_micro_batch(self.cfg, changes, batch_size)
 
-    def may_fit(self, candidate: Candidate | None) -> bool:
+    def may_fit(self, candidate: Candidate | None) -> TypeGuard[Candidate]:
         """Return True if settings may fit: by their estimate, and by their whole plan if made."""
         return (
             candidate is not None
@@ -363,12 +363,14 @@ def yield_one(changes: Changes) -> TrialSequence:
 
 
 def yield_micro_batches(state: SearchState, base: Changes) -> TrialSequence:
-    """Yield `base` with each kind of checkpointing and micro-batches of growing size.
+    """Yield `base` with each kind of checkpointing and the largest micro-batches that fit with it.
 
     Kinds that recompute least are first. One that recomputes more is of use only for larger
-    micro-batches: each kind begins with the size that did not fit with the one before it, and ends
-    with the first size that does not fit. Once settings are planned in full, their plan decides: a
-    sequence that is made again goes on where their estimate had ended it.
+    micro-batches than fit with those before it. Without a pipeline the largest is first, as the
+    bounds know well what activations take, and the first that fits is the fastest of its kind. In a
+    pipeline, whose fewer micro-batches wait more, sizes grow until they are slower or do not fit.
+    Once settings are planned in full, their plan decides: a sequence that is made again goes on
+    where their estimate had ended it.
     """
     cfg = state.cfg
     sizes = [cfg.batch_size] if SIZE_KEYS & set(state.fixed) else list_micro_batch_sizes(cfg, base)
@@ -377,19 +379,21 @@ def yield_micro_batches(state: SearchState, base: Changes) -> TrialSequence:
         if CHECKPOINTING_KEY in state.fixed
         else CHECKPOINTING[::-1]
     )
+    is_pipeline = base.get(PIPELINE_KEY, cfg.parallel.pipeline) > 1
     for kind in kinds:
         changes = base | set_checkpointing(cfg, kind)
-        if sizes[-1:] == [count_changed_sequences(cfg, base)]:
-            # A single micro-batch of all sequences has no gradients of earlier ones to add to: it
-            # may fit where smaller ones do not.
-            candidate = yield state.resize(changes, sizes[-1])
+        speed = 0.0
+        for size in sizes if is_pipeline else sizes[::-1]:
+            candidate = yield state.resize(changes, size)
             if state.may_fit(candidate):
-                return
-        while sizes:
-            candidate = yield state.resize(changes, sizes[0])
-            if not state.may_fit(candidate):
+                sizes = [larger for larger in sizes if larger > size]
+                if not is_pipeline:
+                    break
+                if candidate.speed < speed:
+                    return
+                speed = candidate.speed
+            elif is_pipeline:
                 break
-            del sizes[0]
 
 
 def yield_fewer_chunks(state: SearchState, candidate: Candidate) -> TrialSequence:
@@ -410,6 +414,15 @@ def yield_fewer_chunks(state: SearchState, candidate: Candidate) -> TrialSequenc
         if halved.speed < candidate.speed * (1 + LEAST_GAIN):
             break
         candidate = halved
+
+
+def yield_smaller_micro_batch(state: SearchState, candidate: Candidate) -> TrialSequence:
+    """Yield settings with the next smaller micro-batch: slower by little, with more room."""
+    changes = candidate.changes
+    size = changes.get("batch_size", state.cfg.batch_size)
+    sizes = [one for one in list_micro_batch_sizes(state.cfg, changes) if one < size]
+    if sizes:
+        yield state.resize(changes, sizes[-1])
 
 
 def count_sequences(cfg: Any) -> int:

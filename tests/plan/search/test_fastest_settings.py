@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -164,20 +164,39 @@ def test_what_was_typed_stays():
     assert set(seen) == {(32, 2, "auto", 1)}
 
 
-def test_micro_batches_are_tried_until_one_does_not_fit():
-    """From the smallest on; all sequences at once are tried in any case."""
-    trials, _ = trials_of(fixed={"memory.activation_checkpointing"})
-    assert list_micro_batch_sizes(trials.cfg, {}) == [1, 2, 4, 8, 16, 32, 64]
-    looking = yield_micro_batches(trials, {})
+def list_tried_sizes(
+    trials: SearchState, base: Changes, compute_seconds: Callable[[int], float]
+) -> list[int]:
+    """The micro-batches that are tried, of which those up to 16 fit.
+
+    compute_seconds: of a step, by the sequences of a micro-batch.
+    """
+    looking = yield_micro_batches(trials, base)
     changes, tried = next(looking), []
     with contextlib.suppress(StopIteration):
         while True:
-            tried.append(changes["batch_size"])
-            changes = looking.send(candidate(changes, 2**30 * (2 + 2 * tried[-1]), 20 * 2**30))
-    assert tried == [64, 1, 2, 4, 8, 16]
-    looking = yield_micro_batches(trials, {})
-    with pytest.raises(StopIteration):
-        looking.send(candidate(next(looking), 2**30, 20 * 2**30))
+            size = changes["batch_size"]
+            tried.append(size)
+            changes = looking.send(
+                candidate(changes, 2**30 * size, 20 * 2**30, seconds=compute_seconds(size))
+            )
+    return tried
+
+
+def test_the_largest_micro_batch_that_fits_is_looked_for():
+    """From the largest on; a kind that recomputes more, with the larger ones only."""
+    trials, _ = trials_of(fixed={"memory.activation_checkpointing"})
+    assert list_micro_batch_sizes(trials.cfg, {}) == [1, 2, 4, 8, 16, 32, 64]
+    assert list_tried_sizes(trials, {}, lambda size: 1 / size) == [64, 32, 16]
+    trials, _ = trials_of()
+    assert list_tried_sizes(trials, {}, lambda size: 1 / size) == [64, 32, 16, 64, 32, 64, 32]
+
+
+def test_micro_batches_of_a_pipeline_grow_while_they_are_faster_and_fit():
+    trials, _ = trials_of()
+    pipeline = {"parallel.pipeline": 2, "parallel.strategy": "fsdp"}
+    assert list_tried_sizes(trials, pipeline, lambda size: 1 / size) == [1, 2, 4, 8, 16, 32, 32, 32]
+    assert list_tried_sizes(trials, pipeline, lambda size: abs(size - 4) + 1) == [1, 2, 4, 8]
 
 
 def test_what_cannot_fit_or_cannot_be_faster_is_not_tried(caplog: pytest.LogCaptureFixture):
