@@ -35,10 +35,10 @@ from recipe_lib.plan.search.trials import (
     CHECKPOINTING,
     CHECKPOINTING_KEY,
     CONTEXT_KEY,
+    HOST_KEY,
     OFFLOAD_KEY,
     QUANTIZE_KEY,
     REDUCE_KEY,
-    STATES_KEY,
     STRATEGY_KEY,
     STREAM_KEY,
     Candidate,
@@ -52,13 +52,14 @@ from recipe_lib.plan.search.trials import (
     format_overrides,
     get_value,
     is_long,
+    make_key,
+    make_variant_key,
     set_checkpointing,
 )
 from recipe_lib.plan.simulated_world.shape_only_model import count_layers
 from recipe_lib.report.phases import Phase
 from recipe_lib.units import format_bytes, format_count
 
-HOST_KEY = "memory.cpu_offload"
 # Sequences of a micro-batch, and micro-batches of a step: they change together, so that a step
 # keeps its batch.
 SIZE_KEYS = {"batch_size", MICRO_BATCHES_KEY}
@@ -78,21 +79,6 @@ MAX_PIPELINE_LENGTHS = 3  # numbers of pipeline ranks that are tried: the larges
 # A generator that yields settings to try, and is sent the candidate of each trial: None where it
 # was refused or left out.
 TrialSequence = Generator[Changes, Candidate | None, None]
-
-
-def make_key(changes: Changes) -> str:
-    """Return a key that is the same for the same changes in any order."""
-    return format_overrides(dict(sorted(changes.items())))
-
-
-def make_variant_key(cfg: Any, changes: Changes) -> str:
-    """Return the key of the changes that decide how large the model's states are.
-
-    These are offload, quantization, bits of the states and models beside the trained one. Changes
-    of how ranks share the model, and of the micro-batch, are left out.
-    """
-    names = {HOST_KEY, STREAM_KEY, OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY, *cfg.other_model_levers}
-    return make_key({key: value for key, value in changes.items() if key in names})
 
 
 @dataclass

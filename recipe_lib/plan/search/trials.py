@@ -174,6 +174,7 @@ def _list_alive(trace: Trace) -> tuple[list[Storage], list[Storage]]:
 # Dotted key -> value.
 Changes = dict[str, Any]
 
+HOST_KEY = "memory.cpu_offload"
 STREAM_KEY = "memory.stream_layers"
 OFFLOAD_KEY = "memory.optimizer_offload"
 CHECKPOINTING_KEY = "memory.activation_checkpointing"
@@ -310,6 +311,21 @@ def format_overrides(changes: Changes) -> str:
     return " ".join(
         f"{key}={format_value(value).replace(', ', ',')}" for key, value in changes.items()
     )
+
+
+def make_key(changes: Changes) -> str:
+    """Return a key that is the same for the same changes in any order."""
+    return format_overrides(dict(sorted(changes.items())))
+
+
+def make_variant_key(cfg: Any, changes: Changes) -> str:
+    """Return the key of the changes that decide how large the model's states are.
+
+    These are offload, quantization, bits of the states and models beside the trained one. Changes
+    of how ranks share the model, and of the micro-batch, are left out.
+    """
+    names = {HOST_KEY, STREAM_KEY, OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY, *cfg.other_model_levers}
+    return make_key({key: value for key, value in changes.items() if key in names})
 
 
 def compute_usable_bytes(cfg: Any, settings: PlanSettings) -> int:

@@ -16,14 +16,19 @@ from recipe_lib.plan.search.fastest_settings import SearchResult, render_search,
 from recipe_lib.plan.search.trial_order import (
     SearchState,
     list_micro_batch_sizes,
-    make_key,
     make_leanest,
-    make_variant_key,
     run_trials,
     yield_fewer_chunks,
     yield_micro_batches,
 )
-from recipe_lib.plan.search.trials import Candidate, Changes, Estimate, apply_changes
+from recipe_lib.plan.search.trials import (
+    Candidate,
+    Changes,
+    Estimate,
+    apply_changes,
+    make_key,
+    make_variant_key,
+)
 from tests.plan.apart import build_settings, call_in_fork
 
 MIB = 2**20
