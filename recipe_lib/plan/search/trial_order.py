@@ -353,8 +353,9 @@ def yield_micro_batches(state: SearchState, base: Changes) -> TrialSequence:
 
     Kinds that recompute least are first. One that recomputes more is of use only for larger
     micro-batches than fit with those before it. Without a pipeline the largest is first, as the
-    bounds know well what activations take, and the first that fits is the fastest of its kind. In a
-    pipeline, whose fewer micro-batches wait more, sizes grow until they are slower or do not fit.
+    bounds know well what activations take, and the first that fits is taken for the fastest of its
+    kind: `yield_smaller_micro_batch` and the config as it is are tried against it. In a pipeline,
+    whose fewer micro-batches wait more, sizes grow until they are slower or do not fit.
     Once settings are planned in full, their plan decides: a sequence that is made again goes on
     where their estimate had ended it.
     """
@@ -403,7 +404,7 @@ def yield_fewer_chunks(state: SearchState, candidate: Candidate) -> TrialSequenc
 
 
 def yield_smaller_micro_batch(state: SearchState, candidate: Candidate) -> TrialSequence:
-    """Yield settings with the next smaller micro-batch: slower by little, with more room."""
+    """Yield settings with the next smaller micro-batch, which has more room and may be faster."""
     changes = candidate.changes
     size = changes.get("batch_size", state.cfg.batch_size)
     sizes = [one for one in list_micro_batch_sizes(state.cfg, changes) if one < size]

@@ -177,7 +177,8 @@ def list_tried_sizes(
     compute_seconds: of a step, by the sequences of a micro-batch.
     """
     looking = yield_micro_batches(trials, base)
-    changes, tried = next(looking), []
+    changes = next(looking)
+    tried: list[int] = []
     with contextlib.suppress(StopIteration):
         while True:
             size = changes["batch_size"]
