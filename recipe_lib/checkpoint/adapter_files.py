@@ -113,8 +113,11 @@ class AdapterFile:
             return file.get_tensor(name)
 
 
-def read_adapter(folder: Path) -> AdapterFile:
+def read_adapter(folder: Path, spec: ModelSpec | None = None) -> AdapterFile:
     """Return the adapter in a folder, without reading the data of its tensors.
+
+    spec: of the base, which says how the class of a multimodal one names its modules; None: modules
+    have the names of a text model, unless this library wrote the file.
 
     Raises CheckpointError if files are missing or broken, or hold other than an adapter's tensors.
     """
@@ -133,8 +136,9 @@ def read_adapter(folder: Path) -> AdapterFile:
     saved: dict[str, SavedTensor] = {}
     extra_names = list_saved_names(header)
     unknown_names = []
+    has_class_names = isinstance(spec, ExternalSpec) or BASE_IMPLEMENTATION in header.metadata
     for name, entry in header.tensors.items():
-        module_and_suffix = split_name(name, of_text=BASE_IMPLEMENTATION not in header.metadata)
+        module_and_suffix = split_name(name, of_text=not has_class_names)
         if get_extra_name(name) in extra_names:
             extras[get_extra_name(name)] = (name, entry)
         elif module_and_suffix is not None and ".token_adapter." not in name:
@@ -227,7 +231,9 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
     faults: list[str | None] = []
     # transformers 4 had a linear for each expert, such as `mlp.experts.3.up_proj`.
     single_experts = sorted(name for name in unknown_names if re.search(r"\.experts\.\d+\.", name))
-    modules = set(spec.layout().modules) if isinstance(spec, ExternalSpec) else set()
+    modules: set[str] = set()
+    if isinstance(spec, ExternalSpec):
+        modules.update(spec.layout().modules, spec.layout().left_out_modules)
     has_experts = getattr(spec, "mixture", None) is not None or any(
         name.endswith(".experts") for name in modules
     )
@@ -328,7 +334,7 @@ def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | N
     spec: of the model. cfg: the run's section `lora`. base: folder of the base model, compared with
     the adapter's own base where the adapter's file has its hash; None: not compared.
     """
-    adapter = read_adapter(folder)
+    adapter = read_adapter(folder, spec)
     saved = check_fits(adapter, spec)
     if saved.parameters:
         raise CheckpointError(

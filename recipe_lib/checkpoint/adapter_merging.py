@@ -36,6 +36,7 @@ from recipe_lib.checkpoint.adapter_files import (
     read_adapter,
     read_score_keys,
 )
+from recipe_lib.checkpoint.export_shards import find_carried
 from recipe_lib.checkpoint.huggingface import load_weights, make_unknown_extras_error
 from recipe_lib.checkpoint.model_export import (
     SideFiles,
@@ -166,6 +167,7 @@ def merge_adapter(
     stop_ids: Collection[int] = (),
     max_shard_bytes: int = 4 * GIB,
     card: str | None = None,
+    carries: bool = True,
 ) -> None:
     """Write the folder `out`: the base with the adapter added, computed in fp32. Collective.
 
@@ -174,26 +176,29 @@ def merge_adapter(
     0, in host memory.
 
     Args:
-        base_folder: of the base model.
-        adapter_folder: of the adapter.
-        out: folder of the merged model.
+        base_folder, adapter_folder, out: of the base, of the adapter and of the merged model.
         quantize: lora.quantize_base (`none`, `nf4`, `int8`) of the run that trained the adapter.
         dtype: of the base in that run.
         ranks: all ranks.
         implementation: of the base, see `read_trained_spec`.
         out_dtype: of the files; None: `dtype`.
-        tokenizer_folder: as for `export_model`; None: the base's.
-        chat_template, stop_ids, max_shard_bytes, card: as for `export_model`.
+        tokenizer_folder, chat_template, stop_ids, max_shard_bytes, card: as for `export_model`;
+            without a tokenizer's folder it is the base's.
+        carries: True: what the base's folder has besides the text model is in `out`, unchanged.
 
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     adapter, spec, saved = run_on_all_ranks(
         ranks, lambda: _read_checked(base_folder, adapter_folder, implementation)
     )
-    run_on_rank_0(ranks, lambda: log_left_out(spec, base_folder, topic="export"))
+    run_on_rank_0(ranks, lambda: log_left_out(spec, base_folder, topic="export", carries=carries))
     file_dtype = out_dtype or dtype
     side_files = SideFiles(
-        tokenizer_folder or base_folder, chat_template=chat_template, stop_ids=stop_ids, card=card
+        tokenizer_folder or base_folder,
+        chat_template=chat_template,
+        stop_ids=stop_ids,
+        card=card,
+        carried=find_carried(spec, base_folder) if carries else None,
     )
     if isinstance(spec, ExternalSpec):
         merge = partial(
@@ -226,7 +231,7 @@ def merge_adapter(
         file_dtype=file_dtype,
     )
     source_config = read_config(base_folder) | read_score_keys(adapter.metadata)
-    config = export_config(source_config, merged_spec, file_dtype)
+    config = export_config(source_config, merged_spec, file_dtype, side_files.carried)
     if merged_spec.vocab_size != spec.vocab_size:  # the adapter has a resized embedding
         config["vocab_size"] = merged_spec.vocab_size
     write_model(
@@ -274,6 +279,7 @@ def _read_checked(
     else:
         spec = read_trained_spec(read_config(base_folder), str(base_folder), implementation)
     check_weights(spec, base_folder)
+    adapter = read_adapter(adapter_folder, spec)
     saved = check_fits(adapter, spec)
     check_base(adapter, spec, base_folder)
     extras = {name for name, tensor in read_headers(base_folder).items() if tensor.extra}

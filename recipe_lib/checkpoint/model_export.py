@@ -1,14 +1,14 @@
 """Export a trained model as a Hugging Face folder, written tensor by tensor.
 
 A run calls `export_model` at its end. It plans the files from the model's shapes (`plan_tensors`,
-`plan_shards`), gathers one parameter at a time, and streams it to the disk from rank 0
-(`write_model`). The folder is written under a temporary name (`stage_folder`) and renamed when it
+`export_shards.plan_shards`), gathers one parameter at a time, and streams it to the disk from rank
+0 (`write_model`). The folder is written under a temporary name (`stage_folder`) and renamed when it
 is complete. "Collective": all ranks must call the function.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib import files
+from recipe_lib.checkpoint.export_shards import Carried, TensorPieces, plan_shards
 from recipe_lib.checkpoint.model_folders import INDEX, SINGLE
 from recipe_lib.checkpoint.rank_groups import (
     Holders,
@@ -37,8 +38,12 @@ from recipe_lib.checkpoint.safetensors_files import (
     PlannedTensor,
     write_tensor_file,
 )
-from recipe_lib.checkpoint.side_files import CARD, copy_tokenizer, list_tokenizer_files
-from recipe_lib.checkpoint.tensor_matching import compute_file_shapes
+from recipe_lib.checkpoint.side_files import (
+    CARD,
+    copy_tokenizer,
+    list_tokenizer_files,
+)
+from recipe_lib.checkpoint.tensor_matching import count_tensors
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.config_spelling import spell_native
@@ -49,8 +54,12 @@ from recipe_lib.models.families import (
 )
 from recipe_lib.models.language_model import get_runs, restore_file_order
 from recipe_lib.models.meta_init import list_persistent_buffers
-from recipe_lib.models.spec import Conversion, ExternalSpec, ModelSpec, has_score_head
-from recipe_lib.models.weight_names import build_weight_map, build_written_layout
+from recipe_lib.models.spec import (
+    ExternalSpec,
+    ModelSpec,
+    has_score_head,
+)
+from recipe_lib.models.weight_names import build_weight_map
 from recipe_lib.ops.dtensor_shards import gather_full
 from recipe_lib.units import MIB, name_first
 
@@ -78,6 +87,7 @@ def export_model(
     stop_ids: Collection[int] = (),
     save_extra: bool = False,
     card: str | None = None,
+    carried: Carried | None = None,
 ) -> None:
     """Write the folder `out`: safetensors files, config.json, tokenizer files. Collective.
 
@@ -99,6 +109,8 @@ def export_model(
         save_extra: write the parameters that a recipe added to the model too, which only that
             recipe can read; False: such a model is refused.
         card: text of README.md; None: none is written.
+        carried: what the export has unchanged from the folder that training began with; None:
+            nothing.
 
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
@@ -113,15 +125,30 @@ def export_model(
     extras = [name for name in planned if name not in family_names]
     if extras and not save_extra:
         raise CheckpointError(f"{out}: {describe_extra_fault(extras)}")
+    names = {name: name for name in planned}  # name in the written model -> in this one
+    text = spec.find_text_model() if isinstance(spec, ExternalSpec) else None
+    if text is not None and not (carried and carried.tensors):
+        # Without its other parts a multimodal model is written as its text model.
+        spec = text.spec
+        source_config = text.config
+        names = dict(text.names) | {name: name for name in extras}
+
+    def read(name: str) -> Iterator[torch.Tensor]:
+        return stream_parameter(model, parameters, holders, names[name])
+
     write_model(
         out,
         spec,
-        planned,
-        read=partial(stream_parameter, model, parameters, holders),
+        {name: replace(planned[ours], name=name) for name, ours in names.items()},
+        read=read,
         extras=extras,
-        config=export_config(source_config, spec, next(model.parameters()).dtype),
+        config=export_config(source_config, spec, next(model.parameters()).dtype, carried=carried),
         side_files=SideFiles(
-            tokenizer_folder, chat_template=chat_template, stop_ids=stop_ids, card=card
+            tokenizer_folder,
+            chat_template=chat_template,
+            stop_ids=stop_ids,
+            card=card,
+            carried=carried,
         ),
         max_shard_bytes=max_shard_bytes,
         world=world,
@@ -156,8 +183,11 @@ def write_model(
         reads_alone: `read` is not collective: each rank writes files of its own, to a disk that all
             ranks share.
     """
-    shards = plan_shards(spec, parameters, max_shard_bytes=max_shard_bytes, extras=extras)
-    pieces = TensorPieces(spec, read=read, parameters=parameters, extras=extras)
+    carried = side_files.carried or Carried()
+    shards = plan_shards(
+        spec, parameters, max_shard_bytes=max_shard_bytes, extras=extras, carried=carried
+    )
+    pieces = TensorPieces(spec, read=read, parameters=parameters, extras=extras, carried=carried)
     # A model with a score head needs the padding id: its readers take the score of the last token
     # before padding.
     is_scored = any(
@@ -181,7 +211,7 @@ def write_model(
                     # A chain keeps no reference to the tensor that it yielded: it is freed before
                     # the next one is gathered.
                     pieces=chain.from_iterable(
-                        pieces.read_tensor(tensor.name) for tensor in shards[name]
+                        pieces.read_tensor(tensor) for tensor in shards[name]
                     ),
                     metadata={"format": "pt"} | make_extra_metadata(extra_names),
                 )
@@ -270,129 +300,6 @@ def plan_tensors(
     }
 
 
-def plan_shards(
-    spec: ModelSpec,
-    parameters: Mapping[str, PlannedTensor],
-    max_shard_bytes: int,
-    extras: Collection[str] = (),
-) -> dict[str, list[PlannedTensor]]:
-    """Return file name -> the tensors in it, in the model's order.
-
-    Files are named as transformers does.
-
-    parameters: our name -> shape and dtype in the files. max_shard_bytes: bytes of data in a file;
-    a larger tensor has a file of its own. extras: names of the parameters that the model's family
-    does not have; they come last.
-    """
-    layout = build_written_layout(spec)
-    if layout is None:
-        entries = build_weight_map(spec)
-        shapes = compute_file_shapes(
-            entries, {name: parameter.shape for name, parameter in parameters.items()}
-        )
-        dtypes = {entry.file_name: parameters[entry.our_name].dtype for entry in entries}
-    else:
-        # The family's files have tensors that are converted from several parameters of ours.
-        shapes = dict(layout.shapes)
-        dtypes = {name: parameters[our_name].dtype for name, our_name in layout.renamed.items()}
-        dtypes |= {
-            name: parameters[conversion.names()[0]].dtype
-            for name, conversion in layout.made.items()
-        }
-    shapes |= {name: parameters[name].shape for name in extras}
-    dtypes |= {name: parameters[name].dtype for name in extras}
-    shards: list[list[PlannedTensor]] = []
-    filled_bytes = 0
-    for name, shape in shapes.items():
-        tensor = PlannedTensor(name, dtypes[name], shape)
-        if not shards or filled_bytes + tensor.num_bytes > max_shard_bytes:
-            shards.append([])
-            filled_bytes = 0
-        shards[-1].append(tensor)
-        filled_bytes += tensor.num_bytes
-    if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    return {
-        f"model-{index:05d}-of-{len(shards):05d}.safetensors": shard
-        for index, shard in enumerate(shards, start=1)
-    }
-
-
-class TensorPieces:
-    """The data of the tensors in an export's files, with one parameter in memory at a time.
-
-    Where tensors are converted from several parameters (`Conversion`), these are held together.
-    """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        read: Callable[[str], Iterator[torch.Tensor]],
-        parameters: Mapping[str, PlannedTensor],
-        extras: Collection[str],
-    ) -> None:
-        """Look up which parameters each tensor of the files is made of.
-
-        read: yields a parameter by its name on rank 0, as one tensor or as pieces of its bytes;
-        collective. parameters: our name -> shape and dtype. extras: see `plan_shards`.
-        """
-        self._read = read
-        self._parameters = parameters
-        self._layout = build_written_layout(spec)
-        self._current: Conversion | None = None  # whose results are in `_converted`
-        self._converted: dict[str, torch.Tensor] = {}  # its tensors that are not written yet
-        # Name in the file -> the parameters that it is made of, in row order.
-        self._parts: dict[str, list[str]] = {}
-        if self._layout is None:
-            for entry in sorted(build_weight_map(spec), key=lambda entry: entry.start):
-                self._parts.setdefault(entry.file_name, []).append(entry.our_name)
-        else:
-            self._parts = {name: [our_name] for name, our_name in self._layout.renamed.items()}
-        self._parts |= {name: [name] for name in extras}
-
-    def read_tensor(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a tensor's data in consecutive pieces, on rank 0. Collective."""
-        if name in self._parts:
-            for part in self._parts[name]:
-                yield from self._read(part)
-            return
-        assert self._layout is not None
-        conversion = self._layout.made[name]
-        if conversion is not self._current:
-            self._current = conversion
-            self._converted = {}  # frees the last conversion's tensors before the next are gathered
-            parameters: dict[str, torch.Tensor] = {}
-            for input_name in conversion.names():
-                parameter = self._assemble(input_name)
-                if parameter is not None:
-                    parameters[input_name] = parameter
-            if parameters:  # on rank 0; the other ranks get none
-                self._converted = conversion.convert(parameters.__getitem__)
-        if name in self._converted:
-            tensor = self._converted.pop(name)
-            # Experts `[E, o, i]` go one by one: only one of them is made contiguous at a time.
-            yield from (tensor.split(1) if tensor.dim() == 3 else (tensor,))
-
-    def _assemble(self, name: str) -> torch.Tensor | None:
-        """Return a full parameter on rank 0, None on the other ranks. Collective.
-
-        A parameter of another pipeline stage is put together from pieces of its bytes.
-        """
-        planned = self._parameters[name]
-        parameter = None
-        for piece in self._read(name):
-            if piece.shape == planned.shape:
-                parameter = piece
-                continue
-            if parameter is None:
-                parameter = torch.empty(planned.shape, dtype=planned.dtype)
-                unfilled_bytes = parameter.view(-1).view(torch.uint8)
-            unfilled_bytes[: len(piece)] = piece
-            unfilled_bytes = unfilled_bytes[len(piece) :]
-        return parameter
-
-
 @dataclass(frozen=True)
 class SideFiles:
     """The files beside the weights of an exported folder."""
@@ -405,6 +312,8 @@ class SideFiles:
     stop_ids: Collection[int] = ()
     # Text of README.md; None: none is written.
     card: str | None = None
+    # What is unchanged from the folder that training began with; None: nothing.
+    carried: Carried | None = None
 
 
 @contextmanager
@@ -434,13 +343,15 @@ def stage_folder(
     Raises StorageError or CheckpointError on every rank.
     """
     tokenizer_paths = list_tokenizer_files(side_files.tokenizer_folder)
-    temporary = Path(
-        run_on_rank_0(world, lambda: _make_temporary_folder(out, shards, tokenizer_paths))
-    )
+    processor_paths = side_files.carried.processor_files if side_files.carried else ()
+    copied = [*tokenizer_paths, *processor_paths]
+    temporary = Path(run_on_rank_0(world, lambda: _make_temporary_folder(out, shards, copied)))
 
     def finish() -> None:
         for name, content in contents.items():
             files.write_json(temporary / name, content)
+        for path in processor_paths:
+            files.copy_file(path, temporary / path.name)
         copy_tokenizer(
             temporary,
             tokenizer_paths,
@@ -449,7 +360,8 @@ def stage_folder(
             pad_id=pad_id,
         )
         if side_files.card is not None:
-            files.write_bytes(temporary / CARD, side_files.card.encode())
+            card = side_files.card + _describe_copies(chain.from_iterable(shards.values()))
+            files.write_bytes(temporary / CARD, card.encode())
         publish(temporary, out)
 
     try:
@@ -459,6 +371,14 @@ def stage_folder(
         if world.rank == 0:
             files.discard(temporary)
         raise
+
+
+def _describe_copies(tensors: Iterable[PlannedTensor]) -> str:
+    """Return the card's section on tensors that are copied from the base; empty if none is."""
+    copies = {tensor.name: tensor.source for tensor in tensors if tensor.source is not None}
+    if not copies:
+        return ""
+    return f"\n## Unchanged\n\nCopied from the base: {count_tensors(copies, copies)}.\n"
 
 
 def _make_temporary_folder(
@@ -524,17 +444,21 @@ def list_model_files(
 
 
 def export_config(
-    source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype
+    source_config: dict[str, Any],
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    carried: Carried | None = None,
 ) -> dict[str, Any]:
     """Return the config.json of an export.
 
     source_config: the config.json that the spec was read from. dtype: of the exported weights.
+    carried: what the export has besides the text model.
     """
-    is_external = isinstance(spec, ExternalSpec)
-    # Of a multimodal model only the text model is trained and written.
-    source = source_config if is_external else get_text_config(source_config)
+    # Without its other parts a multimodal model is written as its text model.
+    is_whole = isinstance(spec, ExternalSpec) or bool(carried and carried.tensors)
+    source = source_config if is_whole else get_text_config(source_config)
     config = {key: value for key, value in source.items() if key not in _DROPPED_KEYS}
-    if not is_external:
+    if not is_whole:
         causal_class = FAMILIES[spec.family].architectures[0]
         config["architectures"] = [
             get_score_architecture(spec) if has_score_head(spec) else causal_class

@@ -32,6 +32,11 @@ QUANTIZED_KINDS = ("int4", "int8")  # types of weights for `tune export --quanti
 GROUP_SIZE = 32  # by default, weights of a row that share a scale in int4
 
 
+def has_weights(folder: Path) -> bool:
+    """Return True if a folder has weights, or an index of them; False: its config.json at most."""
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+
+
 def find_weights(folder: Path) -> dict[str, str]:
     """Return tensor -> name of its file, as the folder's index has them.
 

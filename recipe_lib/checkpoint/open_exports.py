@@ -157,7 +157,7 @@ def load_model_with_adapter(
 
     Raises CheckpointError if the adapter does not fit the base.
     """
-    adapter = read_adapter(folder)
+    adapter = read_adapter(folder, spec)
     check_fits(adapter, spec)
     cfg = make_adapter_settings(adapter, spec)
     cfg.quantize_base = storage or cfg.quantize_base
@@ -230,7 +230,7 @@ def check_with_peft(
     Raises CheckpointError if PEFT does not open the adapter, or computes other logits. Where the
     check is not possible, the line says why.
     """
-    adapter = read_adapter(folder)
+    adapter = read_adapter(folder, spec)
     # transformers computes norms and rotary embeddings in fp32 even for a model in fp64.
     dtype = torch.float32 if dtype == torch.float64 else dtype
     why_not = _why_not_opened(

@@ -113,7 +113,7 @@ def load_adapter(
 
     Raises CheckpointError if the adapter does not fit the model, or lacks one of its modules.
     """
-    adapter = read_adapter(folder)
+    adapter = read_adapter(folder, spec)
     saved = check_fits(adapter, spec)
     if isinstance(model, LanguageModel):
         saved.put_into(model)
@@ -444,7 +444,9 @@ def _choose_target_modules(
     ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules if not module.parameter})
     if isinstance(spec, ExternalSpec):
         names = {module.name for module in modules}
-        unadapted_names = set(spec.layout().modules) - names
+        # PEFT opens the adapter on the class with all its parts.
+        layout = spec.layout()
+        unadapted_names = {*layout.modules, *layout.left_out_modules} - names
         # Full names if PEFT would otherwise adapt another module whose name ends so.
         if any(name.rpartition(".")[2] in ends for name in unadapted_names):
             return sorted(names)

@@ -9,8 +9,9 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,45 @@ class FileTensor:
     file: Path
     entry: TensorEntry
     extra: bool = False  # a parameter that a recipe added: the model's family does not have it
+
+    @property
+    def num_bytes(self) -> int:
+        return self.entry.end - self.entry.start
+
+    @contextmanager
+    def open_data(self, offset: int = 0) -> Iterator[BufferedReader]:
+        """Open the file at a byte of the tensor's data."""
+        with open_regular(self.file) as file:
+            (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
+            file.seek(_LENGTH_BYTES + length + self.entry.start + offset)
+            yield file
+
+    def stream(self) -> Iterator[torch.Tensor]:
+        """Yield the tensor's bytes, uint8 `[n]`, a few MiB at a time, whatever its type."""
+        with self.open_data() as file:
+            for start in range(0, self.num_bytes, CHUNK_BYTES):
+                chunk = file.read(min(CHUNK_BYTES, self.num_bytes - start))
+                yield torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
+
+    def fill(self, local: torch.Tensor, offsets: tuple[int, ...]) -> bool:
+        """Read the tensor, or rows of it, straight into memory that they have the layout of.
+
+        A mapped file would be resident beside the copy. Returns False if the layout differs.
+
+        local: what is filled. offsets: where it begins in the tensor, by dimension.
+        """
+        shape = self.entry.shape
+        is_same = local.device.type == "cpu" and local.dtype == DTYPES.get(self.entry.dtype)
+        if not is_same or not local.is_contiguous() or local.shape[1:] != shape[1:]:
+            return False
+        first_row = offsets[0] if offsets else 0
+        row_bytes = self.num_bytes // shape[0] if shape else 0
+        with self.open_data(first_row * row_bytes) as file:
+            memory = local.detach().view(-1).view(torch.uint8).numpy()
+            is_full = file.readinto(memory) == local.nbytes
+        # As after any write in place: who looks for what was filled goes by the version.
+        torch.autograd.graph.increment_version(local)
+        return is_full
 
 
 @dataclass(frozen=True)
@@ -190,6 +230,10 @@ class Reader(ExitStack):
     def read(self, name: str) -> torch.Tensor:
         return self._open(name).get_tensor(name)
 
+    def fill(self, name: str, local: torch.Tensor, offsets: tuple[int, ...]) -> bool:
+        """Fill a part of a parameter as `FileTensor.fill` does."""
+        return self._tensors[name].fill(local, offsets)
+
     def get_slice(self, name: str) -> Any:
         """Return the tensor's slices, none of which is read yet."""
         return self._open(name).get_slice(name)
@@ -246,9 +290,13 @@ class PlannedTensor:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    # The tensor whose bytes are copied, and whose type is that of the copy; None: it is no copy.
+    source: FileTensor | None = None
 
     @property
     def num_bytes(self) -> int:
+        if self.source is not None:
+            return self.source.num_bytes
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -285,7 +333,7 @@ def _make_header(plan: Sequence[PlannedTensor], metadata: dict[str, str]) -> byt
     for tensor in plan:
         end = position + tensor.num_bytes
         fields[tensor.name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
+            "dtype": tensor.source.entry.dtype if tensor.source else DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [position, end],
         }

@@ -53,6 +53,15 @@ SETTINGS_FILES = (
     "chat_template.json",
     GENERATION,
 )
+# Files that transformers opens beside the weights: settings by which images, video and audio are
+# prepared, and the voices of Qwen2.5-Omni. They are copied, not read.
+PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "audio_preprocessor_config.json",
+    "spk_dict.pt",
+)
 _TEMPLATES = (CHAT_TEMPLATE, "chat_template.json")  # files that hold nothing but a chat template
 _ANY_CLASS = "PreTrainedTokenizerFast"  # transformers' class that takes tokenizer.json as it is
 
@@ -68,14 +77,23 @@ def list_tokenizer_files(source: Path | None) -> list[Path]:
         return []
     folder = source.parent if source.is_file() else source
     names = SETTINGS_FILES if source.is_file() else (*TOKENIZER_FILES, *SETTINGS_FILES)
-    paths = [source] if source.is_file() else []
+    first = [source] if source.is_file() else []
+    return _list_copied(first + [folder / name for name in names if folder / name != source])
+
+
+def list_processor_files(folder: Path) -> list[Path]:
+    """Return the processor's files of a model's folder, to copy into an export.
+
+    Raises DataError as `list_tokenizer_files` does.
+    """
+    return _list_copied([folder / name for name in PROCESSOR_FILES])
+
+
+def _list_copied(paths: Sequence[Path]) -> list[Path]:
+    """Return those of the paths that exist; raise DataError for one that cannot be copied."""
     # lexists: exists would pass over a broken link, which must be an error.
-    paths += [
-        folder / name
-        for name in names
-        if os.path.lexists(folder / name) and folder / name != source
-    ]
-    for path in paths:
+    existing = [path for path in paths if os.path.lexists(path)]
+    for path in existing:
         try:
             with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -83,7 +101,7 @@ def list_tokenizer_files(source: Path | None) -> list[Path]:
             raise DataError(f"{path}: {error.strerror}; {suggest_remedy(error)}") from error
         if size > JSON_LIMIT:
             raise DataError(f"{path}: is larger than {format_bytes(JSON_LIMIT)}; name another file")
-    return paths
+    return existing
 
 
 def copy_tokenizer(

@@ -28,8 +28,16 @@ from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.logs import get_logger
 from recipe_lib.models import count_head_labels, read_config
-from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec, list_weight_files
+from recipe_lib.models.spec import (
+    SCORE,
+    DecoderSpec,
+    ExternalSpec,
+    ModelSpec,
+    list_weight_files,
+)
 from recipe_lib.models.weight_names import (
+    COMPUTED,
+    SCORED,
     WeightEntry,
     build_weight_map,
     compute_parameter_shapes,
@@ -52,6 +60,7 @@ _LEAVE_OUT = "if the model does not need it, leave it out of a copy of the folde
 _FP8 = "F8_E4M3"  # the file's type of FP8 weights
 _MXFP4 = "U8"  # the file's type of MXFP4 blocks: two codes in a byte
 _BLOCKS = ("gate_up_proj_blocks", "down_proj_blocks")  # ends of the names of MXFP4 blocks
+_SAME_NUMBERS = "the same numbers as"  # begins the reason why another name of a weight is not read
 _ORIGINAL = "take the checkpoint that this one was made from"  # end of an error line
 Converted = TypeVar("Converted")  # a tensor, or its shape
 
@@ -189,10 +198,11 @@ def _explain_unused(
 
     used: names of the tensors that parameters are read from.
     """
+    names = [name for name in sorted(tensors.keys() - used) if not tensors[name].extra]
+    unread = spec.explain_unread(tensors) if isinstance(spec, ExternalSpec) and names else {}
     return {
-        name: why_left_out(spec, name, len(tensors[name].entry.shape))
-        for name in sorted(tensors.keys() - used)
-        if not tensors[name].extra
+        name: why_left_out(spec, name, len(tensors[name].entry.shape)) or unread.get(name)
+        for name in names
     }
 
 
@@ -220,8 +230,47 @@ def _check_copy(
     )
 
 
+def list_carried(spec: ModelSpec, folder: Path) -> dict[str, FileTensor]:
+    """Return the tensors of a checked folder that an export has unchanged, by name.
+
+    The model does not read them, but a program that reads the export may: parts that text does not
+    run through, further layers, heads that predict several tokens.
+    """
+    tensors = read_headers(folder)
+    groups = _group_unread(spec, tensors)
+    return {
+        name: tensors[name]
+        for reason, names in groups.items()
+        if _is_carried(reason)
+        for name in names
+    }
+
+
+def _group_unread(spec: ModelSpec, tensors: Mapping[str, FileTensor]) -> dict[str, list[str]]:
+    """Return reason -> names of the tensors of a checked folder that are not read for it."""
+    entries = build_weight_map(spec, [name for name in tensors if not tensors[name].extra])
+    names_by_reason: dict[str, list[str]] = defaultdict(list)
+    for copy, entry in find_tied_copies(spec, entries, tensors).items():
+        names_by_reason[f"{_SAME_NUMBERS} {entry.file_name}"].append(copy)
+    used = set(chain.from_iterable(map(_list_file_names, entries)))
+    used.update(*names_by_reason.values())
+    for name, reason in _explain_unused(spec, tensors, used).items():
+        if reason is not None:
+            names_by_reason[reason].append(name)
+    return names_by_reason
+
+
+def _is_carried(reason: str) -> bool:
+    """Return True if tensors that are not read for this reason go into the export."""
+    return reason not in (COMPUTED, SCORED) and not reason.startswith(_SAME_NUMBERS)
+
+
 def log_left_out(
-    spec: ModelSpec, folder: Path, topic: str, tensors: Mapping[str, FileTensor] | None = None
+    spec: ModelSpec,
+    folder: Path,
+    topic: str,
+    tensors: Mapping[str, FileTensor] | None = None,
+    carries: bool = False,
 ) -> None:
     """Log which tensors and files of a checked folder are not used.
 
@@ -229,32 +278,33 @@ def log_left_out(
     for buffers that keep their first values.
 
     topic: begins the lines: `model` where it is loaded, `export` where it is written. tensors: as
-    `read_headers` returns them; None: they are read.
+    `read_headers` returns them; None: they are read. carries: True: the export has the tensors of
+    `list_carried`.
     """
     tensors = read_headers(folder) if tensors is None else tensors
-    entries = build_weight_map(spec, [name for name in tensors if not tensors[name].extra])
-    names_by_reason: dict[str, list[str]] = defaultdict(list)
-    for copy, entry in find_tied_copies(spec, entries, tensors).items():
-        names_by_reason[f"the same numbers as {entry.file_name}"].append(copy)
-    used = set(chain.from_iterable(map(_list_file_names, entries)))
-    used.update(*names_by_reason.values())
-    for name, reason in _explain_unused(spec, tensors, used).items():
-        if reason is not None:
-            names_by_reason[reason].append(name)
-    for reason, names in names_by_reason.items():
-        size = sum(tensors[name].entry.end - tensors[name].entry.start for name in names)
-        names_text = f"{_shorten(names)} ({pluralize(len(names), 'tensor')}, {format_bytes(size)})"
-        get_logger().info("%s: left out: %s: %s", topic, names_text, reason)
+    carried: dict[str, str] = {}  # name of a tensor that the export has -> why it is not read
+    for reason, names in _group_unread(spec, tensors).items():
+        if carries and _is_carried(reason):
+            carried |= dict.fromkeys(names, reason)
+            continue
+        get_logger().info("%s: left out: %s: %s", topic, count_tensors(names, tensors), reason)
+    if carried:
+        reasons = "; ".join(dict.fromkeys(carried.values()))
+        text = count_tensors(carried, tensors)
+        get_logger().info("%s: carried unchanged: %s: %s", topic, text, reasons)
     read_names = {tensor.file.name for tensor in tensors.values()}
     unread = [name for name in list_weight_files(folder) if name not in read_names]
     if unread:
-        get_logger().info("%s: not read: %s: other files have the weights", topic, _shorten(unread))
+        get_logger().info(
+            "%s: not read: %s: other files have the weights", topic, shorten_names(unread)
+        )
+    entries = build_weight_map(spec, [name for name in tensors if not tensors[name].extra])
     missing_buffers = sorted(get_buffer_names(spec) - {entry.our_name for entry in entries})
     if missing_buffers:
         get_logger().info(
             "%s: not in the files: %s (%d): keep their first values",
             topic,
-            _shorten(missing_buffers),
+            shorten_names(missing_buffers),
             len(missing_buffers),
         )
 
@@ -266,7 +316,13 @@ def _list_file_names(entry: WeightEntry) -> Collection[str]:
     return [entry.file_name] if entry.view is None else entry.view.tensors()
 
 
-def _shorten(names: Collection[str]) -> str:
+def count_tensors(names: Collection[str], tensors: Mapping[str, FileTensor]) -> str:
+    """Return `model.visual.* (351 tensors, 1.07 GiB)`."""
+    size = sum(tensors[name].num_bytes for name in names)
+    return f"{shorten_names(names)} ({pluralize(len(names), 'tensor')}, {format_bytes(size)})"
+
+
+def shorten_names(names: Collection[str]) -> str:
     """Return names as text for one line: with `*` for numbers, and of many only the first part."""
     short_names = sorted({show(re.sub(r"\.\d+(?=\.)", ".*", name)) for name in names})
     if len(short_names) > 3:

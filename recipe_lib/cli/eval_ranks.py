@@ -18,7 +18,7 @@ import torch
 
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.cli.arguments import check_output_folder
-from recipe_lib.cli.export_trained import find_run
+from recipe_lib.cli.export_source import find_run
 from recipe_lib.cli.recipes import load_run_config
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig, load_config
 from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER, CONFIG_FILE

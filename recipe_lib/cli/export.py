@@ -87,7 +87,8 @@ def run(words: list[str]) -> int:
 
         (export_gguf if arguments.gguf else export_quantized)(arguments)
     else:
-        from recipe_lib.cli.export_trained import export_adapted, export_hf, find_export_source
+        from recipe_lib.cli.export_source import find_export_source
+        from recipe_lib.cli.export_trained import export_adapted, export_hf
 
         (export_hf if arguments.hf else export_adapted)(find_export_source(arguments), arguments)
     return DONE

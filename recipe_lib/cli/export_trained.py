@@ -1,30 +1,28 @@
 """Export trained weights for `tune export`: an adapter, an adapter merged into its base, a model.
 
-cli/export.py calls `find_export_source(arguments)` for what CHECKPOINT names, then `export_hf` (all
-weights) or `export_adapted`, which load what they wrote and compare its logits with the trained
-model's. A state is a folder to resume from, state/step_N; `arguments` is the parsed command line.
+cli/export.py calls `export_source.find_export_source` for what CHECKPOINT names, then `export_hf`
+(all weights) or `export_adapted`, which load what they wrote and compare its logits with the
+trained model's. `arguments` is the parsed command line.
 """
 
 import argparse
 import os
 import tempfile
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from recipe_lib.checkpoint.adapter_config import read_adapter_config
 from recipe_lib.checkpoint.adapter_files import (
     BASE_DTYPE,
-    BASE_IMPLEMENTATION,
     BASE_STORAGE,
     check_base,
     check_fits,
     read_adapter,
 )
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
-from recipe_lib.checkpoint.huggingface import check_weights, find_adapter_base, find_checkpoint
+from recipe_lib.checkpoint.export_shards import find_carried
+from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.checkpoint.model_export import export_model
 from recipe_lib.checkpoint.open_exports import (
     Comparison,
@@ -38,11 +36,9 @@ from recipe_lib.checkpoint.open_exports import (
 )
 from recipe_lib.checkpoint.peft_folders import compute_file_rank, export_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
-from recipe_lib.checkpoint.resumable_state import find_state, has_adapters, load_state
+from recipe_lib.checkpoint.resumable_state import has_adapters, load_state
 from recipe_lib.checkpoint.run_files import (
-    find_best_state,
     parse_step,
-    read_record,
     read_state_json,
 )
 from recipe_lib.checkpoint.side_files import (
@@ -52,16 +48,10 @@ from recipe_lib.checkpoint.side_files import (
     make_model_card,
 )
 from recipe_lib.checkpoint.tensor_matching import log_left_out
-from recipe_lib.cli.recipes import load_run_config
+from recipe_lib.cli.export_source import ExportSource, find_base, get_implementation
 from recipe_lib.config import LoraConfig
 from recipe_lib.config.local_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_FOLDER,
     BEST_FOLDER,
-    CONFIG_FILE,
-    MODEL_FOLDER,
-    STATE_FOLDER,
-    STATE_MANIFEST,
     resolve_base_name,
 )
 from recipe_lib.config.suggest import show
@@ -83,6 +73,7 @@ from recipe_lib.reading import find_object
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.training.export_model import (
     ANYWHERE,
+    find_unserved_parts,
     format_merge_command,
     list_adapter_commands,
     list_model_commands,
@@ -91,146 +82,6 @@ from recipe_lib.training.export_model import (
 )
 from recipe_lib.training.records import SUMMARY_FILE
 from recipe_lib.units import GIB
-
-
-@dataclass(frozen=True)
-class ExportSource:
-    """The adapter or the state that CHECKPOINT names; of a run, the one to export."""
-
-    run: Path | None = None  # output_dir of the run that it is in; None: it is in no run's folder
-    cfg: Any = None  # config of the run that made it; None: not known
-    records: Path | None = None  # folder with that config and the run's metrics; None: not known
-    # One of these two is set, once it is found.
-    adapter: Path | None = None  # the adapter's folder; None: it is a state
-    state: Path | None = None  # the state's folder; None: it is an adapter
-
-
-def find_run(name: str) -> Path | None:
-    """Return a run's output_dir, given itself or its model/ or adapter/; None for other folders."""
-    folder = Path(name).expanduser()
-    if (folder / CONFIG_FILE).is_file():
-        return folder
-    if (
-        folder.absolute().name in (MODEL_FOLDER, ADAPTER_FOLDER)
-        and (folder.absolute().parent / CONFIG_FILE).is_file()
-    ):
-        return folder.absolute().parent
-    return None
-
-
-def find_export_source(arguments: argparse.Namespace) -> ExportSource:
-    """Find the adapter or state that CHECKPOINT names; verify the hashes of a state.
-
-    Of a run it is the exported adapter, else (and with --hf) the best or newest state. Raises
-    CheckpointError if there is none or it is damaged, ConfigError for an invalid config of the run.
-    """
-    path = Path(arguments.checkpoint).expanduser()
-    # `.` and `..` have no name and no parent to find their run by.
-    path = path.resolve() if path.name in ("", "..") else path
-    name = show(arguments.checkpoint)
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{name}: no such folder; expected a run's output_dir, a state/step_N, or an adapter"
-        )
-    if (path / ADAPTER_CONFIG).is_file():
-        # The run's records tell of the adapter in its adapter/, not of a copy under another name.
-        source = _open_run(path.parent, arguments, adapter=path.name == ADAPTER_FOLDER)
-        return replace(source, adapter=path)
-    if (path / STATE_MANIFEST).is_file():  # in each state: its files with their hashes
-        # OUTPUT_DIR/state/step_N, or OUTPUT_DIR/state/best/step_N.
-        is_best = path.absolute().parent.name == BEST_FOLDER
-        folder = path.parent.parent.parent if is_best else path.parent.parent
-        source = _open_run(folder, arguments)
-        if source.cfg is None:
-            raise CheckpointError(
-                f"{name}: {CONFIG_FILE} of its run is missing; expected the state inside its"
-                " output_dir"
-            )
-        return replace(source, state=find_state(path.parent, str(path), SingleRank()))
-    source = _open_run(path, arguments)
-    if source.run is None:
-        is_model = (path / "config.json").is_file()
-        reason = "is a model folder already" if is_model else "is no run, state or adapter"
-        raise CheckpointError(
-            f"{name}: {reason}; expected a run's output_dir, a state/step_N, or an adapter's folder"
-        )
-    adapter = path / ADAPTER_FOLDER
-    has_adapter = (adapter / ADAPTER_CONFIG).is_file()
-    if has_adapter and not arguments.hf:
-        source = _open_run(path, arguments, adapter=True)
-        states = {  # time of writing -> folder
-            file.stat().st_mtime: file.parent
-            for file in path.glob(f"{STATE_FOLDER}/step_*/{STATE_MANIFEST}")
-        }
-        # Newer states: the run was resumed after it exported its adapter, and has not ended.
-        if states and max(states) > (adapter / ADAPTER_CONFIG).stat().st_mtime:
-            print_wrapped(
-                f"note: {states[max(states)]} is newer than {adapter}, which is taken; name the"
-                " state to export it"
-            )
-        return replace(source, adapter=adapter)
-    has_states = (path / STATE_FOLDER).is_dir()
-    state = _find_state_of_run(path / STATE_FOLDER, source.cfg) if has_states else None
-    if state is None:
-        reason = (
-            "holds neither an adapter nor a state; run it again, with checkpoint.save_every_n_steps"
-            " to have states"
-        )
-        if (path / MODEL_FOLDER / "config.json").is_file():
-            reason = (
-                f"has no state to export; {path / MODEL_FOLDER} is its trained model, exported"
-                " already"
-            )
-        elif has_adapter:
-            reason = "is a run of adapters; --hf is for runs that trained all weights, use --merge"
-        raise CheckpointError(f"{name}: {reason}")
-    return replace(source, state=state)
-
-
-def _open_run(folder: Path, arguments: argparse.Namespace, adapter: bool = False) -> ExportSource:
-    """Return a source with a run's folder, config and records, still without what to export.
-
-    It is empty for a folder without a run's config. adapter: return the records of the run that
-    made the folder's adapter, which may be an earlier run in the same folder.
-    """
-    records = folder
-    output_record = read_record(folder) if adapter else None
-    # `earlier`: exports that a later run in this folder has not replaced yet. `kept`: where the
-    # records of the run that made them are now.
-    if output_record is not None and ADAPTER_FOLDER in output_record.earlier and output_record.kept:
-        records = folder / output_record.kept[0]
-        print_wrapped(
-            f"note: {folder / ADAPTER_FOLDER} is of the run before the one in {folder}; see"
-            f" {records}"
-        )
-    if not (records / CONFIG_FILE).is_file():
-        return ExportSource()
-    cfg = load_run_config(records / CONFIG_FILE, arguments.recipe)
-    return ExportSource(run=folder, cfg=cfg, records=records)
-
-
-def _find_state_of_run(root: Path, cfg: Any) -> Path | None:
-    """Return the best state of a run with checkpoint.keep_best, else the newest; None: no state."""
-    best = find_best_state(root) if cfg.checkpoint.keep_best else None
-    if best is None:
-        return find_state(root, "latest", SingleRank())
-    print_wrapped(f"note: {best} is the best step of the run, and is taken")
-    for manifest in root.glob(f"{BEST_FOLDER}/step_*/{STATE_MANIFEST}"):
-        path = manifest.parent
-        if path != best and path.stat().st_mtime > best.stat().st_mtime:
-            print_wrapped(
-                f"note: {path} is newer, of steps after the last state; name it to export it"
-            )
-    return find_state(best.parent, str(best), SingleRank())
-
-
-def get_implementation(source: ExportSource) -> str | None:
-    """Return the `model.implementation` of the run or of the adapter's file; None: not known."""
-    if source.cfg is not None:
-        return str(source.cfg.model.implementation)
-    if source.adapter is None:
-        return None
-    return read_adapter(source.adapter).metadata.get(BASE_IMPLEMENTATION)
 
 
 def build_export_arguments(
@@ -279,7 +130,7 @@ def _build_arguments_without_run(
 ) -> dict[str, Any]:
     """Return the arguments `tokenizer_folder` and `card` for an adapter whose run is not known."""
     assert source.adapter is not None and base is not None
-    adapter = read_adapter(source.adapter)
+    adapter = read_adapter(source.adapter, spec)
     lora = make_adapter_settings(adapter, spec)
     base_name = resolve_base_name(adapter.config.base, base)
     commands = _list_commands(
@@ -308,30 +159,13 @@ def _list_commands(
     if adapter is None:
         return list_model_commands(ANYWHERE)
     return list_adapter_commands(
-        ANYWHERE, base, adapter, rank=compute_file_rank(spec, adapter), template=template
+        ANYWHERE,
+        base,
+        adapter,
+        rank=compute_file_rank(spec, adapter),
+        served=not any(part.is_refused for part in find_unserved_parts(spec, adapter)),
+        template=template,
     )
-
-
-def find_base(source: ExportSource, arguments: argparse.Namespace) -> Path:
-    """Return the base's folder: by --base, else by the adapter's files, else by the run's config.
-
-    Raises CheckpointError if none of them names one, or it is not on this machine.
-    """
-    if arguments.base:
-        return find_checkpoint(arguments.base)
-    # The adapter's file names the base independently of the current folder; the config may have a
-    # path relative to where the run was started.
-    name = "" if source.adapter is None else read_adapter_config(source.adapter).base
-    if source.cfg is not None and not name:
-        model = source.cfg.model
-        return find_adapter_base(
-            arguments.checkpoint, model.path or str(model.preset), is_preset=not model.path
-        )
-    if not name:
-        raise CheckpointError(
-            f"{show(arguments.checkpoint)}: adapter_config.json names no base; give it with --base"
-        )
-    return find_adapter_base(arguments.checkpoint, name)
 
 
 def write_merged(
@@ -359,6 +193,7 @@ def write_merged(
         out_dtype=out_dtype,
         ranks=SingleRank(),
         implementation=implementation,
+        carries=source.cfg is None or source.cfg.checkpoint.carry,
         **build_export_arguments(source, base, spec, is_adapter=False),
     )
 
@@ -411,11 +246,14 @@ def export_hf(source: ExportSource, arguments: argparse.Namespace) -> None:
         max_shard_bytes=int(cfg.checkpoint.max_shard_gib * GIB),
         world=SingleRank(),
         **build_export_arguments(source, base, spec, is_adapter=False),
+        carried=find_carried(spec, base) if base and cfg.checkpoint.carry else None,
     )
     if base:
-        log_left_out(spec, base, "export")
+        log_left_out(spec, base, "export", carries=cfg.checkpoint.carry)
     expected = compute_prompt_logits(model)
     del model  # before the exported one is loaded: both may not fit
+    # Another spec than that of the base if the text model alone was exported.
+    spec = read_trained_spec(read_config(out), str(out), cfg.model.implementation)
     logits = compute_prompt_logits(load_model(spec, folder=out, dtype=dtype, device=device))
     report_comparison(f"model: {out}", compare_logits(expected, logits), dtype=dtype, out=out)
     print_wrapped(
@@ -448,7 +286,7 @@ def export_adapted(source: ExportSource, arguments: argparse.Namespace) -> None:
     if (
         writes_adapter
         and source.adapter is not None
-        and (parts := check_fits(read_adapter(source.adapter), spec).parameters)
+        and (parts := check_fits(read_adapter(source.adapter, spec), spec).parameters)
     ):
         raise CheckpointError(
             f"{source.adapter}: brings {min(parts)} of its base along, which --adapter would not"
@@ -490,7 +328,7 @@ def _load_trained_model(
         load_state(source.state, model=model, optimizer=None, world=SingleRank())
         return model, dtype
     assert source.adapter is not None
-    adapter = read_adapter(source.adapter)
+    adapter = read_adapter(source.adapter, spec)
     check_fits(adapter, spec)
     check_base(adapter, spec, base)
     dtype = choose_dtype(DTYPE_NAMES.get(adapter.metadata.get(BASE_DTYPE, ""), "auto"), config)
@@ -514,7 +352,7 @@ def _write_adapter(
         base_name = str(source.cfg.model.path)
     else:
         assert source.adapter is not None
-        adapter = read_adapter(source.adapter)
+        adapter = read_adapter(source.adapter, spec)
         lora = make_adapter_settings(adapter, spec)
         base_name = adapter.config.base
     export_adapter(
@@ -547,7 +385,7 @@ def _check_adapter(
     model, filled = load_model_with_adapter(
         adapter, spec=spec, base=base, dtype=dtype, device=device
     )
-    adapter_file = read_adapter(adapter)
+    adapter_file = read_adapter(adapter, spec)
     print_wrapped(
         f"check: {filled} modules have their adapter, none of {len(adapter_file.tensors)} in the"
         " file is left over"
@@ -569,17 +407,21 @@ def _check_adapter(
 def _print_next_commands(
     source: ExportSource, arguments: argparse.Namespace, *, spec: ModelSpec, adapter: Path
 ) -> None:
-    adapter_file = read_adapter(adapter)
+    adapter_file = read_adapter(adapter, spec)
     # `extras`: parameters that a recipe added, which vLLM and PEFT cannot load.
     if adapter_file.extras:
         return
     lora = make_adapter_settings(adapter_file, spec)
     base_name = adapter_file.config.base
+    unserved = find_unserved_parts(spec, lora)
+    for part in unserved:
+        print_wrapped(f"note: {part.text}")
     commands = list_adapter_commands(
         adapter,
         arguments.base or base_name,
         lora,
         rank=lora.rank,
+        served=not any(part.is_refused for part in unserved),
         with_base=bool(arguments.base) and os.path.abspath(arguments.base) != base_name,
         template=(adapter / CHAT_TEMPLATE).is_file(),
     )

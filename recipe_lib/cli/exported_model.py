@@ -18,12 +18,8 @@ from recipe_lib.checkpoint.model_folders import ADAPTER_KINDS, GROUP_SIZE
 from recipe_lib.checkpoint.open_exports import check_quantizable, write_quantized
 from recipe_lib.checkpoint.tensor_matching import log_left_out
 from recipe_lib.cli.arguments import check_output_path
-from recipe_lib.cli.export_trained import (
-    find_base,
-    find_export_source,
-    find_run,
-    write_merged,
-)
+from recipe_lib.cli.export_source import find_base, find_export_source, find_run
+from recipe_lib.cli.export_trained import write_merged
 from recipe_lib.config.convert_values import is_null
 from recipe_lib.config.local_files import ADAPTER_CONFIG, CONFIG_FILE, MODEL_FOLDER, is_hub_snapshot
 from recipe_lib.config.read_yaml import read_file

@@ -19,14 +19,17 @@ DESCRIPTION = """Lists the recipes and the configs of each, with the memory that
 to reserve.
 
   tune ls qwen3 8B lora     configs whose name has all these words
+  tune ls 2x24GB lora       those that are planned to fit 2 GPUs of 24 GB; 24GB: one of them
   tune ls dpo_distributed   those of a recipe"""
 
 # Groups: reserved memory, its unit, number of ranks.
 _PLANNED = re.compile(
     r"Planned peak of a rank: [\d.]+ \w+ active, ([\d.]+) (\w+) reserved \((\d+) ranks?,"
 )
-# Such as `Meant for 1 GPU of 24 GB:`.
+# Such as `Meant for 1 GPU of 24 GB, or 1 of 16 GB:`.
 _INTENDED_GPUS = re.compile(r"Meant for ([^:]+):")
+_GPUS = re.compile(r"(\d+)(?: GPUs?)? of (\d+) GB")  # groups: number of GPUs, GB of each
+_ROOM = re.compile(r"(?:(\d+)x)?(\d+)GB", re.IGNORECASE)  # a word such as 2x24GB or 24GB
 
 PARSER = Parser(
     "ls",
@@ -47,7 +50,9 @@ def run(words: list[str]) -> int:
     filters = [word for word in words if word not in recipes]
     configs_by_recipe: dict[str, list[str]] = {}
     for name, configs in list_configs().items():
-        matches = [config for config in configs if all(is_match(config, word) for word in filters)]
+        matches = [
+            config for config in configs if all(_is_listed(config, word) for word in filters)
+        ]
         # A recipe without configs is listed too, unless configs were asked for.
         if name in (recipes or list_recipes()) and (matches or not filters):
             configs_by_recipe[name] = matches
@@ -67,6 +72,16 @@ def run(words: list[str]) -> int:
             memory = read_planned_memory(get_configs_folder() / f"{config}.yaml")
             print(f"  {config:{width}}  {memory}".rstrip())
     return DONE
+
+
+def _is_listed(config: str, word: str) -> bool:
+    """Return True if a config fits the GPUs that a word names, or its name has the word."""
+    room = _ROOM.fullmatch(word)
+    if room is None:
+        return is_match(config, word)
+    num_gpus = int(room[1] or 1)
+    planned = _GPUS.findall(read_planned_memory(get_configs_folder() / f"{config}.yaml"))
+    return any(int(count) <= num_gpus and int(size) <= int(room[2]) for count, size in planned)
 
 
 def is_match(config: str, word: str) -> bool:
@@ -103,7 +118,7 @@ def _describe_no_match(words: Sequence[str]) -> str:
     # Suggestions are parts of names, such as a family or a size, and never a whole name.
     parts = set(chain.from_iterable(map(_split_name, names))).difference(names)
     unknown = next(
-        (word for word in words if not any(is_match(name, word) for name in names)), None
+        (word for word in words if not any(_is_listed(name, word) for name in names)), None
     )
     if unknown is None:
         return f"no config has {' and '.join(show(word) for word in words)}; `tune ls` lists all"

@@ -30,7 +30,7 @@ from recipe_lib.cli.plan_request import (
 )
 from recipe_lib.cli.plan_request import PARSER as PARSER  # each verb's module has its PARSER
 from recipe_lib.cli.recipes import RecipeFile, find_config_recipe
-from recipe_lib.cli.start_checks import check_start
+from recipe_lib.cli.start_checks import check_model, check_start
 from recipe_lib.config import load_config
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError
@@ -92,6 +92,7 @@ def run(words: list[str]) -> int:
             arguments.calibration = arguments.calibration or arguments.calibrate
         recipe, cfg = read_config(arguments)
         arguments.notes += check_start(cfg, ranks=count_planned_ranks(arguments), plans=True)
+        check_model(cfg)
         if arguments.search:
             text, fits = search(recipe, cfg, arguments)
             print(text, file=output)

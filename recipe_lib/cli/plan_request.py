@@ -33,6 +33,7 @@ from recipe_lib.cli.launch import (
 )
 from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, open_config
 from recipe_lib.config.mesh import count_same_batch_ranks
+from recipe_lib.config.paths import get_configs_folder
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError, UserError, find_lines_in, raise_faults
 from recipe_lib.plan.hardware import Hardware, find_hardware, parse_fit
@@ -180,6 +181,8 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
             f"tune plan: unexpected argument {show(names[1])}; see `tune plan --help`"
         )
     arguments.recipe = names[0] if names else None
+    if arguments.config is None and not names:
+        arguments.config = _choose_config(arguments)
     # --calibrate alone measures the device and plans nothing.
     if arguments.config is None and (names or not arguments.calibrate):
         if names:
@@ -213,6 +216,20 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
         check_output(f"--{name}", getattr(arguments, name), inputs)
         inputs.append((f"--{name}", getattr(arguments, name)))
     return arguments
+
+
+def _choose_config(arguments: argparse.Namespace) -> list[str] | None:
+    """Return the shipped LoRA config of the model that the overrides name, and note it; or None."""
+    from recipe_lib.plan.simulated_world.shape_only_model import find_sibling, list_shipped_shapes
+
+    values = dict(word.split("=", 1) for word in arguments.overrides if "=" in word)
+    shipped = list_shipped_shapes()
+    hub_id = find_sibling(values.get("model.path", ""), shipped)
+    config = f"{shipped[hub_id]}_lora" if hub_id else ""
+    if not (get_configs_folder() / f"{config}.yaml").is_file():
+        return None
+    arguments.notes.append(f"no config was named: this is a plan of {config}")
+    return [config]
 
 
 def _check_no_plan(arguments: argparse.Namespace) -> None:
@@ -255,10 +272,10 @@ def _check_receipts(arguments: argparse.Namespace) -> None:
 def read_config(arguments: argparse.Namespace) -> tuple[RecipeFile, Any]:
     """Return the recipe and the config that the command line names, plugins imported.
 
-    Sets `arguments.notes`. Raises ConfigError if there is no such file, or it is not valid.
+    Adds to `arguments.notes`. Raises ConfigError if there is no such file, or it is not valid.
     """
     recipe, loaded = open_config(arguments.config, arguments)
-    arguments.notes = loaded.describe_idle_keys()
+    arguments.notes += loaded.describe_idle_keys()
     return recipe, loaded.cfg
 
 

@@ -43,7 +43,7 @@ from recipe_lib.cli.recipes import (
     is_config,
     run_recipe,
 )
-from recipe_lib.cli.start_checks import check_shape, check_start
+from recipe_lib.cli.start_checks import check_model, check_start
 from recipe_lib.config.paths import list_recipes
 from recipe_lib.errors import DONE, ConfigError, end_process
 from recipe_lib.files import replace_text
@@ -129,8 +129,9 @@ def run(words: list[str]) -> int:
     cfg = check_arguments(recipe, recipe_words)
     if cfg is not None:
         check_start(cfg, ranks=count_requested_ranks(flags), starts=True)
-        if flags and recipe.shipped:
-            check_shape(cfg)  # here once: otherwise every rank would print the same error
+        if recipe.shipped:
+            # Here once: otherwise every rank would print the same error.
+            check_model(cfg, starts=True)
     recipe_words = add_chosen_strategy(flags, recipe=recipe, words=recipe_words, cfg=cfg)
     if not with_plan or is_quiet():
         return start(flags, recipe, recipe_words)

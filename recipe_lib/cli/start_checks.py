@@ -1,7 +1,7 @@
 """Check what would stop a run before its first step, as far as config, files and ranks tell it.
 
 `tune validate`, `tune plan` and `tune run` call `check_start` before torch is imported, and
-`check_shape`, which alone imports it; `tune data` calls `check_data`. A check raises what the run
+`check_model`, which alone imports it; `tune data` calls `check_data`. A check raises what the run
 would raise later, or returns a note: a line on a file that may still come before the run.
 """
 
@@ -254,13 +254,23 @@ def _describe_missing_file(name: str, look: Callable[[], Any]) -> str | None:
     return None
 
 
-def check_shape(cfg: Any) -> None:
-    """Check that the ranks of `parallel.tensor`, `context` and `pipeline` can share the model.
+def check_model(cfg: Any, *, starts: bool = False) -> None:
+    """Check the model as the run will: its files' tensors, and what the config has it do.
 
-    Does nothing for a model whose shape is not known here. Raises ConfigError if they cannot.
+    Does nothing for a model that is not on this disk. starts: the run starts now; else the weights
+    of a model in the hub's cache are not looked at, as more files may be downloaded before the run.
+    Raises ConfigError, CheckpointError or SetupError as the run would.
     """
-    if count_same_batch_ranks(cfg.parallel) > 1:
-        # Imports torch, which takes seconds.
-        from recipe_lib.training.resolve_model import validate_parallelism_if_local
+    from recipe_lib.checkpoint.model_folders import has_weights
 
-        validate_parallelism_if_local(cfg)
+    name = cfg.model.path
+    local = Path(name).expanduser() if name else None
+    is_local = local is not None and local.is_dir()
+    folder = local if is_local else find_downloaded_model(name) if name else None
+    is_here = folder is not None and has_weights(folder)
+    if is_here or count_same_batch_ranks(cfg.parallel) > 1:
+        # Imports torch, which takes seconds.
+        from recipe_lib.training.resolve_model import check_local_model
+
+        reads_weights = is_here and (starts or is_local)
+        check_local_model(cfg, folder, reads_weights=reads_weights)

@@ -1,12 +1,12 @@
 """Report every fault of a config, and what a run of it would miss: `tune validate CONFIG`.
 
 main.py calls `run(words)`. Runs nothing, and imports torch only for a config whose ranks share a
-model (`check_shape`). A schema is the class that has the config's keys and their types.
+model (`check_model`). A schema is the class that has the config's keys and their types.
 """
 
 from recipe_lib.cli.arguments import ConfigParser
 from recipe_lib.cli.recipes import open_config
-from recipe_lib.cli.start_checks import check_shape, check_start
+from recipe_lib.cli.start_checks import check_model, check_start
 from recipe_lib.config.paths import list_recipes
 from recipe_lib.config.precision import describe_stalled_means
 from recipe_lib.errors import DONE
@@ -39,7 +39,7 @@ def run(words: list[str]) -> int:
         del configs[0]
     recipe, loaded = open_config(configs, arguments)
     notes = check_start(loaded.cfg)
-    check_shape(loaded.cfg)
+    check_model(loaded.cfg)
     print_wrapped(f"{', '.join(configs)}: a valid config of {recipe.name}")
     # Keys without effect; optimizer states that lose their updates to rounding; missing files.
     for note in (*loaded.describe_idle_keys(), *describe_stalled_means(loaded.cfg), *notes):

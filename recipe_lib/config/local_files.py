@@ -34,6 +34,7 @@ MODEL_FILES = [
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "*processor_config.json",  # how images, video and audio are prepared: exports have it too
 ]
 
 # Of these, the files that a tokenizer is read from: enough to look at samples.

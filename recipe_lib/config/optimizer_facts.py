@@ -32,8 +32,6 @@ class OptimizerFacts:
     layer_matrix_states: tuple[str, ...] | None = None
     # A key that has to be set, and not 0, for it to keep states; None: it always keeps them.
     states_need: str | None = None
-    # Name of the class of torch.optim that can run in its place; None: none can.
-    torch_class: str | None = None
 
     def list_states(self, cfg: Any, *, layer_matrix: bool) -> tuple[str, ...]:
         """Return the names of the states kept for a parameter.

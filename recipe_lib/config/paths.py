@@ -31,6 +31,36 @@ PRESETS = _PACKAGE / "models" / "presets"  # the folder of the architectures, a 
 # The line of a config that names its recipe.
 _RECIPE_LINE = re.compile(r"^recipe:[ \t]*(\w+)", re.MULTILINE)
 
+# Folder of a family's configs -> year and month in which its weights were published; those that
+# are not here, the demo's, are listed first.
+_RELEASED = {
+    "llama2": "2023-07",
+    "mistral": "2023-09",
+    "mixtral": "2023-12",
+    "llama3": "2024-04",
+    "phi3": "2024-04",
+    "gemma2": "2024-06",
+    "llama3_1": "2024-07",
+    "llama3_2": "2024-09",
+    "olmoe": "2024-09",
+    "qwen2_5": "2024-09",
+    "smollm2": "2024-11",
+    "llama3_3": "2024-12",
+    "phi4": "2024-12",
+    "gemma3": "2025-03",
+    "qwen3": "2025-04",
+    "qwen3_moe": "2025-04",
+    "smollm3": "2025-07",
+    "gpt_oss": "2025-08",
+    "granite4": "2025-10",
+    "olmo3": "2025-11",
+    "ministral3": "2025-12",
+    "glm4": "2026-01",
+    "qwen3_5": "2026-02",
+    "gemma4": "2026-04",
+    "qwen3_6": "2026-04",
+}
+
 
 def get_recipes_folder() -> Path:
     """Return the folder of the shipped recipes."""
@@ -81,7 +111,7 @@ def list_recipes() -> list[str]:
 
 
 def list_configs() -> dict[str, list[str]]:
-    """Return recipe -> names of the shipped configs for it, sorted by family and then by size.
+    """Return recipe -> names of the shipped configs for it, newest family first, then by size.
 
     A recipe without a config has an empty list.
     """
@@ -97,13 +127,13 @@ def list_configs() -> dict[str, list[str]]:
     return by_recipe
 
 
-def _get_sort_key(config: str) -> tuple[str, float, str]:
-    """Return (family, billions of parameters, name): `qwen3/14B_lora` comes after 4B."""
+def _get_sort_key(config: str) -> tuple[int, str, float, str]:
+    """Return (minus the month of release, family, billions of parameters, name)."""
     family, _, name = config.partition("/")
+    year, month = map(int, _RELEASED.get(family, "9999-12").split("-"))
     size = re.search(r"(\d+(?:\.\d+)?)([MB])(?![a-zA-Z])", name)
-    if size is None:
-        return family, 0.0, name
-    return family, float(size[1]) / (1000 if size[2] == "M" else 1), name
+    billions = float(size[1]) / (1000 if size[2] == "M" else 1) if size else 0.0
+    return -(12 * year + month), family, billions, name
 
 
 def list_presets() -> list[str]:

@@ -196,6 +196,13 @@ class CheckpointConfig:
         most=2**20,
         known_as="HF max_shard_size",
     )
+    carry: bool = key(
+        True,
+        "Put what the folder of model.path has besides the text model (a vision tower, heads that"
+        " predict several tokens) into the exported model, unchanged; false: export the text model"
+        " alone.",
+        known_as="none has it: HF writes what its class has read",
+    )
     extra_parameters: str = key(
         "error",
         "Parameters that a recipe of your own adds to a model: `error`: refuse before training to"

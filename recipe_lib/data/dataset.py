@@ -159,7 +159,7 @@ class Dataset:
         A pair becomes two items, whose values are 1 (the chosen answer) and 0 (the rejected one).
         """
         if self.group == 1:
-            return self._replace(labeled=True)
+            return self.replace(labeled=True)
         origin = self._origin
         if origin is not None:
             # A digest is that of the pair; its last bit is changed for the rejected answer.
@@ -170,7 +170,7 @@ class Dataset:
                 sample_of=np.repeat(origin.sample_of, 2),
                 digests=np.repeat(origin.digests, 2) ^ answer_bits,
             )
-        return self._replace(
+        return self.replace(
             labeled=True,
             group=1,
             source_of=np.repeat(self.source_of, 2),
@@ -184,13 +184,9 @@ class Dataset:
         The tokens are all ids of a sequence, at most `max_length`. Only the last has a label other
         than -100. What its score is compared with is in `values`.
         """
-        return self._replace(labeled=True, scored=max_length)
+        return self.replace(labeled=True, scored=max_length)
 
-    def replace_values(self, values: np.ndarray) -> "Dataset":
-        """Return the same sequences with other values, fp64 `[items]`."""
-        return self._replace(values=values)
-
-    def _replace(self, **changes: Any) -> "Dataset":
+    def replace(self, **changes: Any) -> "Dataset":
         """Return a dataset of the same arrays of tokens; `changes` replace keyword arguments."""
         arguments: dict[str, Any] = {
             "group": self.group,

@@ -79,7 +79,7 @@ def load_evaluated_model(
     spec = source.base_spec or source.spec  # `base_spec` is set for an adapter
     model = build_meta(spec, dtype)
     if source.adapter is not None:
-        adapter = read_adapter(source.adapter)
+        adapter = read_adapter(source.adapter, spec)
         check_fits(adapter, spec)
         # None: the base's dtype. Beside any other base the matrices of adapters are fp32.
         adapter_dtype = None if cfg.dtype == "fp64" else "fp32"

@@ -1,35 +1,29 @@
-"""Build a model of another library on meta, and give it the call signature of our decoders.
+"""Give a model of another library the call signature of our decoders.
 
-`module_spec` calls `make_module` for the class' module and `ExternalModel.adopt` to give it our
-signature: tokens and labels in; logits, log-probabilities or the summed loss out. Parameters are
-on meta, buffers keep their values: what a constructor computes (rotary frequencies, slopes of
-alibi, causal masks) is in no checkpoint.
+`module_spec` calls `ExternalModel.adopt` on the module that `modules.make_module` makes: tokens and
+labels in; logits, log-probabilities or the summed loss out.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.config.registry import get_registered, register
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.inspection import (
-    TRANSFORMERS,
-    build_transformers_config,
     find_embedding_and_head,
     list_other_parts,
 )
 from recipe_lib.external.stage_parts import get_logits, keep_parts, run_alone, run_only
 from recipe_lib.logs import get_logger
-from recipe_lib.models import ExternalSpec, StageParts, build_meta, build_spec
+from recipe_lib.models import ExternalSpec, StageParts
 from recipe_lib.models.decoder import LinearHead, LogitTransform
 from recipe_lib.models.language_model import LanguageModel, replace_entries
 from recipe_lib.ops.attention import AttentionInfo
@@ -116,7 +110,12 @@ class ExternalModel(LanguageModel):
         model.other_parts = tuple(list_other_parts(model))
         model.computed_buffers = {**model.computed_buffers, **buffers}
         model._division = _Division(
-            head, owner, name, accepted=accepted, windows=_has_windows(config), whole=not is_plain
+            head,
+            owner,
+            name,
+            accepted=accepted,
+            windows=_has_windows(model, config),
+            whole=not is_plain,
         )
         if is_plain:
             LinearHead.adopt(head)
@@ -360,14 +359,18 @@ class ExternalModel(LanguageModel):
         )
 
 
-def _has_windows(config: dict[str, Any]) -> bool:
+def _has_windows(model: nn.Module, config: dict[str, Any]) -> bool:
     """Return True if a config.json has keys of sliding windows or chunked attention.
 
-    Or if one of its `layer_types` is not full attention.
+    Or if one of its `layer_types`, or of those of the text model inside it, is not full attention.
     """
+    text_config: Any = getattr(model, "config", None)
+    if hasattr(text_config, "get_text_config"):
+        text_config = text_config.get_text_config()
+    kinds = config.get("layer_types") or getattr(text_config, "layer_types", None) or []
     return any(
         "slid" in key or "window" in key or "chunk" in key for key, value in config.items() if value
-    ) or any(kind != "full_attention" for kind in config.get("layer_types") or [])
+    ) or any(kind != "full_attention" for kind in kinds)
 
 
 def _get_dtype(model: ExternalModel) -> torch.dtype:
@@ -501,84 +504,3 @@ def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) 
     for operator, args, kwargs in steps:
         logits = operator(*(logits if value is _HERE else value for value in args), **kwargs)
     return logits
-
-
-@dataclass(frozen=True)
-class ModuleSource:
-    """All that a model's module is built from; equal sources build equal modules."""
-
-    implementation: str  # `transformers`, or the name that a plugin registered
-    config: dict[str, Any] = field(hash=False)  # of config.json; a dict cannot be hashed
-    attention: str = "sdpa"  # transformers' `attn_implementation`; or `eager`
-
-
-def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Build the class' own module, with floating point parameters of `dtype` on meta.
-
-    Raises ConfigError for a name that no plugin registered, SetupError if a plugin returns no
-    module. Errors of the class' constructor are not caught.
-    """
-    with put_parameters_on_meta():
-        make = get_registered("model", source.implementation)
-        config = dict(source.config)
-        is_transformers = source.implementation == TRANSFORMERS
-        # A plugin's function takes the config alone.
-        model = make(config, source.attention, dtype) if is_transformers else make(config)
-    if not isinstance(model, nn.Module):
-        raise SetupError(
-            f"model.implementation={source.implementation}: found {type(model).__name__}, expected"
-            " a torch.nn.Module"
-        )
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-                # In place, since other modules may share the parameter.
-                parameter.data = parameter.data.to(dtype)
-    return model
-
-
-@contextmanager
-def put_parameters_on_meta() -> Iterator[None]:
-    """Put every parameter that is registered inside the block on meta; buffers stay where they are.
-
-    `torch.device("meta")` would not do: buffers would lose the values that a constructor computes.
-    """
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        if parameter is not None and parameter.device.type != "meta":
-            on_meta = nn.Parameter(
-                torch.empty_like(parameter, device="meta"), parameter.requires_grad
-            )
-            # Classes set attributes on parameters, which are kept.
-            on_meta.__dict__.update(parameter.__dict__ | on_meta.__dict__)
-            module._parameters[name] = on_meta
-
-    with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
-        yield
-
-
-@register("model", "native")
-def build_native_module(config: dict[str, Any]) -> nn.Module:
-    """Build our own decoder of a config.json, on meta; `native` among the registered names."""
-    return build_meta(build_spec(config, "config.json"), torch.float32)
-
-
-@register("model", "transformers")
-def build_transformers_module(
-    config: dict[str, Any], attention: str = "sdpa", dtype: torch.dtype = torch.float32
-) -> nn.Module:
-    """Build the causal language model that transformers has for a config.json.
-
-    attention: "sdpa" or "eager", its `attn_implementation`.
-    """
-    from transformers import AutoModelForCausalLM
-
-    model_config = build_transformers_config(config, str(config.get("model_type")))
-    model_config.use_cache = False
-    model: Any = AutoModelForCausalLM.from_config(
-        model_config, attn_implementation=attention, dtype=dtype
-    )
-    model.tie_weights()
-    return cast(nn.Module, model)

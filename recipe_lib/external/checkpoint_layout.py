@@ -8,14 +8,13 @@ and become one parameter of 3 dimensions.
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.external.build import ModuleSource, make_module
 from recipe_lib.external.inspection import (
     TRANSFORMERS,
     find_uncalled_linears,
@@ -23,6 +22,7 @@ from recipe_lib.external.inspection import (
     is_transposed,
     list_layer_linears,
 )
+from recipe_lib.external.modules import ModuleSource, find_needless_parts, make_module
 from recipe_lib.models.meta_init import list_persistent_buffers
 from recipe_lib.models.spec import TensorLayout, WrittenLayout
 
@@ -124,13 +124,17 @@ def _is_stacking(operations: list[Any]) -> bool:
 @lru_cache(maxsize=8)
 def build_layout(source: ModuleSource) -> TensorLayout:
     """Build the list of a model's tensors, linears and modules, by one build of its class."""
-    model = make_module(source)
+    model = _build_module(source)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     parameters = dict(model.named_parameters())
     linears = list_layer_linears(model)
     buffers = list_persistent_buffers(model)
+    unread = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    if any(name.endswith("position_ids") for name, _ in model.named_buffers()):
+        # Older releases saved this buffer; transformers passes it by in any class that has it.
+        unread.add(r"(^|\.)position_ids$")
     return TensorLayout(
         {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()},
         frozenset(buffers),
@@ -141,8 +145,19 @@ def build_layout(source: ModuleSource) -> TensorLayout:
         plain=frozenset(name for name, module in linears.items() if type(module) is nn.Linear),
         uncalled=find_uncalled_linears(model),
         modules=tuple(name for name, _ in model.named_modules() if name),
-        unread=tuple(sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())),
+        left_out_modules=_list_left_out_modules(source),
+        unread=tuple(sorted(unread)),
     )
+
+
+def _list_left_out_modules(source: ModuleSource) -> tuple[str, ...]:
+    if source.has_all_parts:
+        return ()
+    prefixes = tuple(f"{part}." for part in find_needless_parts(source))
+    if not prefixes:
+        return ()
+    full_model = _build_module(replace(source, has_all_parts=True))
+    return tuple(name for name, _ in full_model.named_modules() if f"{name}.".startswith(prefixes))
 
 
 @dataclass(frozen=True)
@@ -265,7 +280,7 @@ def _can_read_back(source: ModuleSource, written: WrittenLayout) -> bool:
 
 
 # Builds the class' module on meta and keeps it; conversions read its shapes and config.
-_build_module = lru_cache(maxsize=2)(make_module)
+_build_module = lru_cache(maxsize=4)(make_module)
 
 
 def _get_conversion_table(source: ModuleSource, *, legacy: bool) -> list[Any] | None:

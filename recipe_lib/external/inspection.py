@@ -44,7 +44,7 @@ def build_transformers_config(config: Mapping[str, Any], where: str) -> Any:
     it does not have or that is no causal language model, or a config that its class does not take.
     """
     require_transformers()
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import AutoConfig
 
     model_type = config.get("model_type")
     where = f"{where}: config.json"
@@ -76,12 +76,28 @@ def build_transformers_config(config: Mapping[str, Any], where: str) -> Any:
         raise CheckpointError(
             f"{where}: the config of {model_type!r} does not take it ({format_one_line(error)})"
         ) from None
-    if type(built) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not list_auto_classes(built):
         raise CheckpointError(
             f"{where}: model_type {model_type!r} is no causal language model in transformers; take"
             " one that is"
         )
     return built
+
+
+def list_auto_classes(built: Any) -> list[Any]:
+    """Return transformers' auto classes that have a model for a config which generates text.
+
+    The one of the published checkpoint is first: where a config has a text model's config inside,
+    that is the class with the other parts, such as vision, too.
+    """
+    import transformers
+
+    names = ["AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"]
+    if built.get_text_config(decoder=True) is not built:
+        names = [*names[1:], names[0]]
+    # AutoModelForMultimodalLM came with transformers 5.
+    auto_classes = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
+    return [auto_class for auto_class in auto_classes if type(built) in auto_class._model_mapping]
 
 
 def spell_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:

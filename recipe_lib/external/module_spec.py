@@ -7,8 +7,10 @@ checkpoint files to parameters, by transformers' own table of conversions.
 """
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from recipe_lib.adapters.lora import build_adapter_settings
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.external import stage_parts
-from recipe_lib.external.build import ExternalModel, ModuleSource, make_module
+from recipe_lib.external.build import ExternalModel
 from recipe_lib.external.checkpoint_layout import (
     Reading,
     build_layout,
@@ -36,6 +38,7 @@ from recipe_lib.external.inspection import (
     select_adapter_targets,
     spell_config,
 )
+from recipe_lib.external.modules import ModuleSource, find_needless_parts, make_module
 from recipe_lib.external.proven_plan import infer_proven_plan
 from recipe_lib.external.tensor_parallel import shard_module
 from recipe_lib.external.tensor_plan.small_models import shrink
@@ -46,9 +49,11 @@ from recipe_lib.models.spec import (
     ExternalSpec,
     StageParts,
     TensorLayout,
+    TextModel,
     WeightEntry,
     WrittenLayout,
 )
+from recipe_lib.models.weight_names import NOT_TEXT
 from recipe_lib.parallel.world import World
 
 _MANY_POSITIONS = 2**24  # tokens; the longest sequence of a model whose config names no limit
@@ -104,6 +109,9 @@ class ModuleSpec(ExternalSpec):
                     value = torch.full(parameter.shape, 0.0 if "bias" in name else 1.0)
                     module._parameters[name] = nn.Parameter(value, False)
                     vectors[f"{prefix}.{name}" if prefix else name] = value
+        if hasattr(model, "_init_weights") and not hasattr(model.config, "initializer_range"):
+            # Some multimodal classes read it there, and only the text model's config has it.
+            model.config.initializer_range = self.init_std
         # Children before their parents, as in torch's `Module.apply`.
         for name, module in reversed(list(model.named_modules())):
             with seed_host_generators(f"{seed}/{name}"):
@@ -163,6 +171,28 @@ class ModuleSpec(ExternalSpec):
             if name in reading.renamed
         }
 
+    def explain_unread(self, file_names: Collection[str]) -> dict[str, str]:
+        """Return name in the files -> why the model does not read it; unknown names are left out.
+
+        The class lists patterns of names that it does not read. Other names are those of parts that
+        text does not run through.
+        """
+        has_parts = bool(find_needless_parts(self.source))
+        full_source = replace(self.source, has_all_parts=has_parts)
+        patterns = build_layout(full_source).unread  # of the parts, too
+        reasons = {
+            name: "its class in transformers does not read it"
+            for name in file_names
+            if any(re.search(pattern, name) for pattern in patterns)
+        }
+        if not has_parts:
+            return reasons
+        in_file = frozenset(file_names)
+        reading = find_reading(full_source, in_file) or Reading({}, {})
+        part_names = set(build_layout(full_source).shapes) | set(reading.renamed.values())
+        part_names.update(*(conversion.names() for conversion in reading.made.values()))
+        return dict.fromkeys(part_names & in_file, NOT_TEXT) | reasons
+
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
         """Shard a meta model over tensor-parallel ranks, in place, by a plan that is proven first.
 
@@ -173,18 +203,26 @@ class ModuleSpec(ExternalSpec):
             model, plan=infer_proven_plan(model, parallel, world), parallel=parallel, world=world
         )
 
-    def build_shrunk(self, min_layers: int = 2, num_key_heads: int = 4) -> "ModuleSpec":
-        """Build the spec of a small model of the same class of transformers, not of a plugin's.
+    # `ExternalSpec` documents the methods below.
 
-        It has one layer of each kind, but at least `min_layers`. num_key_heads: of keys and
-        values, in a model that has fewer of them than of queries.
-        """
+    def is_multimodal(self) -> bool:
+        return bool(find_needless_parts(self.source))
+
+    def find_text_model(self) -> TextModel | None:
+        return _find_text_model(self.source) if self.is_multimodal() else None
+
+    def build_shrunk(self, min_layers: int = 2, num_key_heads: int = 4) -> "ModuleSpec":
         config = shrink(
             build_transformers_config(self.source.config, self.family), min_layers, num_key_heads
         )
-        return read_spec(json.loads(config.to_json_string(use_diff=False)), self.family)
-
-    # `ExternalSpec` documents the methods below.
+        # Of some layers by their index; without them a class derives them from the kinds of layers.
+        small = json.loads(
+            config.to_json_string(use_diff=False),
+            object_hook=lambda part: {
+                key: value for key, value in part.items() if key != "per_layer_config"
+            },
+        )
+        return read_spec(small, self.family)
 
     def list_layer_kinds(self) -> list[str]:
         model: Any = make_module(self.source)
@@ -224,6 +262,50 @@ class ModuleSpec(ExternalSpec):
 
     def find_stage_parts(self) -> StageParts:
         return stage_parts.find_parts(self)
+
+
+@lru_cache(maxsize=4)
+def _find_text_model(source: ModuleSource) -> TextModel | None:
+    built = build_transformers_config(source.config, TRANSFORMERS)
+    config = json.loads(built.get_text_config().to_json_string(use_diff=False))
+    try:
+        spec = read_spec(config, TRANSFORMERS)
+    except CheckpointError:  # no causal language model has this config
+        return None
+    text_model: Any = make_module(spec.source)
+    model: Any = make_module(source)
+    paths = {id(module): name for name, module in model.named_modules()}
+    text_paths = {id(module): name for name, module in text_model.named_modules()}
+    decoder, head = _find_decoder_and_head(model)
+    text_decoder, text_head = _find_decoder_and_head(text_model)
+    prefixes = {
+        text_paths[id(text_decoder)]: paths[id(decoder)],
+        text_paths[id(text_head)]: paths[id(head)],
+    }
+    names = {}
+    for name in spec.layout().shapes:
+        for start, other in prefixes.items():
+            if name.startswith(f"{start}."):
+                names[name] = f"{other}{name.removeprefix(start)}"
+    shapes = build_layout(source).shapes
+    is_same = len(names) == len(spec.layout().shapes) and all(
+        shapes.get(names[name]) == shape for name, shape in spec.layout().shapes.items()
+    )
+    config["architectures"] = [type(text_model).__name__]
+    return TextModel(spec, config, names) if is_same else None
+
+
+def _find_decoder_and_head(model: Any) -> tuple[Any, Any]:
+    """Return a model's decoder without output projection, and its output projection."""
+    _, head = find_embedding_and_head(model) or (None, None)
+    decoder = model.get_decoder()
+    # Some classes hold a causal language model, whose projection is theirs.
+    while any(module is head for module in decoder.modules()):
+        inner = decoder.get_decoder()
+        if inner is decoder:  # a class that has no decoder of its own
+            break
+        decoder = inner
+    return decoder, head
 
 
 def read_spec(
@@ -270,6 +352,7 @@ def read_spec(
         tied=embedding.weight is head.weight,
         num_layers=len(list_layer_names(model)),
         implementation=implementation,
+        architecture=type(model).__name__,
         source=source,
     )
 
@@ -287,6 +370,8 @@ def _build_source(
         source = ModuleSource(implementation, config, attention)
         try:
             return source, make_module(source)
+        except CheckpointError as error:
+            raise CheckpointError(f"{where}: config.json: {error}") from None
         except (ValueError, ImportError) as error:  # a class without sdpa says so by one of these
             first_error = first_error or format_one_line(error)
         except (

@@ -99,6 +99,7 @@ def _find_adapter_source(folder: Path, base: str | None) -> GenerationSource:
             f" an adapter; give {trained_on} with --base"
         )
     config, spec = _read_checked_spec(base_folder, adapter.metadata.get(BASE_IMPLEMENTATION))
+    adapter = read_adapter(folder, spec)
     saved = check_fits(adapter, spec)
     check_base(adapter, spec, base_folder)
     # An adapter that was trained with tokens of its own brings its tokenizer.

@@ -71,15 +71,21 @@ Rotation = tuple[Tensor, Tensor]
 class Norm(nn.Module):
     """RMS norm over `width` channels; with `spec.norm_offset` it multiplies by 1 + weight."""
 
-    def __init__(self, spec: DecoderSpec, width: int) -> None:
+    def __init__(self, spec: DecoderSpec, width: int, scale: float | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = spec.norm_eps
-        self.norm = offset_rms_norm if spec.norm_offset else rms_norm
+        norm = offset_rms_norm if spec.norm_offset else rms_norm
+        # scale: multiplies what is normed. Not the weight, whose rounding all tokens would share.
+        self.norm = norm if scale is None else partial(_norm_and_scale, norm, scale)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return hidden `[..., width]`, normed, in its own dtype."""
         return run_cheap(self.norm, hidden, self.weight, self.eps)
+
+
+def _norm_and_scale(norm: Callable[..., Tensor], scale: float, *args: Any) -> Tensor:
+    return norm(*args) * scale
 
 
 class WidthNorm(Norm):
@@ -144,6 +150,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer  # index of the decoder's layer, for the cache
         self.head_width = spec.head_width
+        self.is_rotated = spec.rotated is None or spec.rotated[layer]
         self.attend = partial(
             attention,
             window=spec.windows[layer],
@@ -193,6 +200,8 @@ class Attention(nn.Module):
     def rotate(self, heads: Tensor, norm: nn.Module, rotation: Rotation) -> Tensor:
         """Return queries or keys `[b, s, h or k, e]`, normed and rotated, `[b, h or k, s, e]`."""
         normed = self.clamp(norm(heads))
+        if not self.is_rotated:
+            return normed.transpose(1, 2)
         # Attention saves what is rotated, and a norm before it what it is made of.
         rotated = note_cheap(apply_rotation(normed, *rotation), apply_rotation, normed, *rotation)
         return rotated.transpose(1, 2)
@@ -250,13 +259,19 @@ class DecoderLayer(nn.Module):
         self.mlp = Mixture(spec) if has_experts else MLP(spec)
         self.input_layernorm = Norm(spec, spec.width)
         self.post_attention_layernorm = Norm(spec, spec.width)
+        self.residual_scale = spec.residual_scale
 
     def forward(
         self, hidden: Tensor, rotation: Rotation, info: AttentionInfo, cache: KVCache | None = None
     ) -> Tensor:
         """Return the hidden states `[b, s, d]` after this layer; arguments: see `Attention`."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, info, cache)
-        return hidden + self.run_mlp(self.post_attention_layernorm(hidden), info)
+        hidden = hidden.add(
+            self.self_attn(self.input_layernorm(hidden), rotation, info, cache),
+            alpha=self.residual_scale,
+        )
+        return hidden.add(
+            self.run_mlp(self.post_attention_layernorm(hidden), info), alpha=self.residual_scale
+        )
 
     def run_mlp(self, hidden: Tensor, info: AttentionInfo) -> Tensor:
         # A mixture counts the tokens of each expert, and is told which are padding.
@@ -293,7 +308,8 @@ class Trunk(nn.Module):
             else ScaledEmbedding(spec.vocab_size, spec.width, spec.embedding_scale)
         )
         self.layers = nn.ModuleList(make_layer(spec, layer) for layer in range(spec.num_layers))
-        self.norm = Norm(spec, spec.width)
+        # Its scale is that of logits, which are linear in what it returns.
+        self.norm = Norm(spec, spec.width, scale=spec.logit_scale)
         # Layers with a window may have other frequencies (Gemma 3): `rotary_of_layer` has the
         # index in `rotary` for each layer.
         self.rotary = [Rotary(rope) for rope in (spec.rope, spec.local_rope) if rope is not None]

@@ -5,7 +5,7 @@ family is the models that one row of `FAMILIES` covers. A row also has the value
 files of the family leave out. Adding a family is adding a row (docs/extending.md).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, cast
@@ -17,14 +17,25 @@ from recipe_lib.models.config_fields import (
     COMMON,
     Family,
     Fields,
-    Read,
     check_sizes,
     read_activation,
     read_codes,
-    read_layer_windows,
     read_rope,
 )
-from recipe_lib.models.spec import DecoderSpec, ExternalSpec, FileCodes, MixtureSpec, ModelSpec
+from recipe_lib.models.family_readers import (
+    evaluate_shape,
+    make_flag_reader,
+    make_mixture_reader,
+    make_window_reader,
+    read_mixtral_windows,
+    read_qwen_windows,
+    read_rotated_layers,
+    read_same_windows,
+    read_smollm3_windows,
+    read_sparse_layers,
+    refuse_cap,
+)
+from recipe_lib.models.spec import DecoderSpec, ExternalSpec, FileCodes, ModelSpec
 
 SCORED = "ForSequenceClassification"  # how transformers names a decoder with a score head
 
@@ -52,7 +63,7 @@ def read_trained_spec(
     class, if transformers is installed. Raises what `read_spec` does.
     """
     if implementation is None:
-        is_ours = _find_row(get_text_config(config).get("model_type")) is not None
+        is_ours = _find_row(get_text_config(config)) is not None
         is_foreign = not is_ours and find_spec("transformers") is not None
         implementation = "transformers" if is_foreign else "native"
     return read_spec(config, where, implementation)
@@ -74,7 +85,7 @@ def build_spec(config: Mapping[str, Any], where: str) -> DecoderSpec:
     fields = Fields(FAMILIES[family].defaults | dict(config), where)
     common = _read_common_fields(fields, family)
     return DecoderSpec(
-        **common | _evaluate_shape(FAMILIES[family].shape, fields, common),
+        **common | evaluate_shape(FAMILIES[family].shape, fields, common),
         codes=outer_codes if inner_codes == FileCodes() else inner_codes,
     )
 
@@ -101,10 +112,24 @@ def get_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return outer_keys | dict(config["text_config"]) | text_keys
 
 
-def _find_row(model_type: object) -> str | None:
-    """Return the family of a model_type, None if there is no row for it."""
+def _find_row(config: Mapping[str, Any]) -> str | None:
+    """Return the family of a config by its model_type, None if there is no row for it."""
+    model_type = config.get("model_type")
+    if model_type == "granitemoehybrid" and not _is_dense(config):
+        return None
     return next(
         (name for name, row in FAMILIES.items() if model_type in (name, *row.model_types)), None
+    )
+
+
+def _is_dense(config: Mapping[str, Any]) -> bool:
+    """Return True for a Granite 4 whose layers are attention and an MLP: no Mamba, no experts."""
+    kinds = config.get("layer_types")
+    return (
+        isinstance(kinds, list)
+        and len(kinds) == config.get("num_hidden_layers")
+        and all(kind in ("attention", "full_attention") for kind in kinds)
+        and config.get("num_local_experts") == 0
     )
 
 
@@ -116,7 +141,7 @@ def _find_family(config: Mapping[str, Any], where: str) -> str:
     model_type = config.get("model_type")
     architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    family = _find_row(model_type)
+    family = _find_row(config)
     covered = set(FAMILIES[family].architectures) if family is not None else set()
     if family is None or (names and covered.isdisjoint(map(str, names))):
         if any(str(name).endswith(SCORED) for name in names):
@@ -132,9 +157,12 @@ def _find_family(config: Mapping[str, Any], where: str) -> str:
             remedy = (
                 "; to train it in transformers' own class, set model.implementation=transformers"
             )
+        types = ", ".join(sorted(FAMILIES)).replace(
+            "granitemoehybrid", "granitemoehybrid (without Mamba layers and experts)"
+        )
         raise CheckpointError(
             f"{where}: config.json: model_type {model_type!r}{classes} is not supported; expected a"
-            f" causal language model of type {', '.join(sorted(FAMILIES))}{remedy}"
+            f" causal language model of type {types}{remedy}"
         )
     return family
 
@@ -192,133 +220,20 @@ def _read_common_fields(fields: Fields, family: str) -> dict[str, Any]:
     }
 
 
-# Readers for the rows of FAMILIES: `fn(fields, common)` returns the value of one field of the spec.
-# fields: the config.json. common: the result of `_read_common_fields`.
-
-
-def _evaluate_shape(
-    shape: Mapping[str, Any], fields: Fields, common: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the fields of a `shape`, with each reader replaced by what it reads."""
-    return {
-        name: value(fields, common) if callable(value) else value for name, value in shape.items()
-    }
-
-
-def _make_flag_reader(key: str) -> Read:
-    return lambda fields, common: fields.read_flag(key)
-
-
-def _make_window_reader(slides: Callable[[Fields, int], bool]) -> Read:
-    """Return a reader of each layer's window, in tokens; None: a layer attends to all tokens.
-
-    slides: `fn(fields, layer index)` returns True for a layer with a window. It decides for files
-    without `layer_types`.
-    """
-
-    def read(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
-        layers = common["num_layers"]
-        return read_layer_windows(
-            fields, layers, [slides(fields, layer) for layer in range(layers)]
-        )
-
-    return read
-
-
-def _read_same_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
-    return (fields.read_optional_integer("sliding_window"),) * common["num_layers"]
-
-
-def _read_mixtral_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
-    """Return `sliding_window` for every layer; refuse the family's router noise."""
-    if fields.config["router_jitter_noise"] != 0:
-        raise fields.make_fault(
-            "router_jitter_noise", "0 (noise on the router's input is not supported)"
-        )
-    return _read_same_windows(fields, common)
-
-
-def _read_qwen_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
-    """Return `sliding_window` for the layers from `max_window_layers` on.
-
-    No layer has a window if `use_sliding_window` is false.
-    """
-    if not fields.read_flag("use_sliding_window"):
-        return (None,) * common["num_layers"]
-    first = fields.config["max_window_layers"]
-    if isinstance(first, bool) or not isinstance(first, int):
-        raise fields.make_fault("max_window_layers", "an integer")
-    has_window = fields.config["sliding_window"] is not None
-    return _make_window_reader(lambda fields, layer: has_window and layer >= first)(fields, common)
-
-
-def _read_sparse_layers(fields: Fields, common: dict[str, Any]) -> tuple[bool, ...]:
-    """Return True for each layer of Qwen 3 with experts, False for one with an MLP.
-
-    Every n-th layer has experts (n: `decoder_sparse_step`), but those of `mlp_only_layers`.
-    """
-    step = fields.read_integer("decoder_sparse_step")
-    dense = fields.config["mlp_only_layers"] or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise fields.make_fault("mlp_only_layers", "a list of layers' numbers")
-    layers = tuple(
-        layer not in dense and (layer + 1) % step == 0 for layer in range(common["num_layers"])
-    )
-    if not any(layers):
-        raise fields.make_fault(
-            "mlp_only_layers", "some layer with experts: without any the model is one of type qwen3"
-        )
-    return layers
-
-
-def _refuse_cap(fields: Fields, common: dict[str, Any]) -> None:
-    """Return None, the value of `attention_softcap`; raise CheckpointError if the file has one."""
-    if fields.config["attn_logit_softcapping"] is not None:
-        raise fields.make_fault(
-            "attn_logit_softcapping", "null (the attention of Gemma 3 has no cap)"
-        )
-
-
-def _make_mixture_reader(width: str, **more: Any) -> Read:
-    """Return a reader of a family's mixture of experts.
-
-    width: the key of an expert's inner width. more: fields of `MixtureSpec`, values or readers,
-    that the family has otherwise than most.
-    """
-
-    def read(fields: Fields, common: dict[str, Any]) -> MixtureSpec:
-        # Files of one family have either name, by who wrote them.
-        key = "num_local_experts" if "num_local_experts" in fields.config else "num_experts"
-        experts = fields.read_integer(key)
-        top_k = fields.read_integer("num_experts_per_tok")
-        if top_k > experts:
-            raise fields.make_fault("num_experts_per_tok", f"at most {key} = {experts}")
-        shape: dict[str, Any] = {
-            "num_experts": experts,
-            "top_k": top_k,
-            "mlp_width": fields.read_integer(width),
-            "layers": (True,) * common["num_layers"],
-            "normalized": True,
-            "router_bias": False,
-            "expert_bias": False,
-            "activation": read_activation(fields, "hidden_act"),
-            "interleaved": False,
-            "alpha": 1.0,
-            "limit": float("inf"),
-        }
-        return MixtureSpec(**shape | _evaluate_shape(more, fields, common))
-
-    return read
-
-
 # Parts of the families' `shape`: field of `DecoderSpec` -> its value, or a reader.
 _BIASES = {
-    "qkv_bias": _make_flag_reader("attention_bias"),
-    "output_bias": _make_flag_reader("attention_bias"),
+    "qkv_bias": make_flag_reader("attention_bias"),
+    "output_bias": make_flag_reader("attention_bias"),
 }
 _GEMMA_SHAPE = _BIASES | {
     "embedding_scale": lambda fields, common: common["width"] ** 0.5,
     "norm_offset": True,
+}
+_GRANITE_SHAPE = _BIASES | {
+    "embedding_scale": lambda fields, common: fields.read_number("embedding_multiplier"),
+    "attention_scale": lambda fields, common: fields.read_number("attention_multiplier"),
+    "residual_scale": lambda fields, common: fields.read_number("residual_multiplier"),
+    "logit_scale": lambda fields, common: 1 / fields.read_number("logits_scaling"),
 }
 _GEMMA2_SHAPE = _GEMMA_SHAPE | {
     "attention_softcap": lambda fields, common: fields.read_optional_number(
@@ -326,7 +241,7 @@ _GEMMA2_SHAPE = _GEMMA_SHAPE | {
     ),
     "activation": lambda fields, common: read_activation(fields, "hidden_activation"),
     "post_norms": True,
-    "windows": _make_window_reader(
+    "windows": make_window_reader(
         lambda fields, layer: (layer + 1) % fields.read_integer("sliding_window_pattern") != 0
     ),
     "attention_scale": lambda fields, common: fields.read_number("query_pre_attn_scalar") ** -0.5,
@@ -335,6 +250,13 @@ _GEMMA2_SHAPE = _GEMMA_SHAPE | {
 
 # Parts of the families' `defaults`: key of config.json -> its value where a file lacks it.
 _GEMMA = COMMON | {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
+_GRANITE = COMMON | {
+    "max_position_embeddings": 2048,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
 _QWEN_WINDOWS = {
     "max_position_embeddings": 32768,
     "use_sliding_window": False,
@@ -345,7 +267,7 @@ _QWEN_WINDOWS = {
 FAMILIES: dict[str, Family] = {
     # Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2.
     "llama": Family(
-        _BIASES | {"mlp_bias": _make_flag_reader("mlp_bias")},
+        _BIASES | {"mlp_bias": make_flag_reader("mlp_bias")},
         ("LlamaForCausalLM",),
         COMMON | {"max_position_embeddings": 2048},
     ),
@@ -353,7 +275,7 @@ FAMILIES: dict[str, Family] = {
     # layer_types says.
     "mistral": Family(
         {
-            "windows": _make_window_reader(
+            "windows": make_window_reader(
                 lambda fields, layer: fields.config["sliding_window"] is not None
             )
         },
@@ -363,13 +285,13 @@ FAMILIES: dict[str, Family] = {
     ),
     # Qwen 2.5: biases on queries, keys and values.
     "qwen2": Family(
-        {"qkv_bias": True, "windows": _read_qwen_windows},
+        {"qkv_bias": True, "windows": read_qwen_windows},
         ("Qwen2ForCausalLM",),
         COMMON | _QWEN_WINDOWS,
     ),
     # Qwen 3: a norm over each query and key head.
     "qwen3": Family(
-        _BIASES | {"head_norms": True, "windows": _read_qwen_windows},
+        _BIASES | {"head_norms": True, "windows": read_qwen_windows},
         ("Qwen3ForCausalLM",),
         COMMON | _QWEN_WINDOWS | {"head_dim": 128},
     ),
@@ -403,7 +325,7 @@ FAMILIES: dict[str, Family] = {
     # Gemma 3 text: five layers with a window to one without, head norms, a second rope base for the
     # windows.
     "gemma3": Family(
-        _GEMMA2_SHAPE | {"head_norms": True, "attention_softcap": _refuse_cap},
+        _GEMMA2_SHAPE | {"head_norms": True, "attention_softcap": refuse_cap},
         ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
         _GEMMA
         | {
@@ -424,15 +346,59 @@ FAMILIES: dict[str, Family] = {
     ),
     # Phi 3, Phi 3.5, Phi 4: Llama with fused projections in the file.
     "phi3": Family(
-        {"fused_file": True, "windows": _read_same_windows},
+        {"fused_file": True, "windows": read_same_windows},
         ("Phi3ForCausalLM",),
         COMMON
         | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
     ),
+    # SmolLM3: Llama with some layers, every fourth, that do not rotate queries and keys.
+    "smollm3": Family(
+        _BIASES
+        | {
+            "mlp_bias": make_flag_reader("mlp_bias"),
+            "rotated": read_rotated_layers,
+            "windows": read_smollm3_windows,
+        },
+        ("SmolLM3ForCausalLM",),
+        COMMON
+        | {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+        },
+    ),
+    # Granite 3: Llama with constants that multiply embeddings, scores, residuals and logits.
+    "granite": Family(
+        _GRANITE_SHAPE | {"mlp_bias": make_flag_reader("mlp_bias")},
+        ("GraniteForCausalLM",),
+        _GRANITE,
+    ),
+    # Granite 4 without Mamba layers and experts: the same, with other names of the MLP in the file.
+    "granitemoehybrid": Family(
+        _GRANITE_SHAPE
+        | {
+            "fused_file": True,
+            "mlp_width": lambda fields, common: fields.read_integer("shared_intermediate_size"),
+            "rotated": lambda fields, common: (
+                (fields.config["position_embedding_type"] == "rope",) * common["num_layers"]
+            ),
+        },
+        ("GraniteMoeHybridForCausalLM",),
+        _GRANITE
+        | {
+            "intermediate_size": 11008,
+            "position_embedding_type": None,
+            "shared_intermediate_size": 1024,
+        },
+    ),
     # From here on the families have a mixture of experts in place of an MLP.
     # Mixtral: Mistral with experts in every layer.
     "mixtral": Family(
-        {"windows": _read_mixtral_windows, "mixture": _make_mixture_reader("intermediate_size")},
+        {"windows": read_mixtral_windows, "mixture": make_mixture_reader("intermediate_size")},
         ("MixtralForCausalLM",),
         COMMON
         | {
@@ -450,14 +416,14 @@ FAMILIES: dict[str, Family] = {
         | {
             "head_norms": True,
             "windows": lambda fields, common: (
-                _read_same_windows(fields, common)
+                read_same_windows(fields, common)
                 if fields.read_flag("use_sliding_window")
                 else common["windows"]
             ),
-            "mixture": _make_mixture_reader(
+            "mixture": make_mixture_reader(
                 "moe_intermediate_size",
-                layers=_read_sparse_layers,
-                normalized=_make_flag_reader("norm_topk_prob"),
+                layers=read_sparse_layers,
+                normalized=make_flag_reader("norm_topk_prob"),
             ),
         },
         ("Qwen3MoeForCausalLM",),
@@ -479,8 +445,8 @@ FAMILIES: dict[str, Family] = {
         | {
             "width_norms": True,
             "qkv_clip": lambda fields, common: fields.read_optional_number("clip_qkv"),
-            "mixture": _make_mixture_reader(
-                "intermediate_size", normalized=_make_flag_reader("norm_topk_prob")
+            "mixture": make_mixture_reader(
+                "intermediate_size", normalized=make_flag_reader("norm_topk_prob")
             ),
         },
         ("OlmoeForCausalLM",),
@@ -499,8 +465,8 @@ FAMILIES: dict[str, Family] = {
         _BIASES
         | {
             "sinks": True,
-            "windows": _make_window_reader(lambda fields, layer: layer % 2 == 0),
-            "mixture": _make_mixture_reader(
+            "windows": make_window_reader(lambda fields, layer: layer % 2 == 0),
+            "mixture": make_mixture_reader(
                 "intermediate_size",
                 router_bias=True,
                 expert_bias=True,
@@ -535,7 +501,8 @@ FAMILIES: dict[str, Family] = {
 
 
 _CAUSAL = "ForCausalLM"
-_UNSCORED = ("olmoe",)  # families of which transformers has no such class
+# Families of which transformers has no such class.
+_UNSCORED = ("olmoe", "granite", "granitemoehybrid")
 
 
 def count_head_labels(config: Mapping[str, Any]) -> int | None:

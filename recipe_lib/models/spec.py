@@ -95,6 +95,8 @@ class TensorLayout:
     plain: frozenset[str]  # names of the linears of torch's own class, which can be quantized
     uncalled: dict[str, str]  # linears whose forward the model never calls -> why
     modules: tuple[str, ...]  # names of all modules
+    # Names of the modules that the model is built without, as text does not run through them.
+    left_out_modules: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()  # patterns of names in files that the model's class does not read
 
     def tied_names(self) -> dict[str, str]:
@@ -120,6 +122,15 @@ class WrittenLayout:
 
 
 @dataclass(frozen=True)
+class TextModel:
+    """The text model of a multimodal one, as a model of its own."""
+
+    spec: "ExternalSpec"
+    config: dict[str, Any]  # its config.json
+    names: Mapping[str, str]  # its parameter or buffer -> the one of the multimodal model
+
+
+@dataclass(frozen=True)
 class StageParts:
     """The parts that a model is cut into for the stages of a pipeline, by names of modules."""
 
@@ -142,6 +153,7 @@ class ExternalSpec(ABC):
     tied: bool  # True: the output projection's weight is the embedding's
     num_layers: int
     implementation: str  # its value of `model.implementation`
+    architecture: str  # name of its class
 
     @abstractmethod
     def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,6 +187,13 @@ class ExternalSpec(ABC):
         """Return name -> parameter, for those of a checkpoint's names that are tied weights."""
 
     @abstractmethod
+    def explain_unread(self, file_names: Collection[str]) -> dict[str, str]:
+        """Return name -> why the model does not read it, of names in a checkpoint's files.
+
+        Names that the model reads may be among them; names that are unknown are not.
+        """
+
+    @abstractmethod
     def build_written_layout(self) -> WrittenLayout | None:
         """Return the layout of the files that are written; None: that of `build_weight_map`."""
 
@@ -190,6 +209,25 @@ class ExternalSpec(ABC):
         """Add adapters to the linears of `list_adapted_linears`, in place.
 
         dtype: of the adapters.
+        """
+
+    @abstractmethod
+    def find_text_model(self) -> TextModel | None:
+        """Return the text model that a multimodal model has inside.
+
+        None: this is no multimodal model, or its library has no class for its text alone.
+        """
+
+    @abstractmethod
+    def is_multimodal(self) -> bool:
+        """Return True if the model has parts that text does not run through."""
+
+    @abstractmethod
+    def build_shrunk(self, min_layers: int = 2, num_key_heads: int = 4) -> "ExternalSpec":
+        """Build the spec of a small model of the same class of transformers, not of a plugin's.
+
+        It has one layer of each kind, but at least `min_layers`. num_key_heads: of keys and
+        values, in a model that has fewer of them than of queries.
         """
 
     @abstractmethod
@@ -281,13 +319,17 @@ class DecoderSpec:
     output_bias: bool  # attention's output projection has one
     mlp_bias: bool  # the linears of MLPs have biases
     tied: bool  # the output projection's weight is the embedding's
-    fused_file: bool  # files have qkv_proj and gate_up_proj in place of five matrices (Phi 3)
+    fused_file: bool  # files have several matrices of a layer in one (Phi 3, Granite 4)
     init_std: float  # standard deviation of random weights
     mixture: MixtureSpec | None = None  # experts of layers; None: all layers have an MLP
     width_norms: bool = False  # queries and keys have a norm over all heads together (OLMoE)
     qkv_clip: float | None = None  # queries, keys and values are clamped to +- this (OLMoE)
     # Each head has a score that takes part in the softmax and has no value (gpt-oss).
     sinks: bool = False
+    # For each layer True if its queries and keys rotate by position (SmolLM3); None: all do.
+    rotated: tuple[bool, ...] | None = None
+    residual_scale: float = 1.0  # multiplies the outputs of attention and MLP (Granite)
+    logit_scale: float | None = None  # multiplies logits (Granite)
     codes: FileCodes = FileCodes()  # how the files' weights are quantized
     # Rows of a score head, which takes the place of the output projection; None: there is none.
     num_labels: int | None = None

@@ -304,6 +304,11 @@ _BUFFERS = {
 }
 # Names of the tensors of multimodal Gemma 3 that are not the text model's.
 _OTHER_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+# Why tensors of a checkpoint are not read. Those that another program reads are carried into the
+# export: all but the first two.
+COMPUTED = "computed, not read"
+SCORED = "the score head takes its place"
+NOT_TEXT = "text does not run through it"
 _EMBEDDING = "model.embed_tokens.weight"
 # Names of an output projection in files.
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
@@ -379,19 +384,20 @@ def build_written_layout(spec: ModelSpec) -> WrittenLayout | None:
 def why_left_out(spec: ModelSpec, file_name: str, dims: int) -> str | None:
     """Return why a tensor of a checkpoint need not be a parameter of the model.
 
-    Such are buffers that are computed, the output projection where the model has a score head,
-    vision parts, and what transformers' class declares as unread. None: the tensor is unexpected,
-    or another name of a tied weight (see `find_tied_copies`). dims: number of its dimensions.
+    Such are buffers that are computed, the output projection where the model has a score head, and
+    vision parts. None: the tensor is unexpected, another name of a tied weight (see
+    `find_tied_copies`), or for an external model to explain (`ExternalSpec.explain_unread`).
+
+    dims: number of its dimensions.
     """
     if any(re.search(pattern, file_name) and dims in sizes for pattern, sizes in _BUFFERS.items()):
-        return "computed, not read"
+        return COMPUTED
     if isinstance(spec, ExternalSpec):
-        unread = any(re.search(pattern, file_name) for pattern in spec.layout().unread)
-        return "its class in transformers does not read it" if unread else None
+        return None
     if has_score_head(spec) and file_name in _HEADS:
-        return "the score head takes its place"
+        return SCORED
     if spec.family == "gemma3" and _OTHER_PARTS.match(file_name):
-        return "the text model alone is trained and exported"
+        return NOT_TEXT
     return None
 
 
@@ -436,21 +442,29 @@ def get_buffer_names(spec: ModelSpec) -> frozenset[str]:
 
 
 def _find_fused_rows(name: str, spec: DecoderSpec) -> tuple[str, int, int, int] | None:
-    """Return where a parameter lies in Phi 3's files; None: it is a tensor of its own.
+    """Return where a parameter lies in Phi 3's or Granite 4's files; None: in one of its own.
 
-    Queries, keys and values are in `qkv_proj`, gate and up in `gate_up_proj`. Returns (name of the
+    Gate and up are in one tensor, with Phi 3 queries, keys and values too. Returns (name of the
     fused tensor, the parameter's first row in it, its number of rows, rows of the fused tensor).
     """
     query = spec.num_heads * spec.head_width
     key = spec.num_kv_heads * spec.head_width
+    is_phi = spec.family == "phi3"
+    gate_up = "mlp.gate_up_proj" if is_phi else "shared_mlp.input_linear"
     # Linear -> (fused linear, first row, number of rows, rows of the fused one).
     parts = {
-        "self_attn.q_proj": ("self_attn.qkv_proj", 0, query, query + 2 * key),
-        "self_attn.k_proj": ("self_attn.qkv_proj", query, key, query + 2 * key),
-        "self_attn.v_proj": ("self_attn.qkv_proj", query + key, key, query + 2 * key),
-        "mlp.gate_proj": ("mlp.gate_up_proj", 0, spec.mlp_width, 2 * spec.mlp_width),
-        "mlp.up_proj": ("mlp.gate_up_proj", spec.mlp_width, spec.mlp_width, 2 * spec.mlp_width),
+        "mlp.gate_proj": (gate_up, 0, spec.mlp_width, 2 * spec.mlp_width),
+        "mlp.up_proj": (gate_up, spec.mlp_width, spec.mlp_width, 2 * spec.mlp_width),
     }
+    if is_phi:
+        parts |= {
+            "self_attn.q_proj": ("self_attn.qkv_proj", 0, query, query + 2 * key),
+            "self_attn.k_proj": ("self_attn.qkv_proj", query, key, query + 2 * key),
+            "self_attn.v_proj": ("self_attn.qkv_proj", query + key, key, query + 2 * key),
+        }
+    else:
+        # Not fused, but under another name.
+        parts["mlp.down_proj"] = ("shared_mlp.output_linear", 0, spec.width, spec.width)
     for part, (fused, start, length, rows) in parts.items():
         if f".{part}." in name:
             return name.replace(part, fused), start, length, rows

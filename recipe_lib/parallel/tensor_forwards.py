@@ -109,8 +109,12 @@ def run_layer(
     hidden: the stream before it. info: masks and documents of all tokens, and in `info.real` which
     of them are no padding. cache: always None, as in training.
     """
-    hidden = hidden + layer.self_attn(hidden, rotation, info, layer.input_layernorm)
-    return hidden + layer.mlp(hidden, layer.post_attention_layernorm, info.real)
+    hidden = hidden.add(
+        layer.self_attn(hidden, rotation, info, layer.input_layernorm), alpha=layer.residual_scale
+    )
+    return hidden.add(
+        layer.mlp(hidden, layer.post_attention_layernorm, info.real), alpha=layer.residual_scale
+    )
 
 
 def run_sandwich_layer(

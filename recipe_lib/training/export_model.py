@@ -14,7 +14,10 @@ from typing import Any
 
 from torch import nn
 
+from recipe_lib.adapters.peft_names import find_adapted_modules
+from recipe_lib.adapters.served import Unserved, find_unserved
 from recipe_lib.checkpoint.adapter_merging import merge_adapter
+from recipe_lib.checkpoint.export_shards import find_carried
 from recipe_lib.checkpoint.huggingface import export_model
 from recipe_lib.checkpoint.peft_folders import compute_file_rank, export_adapter
 from recipe_lib.checkpoint.side_files import CHAT_TEMPLATE, get_public_name, make_model_card
@@ -22,9 +25,11 @@ from recipe_lib.checkpoint.tensor_matching import log_left_out
 from recipe_lib.config.local_files import ADAPTER_FOLDER, MODEL_FOLDER, resolve_base_name
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, LoraFinetuneConfig
 from recipe_lib.data import find_trained_template
-from recipe_lib.logs import get_logger
+from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.memory.qat import describe_export
+from recipe_lib.models.families import FAMILIES
 from recipe_lib.models.meta_init import find_extra_tensors
+from recipe_lib.models.spec import ExternalSpec, ModelSpec
 from recipe_lib.parallel import DTYPES, World
 from recipe_lib.training.records import read_run_metrics
 from recipe_lib.training.resolve_model import ResolvedModel, warn_of_export
@@ -34,7 +39,6 @@ from recipe_lib.units import GIB
 # Stands for the export's folder in the commands of a model card, because the folder may be moved
 ANYWHERE = Path("FOLDER")
 _SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM's `--max-lora-rank` takes
-_SERVED_TARGETS = {"q", "k", "v", "o", "gate", "up", "down"}  # LoRA targets that vLLM loads
 # Numbers of a validation that the card has under another name, or not at all
 _KNOWN_VALIDATION = ("validation_loss", "validation_tokens")
 
@@ -66,11 +70,14 @@ def export_trained_model(
         card=_make_card(
             cfg, source=source, data=data, world=world, commands=card_commands, is_adapter=False
         ),
+        carried=find_carried(source.spec, source.folder)
+        if source.folder and cfg.checkpoint.carry
+        else None,
     )
     warn_of_export(model, world, folder)
     get_logger().info("model: %s", folder)
     if source.folder is not None and world.is_main:
-        log_left_out(source.spec, source.folder, "export")
+        log_left_out(source.spec, source.folder, "export", carries=cfg.checkpoint.carry)
     _log_rounding(cfg, is_adapter=False)
     if is_usable:
         log_next_commands([*list_model_commands(folder), *list_run_commands(cfg)])
@@ -93,10 +100,12 @@ def export_trained_adapter(
     # Without a checkpoint the adapter's base has random weights, which are in no file.
     is_usable = source.folder is not None and _can_generate(cfg, model)
     chat_conventions = _find_chat_conventions(cfg, data)
+    unserved = find_unserved_parts(source.spec, cfg.lora)
     list_commands = partial(
         list_adapter_commands,
         lora=cfg.lora,
         rank=compute_file_rank(source.spec, cfg.lora),
+        served=not any(part.is_refused for part in unserved),
         template=chat_conventions["chat_template"] is not None,
     )
     public_base = get_public_name(source.name, source.folder)
@@ -119,6 +128,8 @@ def export_trained_adapter(
     )
     warn_of_export(model, world, folder)
     get_logger().info("adapter: %s", folder)
+    for part in unserved:
+        warn_on_first_rank("warning: adapter: %s", part.text)
     # The adapter is merged into the checkpoint's files; a random start (model.preset) has none.
     if cfg.lora.merge_on_save and source.folder is not None:
         card_commands = list_model_commands(ANYWHERE) if is_usable else []
@@ -130,6 +141,7 @@ def export_trained_adapter(
             implementation=cfg.model.implementation,
             dtype=DTYPES[cfg.dtype],
             ranks=world,
+            carries=cfg.checkpoint.carry,
             tokenizer_folder=data.tokenizer_path,
             **chat_conventions,
             max_shard_bytes=int(cfg.checkpoint.max_shard_gib * GIB),
@@ -317,26 +329,38 @@ def list_adapter_commands(
     lora: LoraConfig,
     *,
     rank: int,
+    served: bool,
     with_base: bool = False,
     template: bool = False,
 ) -> list[str]:
     """Return the commands for an adapter's folder.
 
     base: hub id or folder of the model that it was trained on. rank: of the matrices in its file,
-    which may stack several adapters. with_base: True: the command must name the base, because the
-    adapter's config does not. template: True if the folder has a chat template.
+    which may stack several adapters. served: False if a server refuses the adapter. with_base:
+    True: the command must name the base, because the adapter's config does not. template: True if
+    the folder has a chat template.
     """
     commands = [
         _format_command("tune", "generate", folder, *(["--base", base] if with_base else []))
     ]
     max_rank = next((allowed for allowed in _SERVED_RANKS if allowed >= rank), None)
-    # vLLM loads no DoRA and no other targets: no command then, rather than one that fails.
-    if not lora.dora and max_rank is not None and set(lora.targets) <= _SERVED_TARGETS:
+    # vLLM loads no DoRA: no command then, rather than one that fails.
+    if served and not lora.dora and max_rank is not None:
         options = ["--enable-lora", "--lora-modules", f"mine={folder}", "--max-lora-rank", max_rank]
         if template:  # else the server uses the base's template
             options += ["--chat-template", folder / CHAT_TEMPLATE]
         commands.append(_format_command("vllm", "serve", base, *options))
     return commands
+
+
+def find_unserved_parts(spec: ModelSpec, lora: LoraConfig) -> list[Unserved]:
+    """Find the parts of an adapter on a model that a server refuses or ignores."""
+    architecture = (
+        spec.architecture
+        if isinstance(spec, ExternalSpec)
+        else FAMILIES[spec.family].architectures[0]
+    )
+    return find_unserved(architecture, {module.name for module in find_adapted_modules(spec, lora)})
 
 
 def list_gguf_commands(file: Path, *, is_adapter: bool = False) -> list[str]:

@@ -9,11 +9,12 @@ of a known family: a checkpoint may lack their values, and an export may lose th
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import or_
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,15 +22,19 @@ from recipe_lib.adapters import add_adapters
 from recipe_lib.adapters.peft_names import find_adapted_modules
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.checkpoint.model_export import find_extra_fault
-from recipe_lib.config.local_files import ADAPTER_CONFIG, find_downloaded_model, resolve_base_name
+from recipe_lib.config.local_files import ADAPTER_CONFIG, resolve_base_name
 from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
+from recipe_lib.data import check_packing_isolation
 from recipe_lib.errors import CheckpointError, ConfigError, SetupError
 from recipe_lib.logs import warn_on_first_rank
 from recipe_lib.models import (
     DecoderSpec,
+    ExternalSpec,
     ModelSpec,
+    allocate,
     build_meta,
     build_scored_spec,
+    init_weights,
     read_config,
     read_preset_config,
     read_run_spec,
@@ -109,21 +114,49 @@ def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
         split_layers(spec, cfg)
 
 
-def validate_parallelism_if_local(cfg: FullFinetuneConfig) -> None:
-    """Call `validate_parallelism` if the model's config.json is on this machine's disk.
+def check_local_model(cfg: FullFinetuneConfig, folder: Path | None, *, reads_weights: bool) -> None:
+    """Raise what a run would raise about its model, as far as files on this disk tell.
 
-    Nothing is downloaded.
+    These are a model that is not known, tensors and shapes that are not its own, ranks that cannot
+    share it, adapters that it cannot have, and packed documents that it cannot keep apart. Nothing
+    is downloaded.
+
+    folder: of the checkpoint; None: a preset, or a model that is not here. reads_weights: check the
+    headers of its files.
     """
-    if cfg.model.implementation != "native":
+    if folder is None and cfg.model.path:
         return
-    folder = None
-    if cfg.model.path:
-        path = Path(cfg.model.path).expanduser()
-        folder = path if path.is_dir() else find_downloaded_model(cfg.model.path)
-        if folder is None or not (folder / "config.json").is_file():
-            return
+    if folder is not None and not (folder / "config.json").is_file():
+        return
     config = read_config(folder) if folder else read_preset_config(cfg.model.preset or "")
-    validate_parallelism(cfg, read_run_spec(cfg, config, str(folder or cfg.model.preset)))
+    spec = read_run_spec(cfg, config, str(folder or cfg.model.preset))
+    if folder is not None and reads_weights:
+        check_weights(spec, folder)
+    validate_parallelism(cfg, spec)
+    if not isinstance(spec, ExternalSpec):
+        return
+    if not cfg.checkpoint.carry and spec.is_multimodal() and spec.find_text_model() is None:
+        raise ConfigError(
+            f"checkpoint.carry: found false, expected true: transformers has no class for the text"
+            f" model of {spec.architecture} alone; leave the key out"
+        )
+    if cfg.data.packing:
+        check_packing(spec)
+
+
+@lru_cache(maxsize=4)
+def check_packing(spec: ExternalSpec) -> None:
+    """Raise SetupError if a small copy of a model does not keep packed documents apart.
+
+    Nothing is checked for a plugin's model, of which there is no small copy.
+    """
+    if spec.implementation != "transformers":
+        return
+    small_spec = spec.build_shrunk()
+    model = build_meta(small_spec, torch.float32)
+    allocate(model, torch.device("cpu"))
+    init_weights(model, seed=0, spec=small_spec)
+    check_packing_isolation(model, small_spec, "cpu")
 
 
 def collect_models(recipe: Any) -> dict[str, nn.Module]:

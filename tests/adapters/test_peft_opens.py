@@ -50,6 +50,7 @@ QUICK = [
 CASES = [
     *QUICK, "llama, tied: embedding", "llama, biases: all-linear, dropout", "qwen2: q and v, rsLoRA",
     "qwen3: MLPs", "gemma2: one matrix of the MLPs", "gemma3: head", "phi3: head alone, DoRA",
+    "smollm3: all-linear", "granite: head", "granitemoehybrid: MLPs", "granitemoehybrid: all-linear",
     "mixtral: experts alone", "olmoe: router alone", "gpt_oss: experts and router",
     "qwen3_moe, every second layer dense: all-linear", "gemma3, multimodal: one matrix of the MLPs",
     "gpt2 of transformers: DoRA", "llama4_text of transformers: all-linear",

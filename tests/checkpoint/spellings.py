@@ -15,7 +15,12 @@ OLDER = {
     "torch_dtype", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_emb_base",
     "rotary_pct", "global_rope_theta", "local_rope_theta", "num_experts",
 }  # fmt: skip
-_ONE_NAME = ("mixtral", "gpt_oss", "olmoe")  # families whose number of experts has kept its key
+_ONE_NAME = (
+    "mixtral",
+    "gpt_oss",
+    "olmoe",
+    "granitemoehybrid",
+)  # families whose number of experts has kept its key
 # Case whose reference has the newer keys -> its keys as transformers 4.57.6 writes them.
 _BY_HAND: dict[str, dict[str, Any]] = {
     "gemma3": {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": None},

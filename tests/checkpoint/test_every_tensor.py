@@ -49,6 +49,8 @@ NATIVE = [
     "gemma2",
     "gemma3",
     "phi3",
+    "smollm3",
+    "granite4",
     "qwen3-moe",
     "mixtral",
     "gpt-oss",
@@ -428,7 +430,7 @@ def test_the_head_of_a_multimodal_model(
 @pytest.mark.parametrize(
     ("case", "implementation"),
     [("llama3.1", "native"), ("llama-biases", "native"), ("qwen2.5", "native"), ("gemma2", "native"),
-     ("phi3", "native"), ("qwen3-moe", "native"), ("gemma3", "transformers"), ("gpt-oss", "transformers")],
+     ("phi3", "native"), ("granite4", "native"), ("qwen3-moe", "native"), ("gemma3", "transformers"), ("gpt-oss", "transformers")],
 )  # fmt: skip
 def test_each_tensor_of_every_family(
     case: str, implementation: str, models: Callable[[str], Path], tmp_path: Path

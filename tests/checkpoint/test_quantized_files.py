@@ -50,6 +50,7 @@ FP8: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, head and embedding too": ("qwen3", {"block": (16, 16), "left": ()}),
     "phi3, smaller last blocks": ("phi3", {"block": (24, 32)}),
     "phi3, whole blocks": ("phi3", {"block": (32, 32)}),
+    "granite4": ("granite4", {"block": (24, 32)}),
     "qwen3-moe": ("qwen3-moe", {"block": (16, 16), "moe_intermediate_size": 32}),
     "mixtral, fused experts": (
         "mixtral",

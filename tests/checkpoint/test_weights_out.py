@@ -81,7 +81,7 @@ def open_in_transformers(folder: Path, caplog: pytest.LogCaptureFixture, **optio
 @pytest.mark.parametrize(
     ("case", "shard_bytes"),
     [("llama2", LARGE), ("llama3.1", 40_000), ("qwen2.5", LARGE), ("qwen3", 40_000), ("gemma2", LARGE),
-     ("gemma3", LARGE), ("phi3", 40_000), ("mistral-window", LARGE)],
+     ("gemma3", LARGE), ("phi3", 40_000), ("mistral-window", LARGE), ("smollm3", LARGE), ("granite", 40_000), ("granite4", 40_000)],
 )  # fmt: skip
 def test_transformers_opens_it_with_equal_tensors_and_logits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str, shard_bytes: int

@@ -18,7 +18,7 @@ from recipe_lib.checkpoint.open_exports import compare_logits
 from recipe_lib.checkpoint.peft_folders import export_adapter
 from recipe_lib.checkpoint.rank_groups import SingleRank
 from recipe_lib.checkpoint.resumable_state import save_state
-from recipe_lib.cli import export_trained, main
+from recipe_lib.cli import export_source, export_trained, main
 from recipe_lib.config.describe import format_config
 from recipe_lib.config.schema import (
     DataConfig,
@@ -103,7 +103,7 @@ def test_a_folder_named_by_a_dot_knows_its_run(
     make_run(run, base, finished=True)
     monkeypatch.chdir(run / part)
     arguments = Namespace(checkpoint=".", recipe=None, hf=False)
-    source = export_trained.find_export_source(arguments)
+    source = export_source.find_export_source(arguments)
     assert (source.run, source.records) == (run, run)
     assert source.cfg.output_dir == str(run)
 

@@ -52,8 +52,10 @@ def test_ls_of_one_recipe(capsys: pytest.CaptureFixture):
         (["qwen3", "8B", "lora"], ["qwen3/8B_lora"]),
         (["QWEN2.5", "7b", "lora"], ["qwen2_5/7B_lora"]),
         (["120B"], ["gpt_oss/120B_qlora"]),
-        (["lora_finetune_distributed", "llama3", "8B_q"], ["llama3/8B_qlora", "llama3_1/8B_qlora"]),
+        (["lora_finetune_distributed", "llama3", "8B_q"], ["llama3_1/8B_qlora", "llama3/8B_qlora"]),
         (["dpo", "qwen3"], ["qwen3/8B_dpo"]),
+        (["16gb", "llama3_2", "full"], ["llama3_2/1B_full"]),
+        (["2x24GB", "llama3_2", "full"], ["llama3_2/1B_full", "llama3_2/3B_full"]),
     ],
 )
 def test_ls_filters(words: list[str], configs: list[str], capsys: pytest.CaptureFixture):

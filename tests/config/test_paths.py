@@ -39,10 +39,11 @@ def test_by_name(checkout):
     assert paths.find_config("qwen2_5/0.5B_full") == checkout / "configs/qwen2_5/0.5B_full.yaml"
     assert paths.find_recipe("other") == checkout / "recipes/other.py"
     assert paths.list_recipes() == ["full_finetune_distributed", "other"]
+    # Of the newest family first.
     assert paths.list_configs() == {
         "distill_distributed": [],
         "dpo_distributed": [],
-        "full_finetune_distributed": ["llama3/8B_full", "qwen2_5/0.5B_full"],
+        "full_finetune_distributed": ["qwen2_5/0.5B_full", "llama3/8B_full"],
         "lora_finetune_distributed": [],
         "other": [],
         "reward_distributed": [],

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, GPT2Config, GptOssConfig, OlmoeConfig
+from transformers import (
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    GraniteConfig,
+    OlmoeConfig,
+    SmolLM3Config,
+)
 
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.generation.sample import Generated, generate, generate_batch
@@ -22,6 +29,8 @@ MORE = {
             "rope_type": "default", "rope_theta": 10000.0}
     ),
     "olmoe": OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
+    "smollm3": SmolLM3Config(**SIZES, no_rope_layer_interval=2),
+    "granite": GraniteConfig(**SIZES, embedding_multiplier=3.0, residual_multiplier=0.6, logits_scaling=1.7),
 }  # fmt: skip
 
 

@@ -342,6 +342,7 @@ TIES: dict[str, Callable[[], None] | str] = {
         "tests/house/test_package.py::test_the_commands_of_all_pages_run_from_the_wheel"
     ),
     "`tune ls qwen3 lora` lists": listed,
+    "| by transformers' class": "tests/models/test_configs.py::test_the_config_of_a_preset",
     "| `full_finetune_distributed`": methods,
     "| `lora_finetune_distributed`": methods,
     "| `dpo_distributed`": methods,
@@ -466,6 +467,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "| Qwen 3": PRESETS,
     "| Gemma 2": PRESETS,
     "| Phi 3": PRESETS,
+    "| Granite 3": PRESETS,
     "| gpt-oss": PRESETS,
     "A config is `FAMILY/SIZE_METHOD`": PRESETS,
     "a preset `FAMILY/SIZE`": PRESETS,

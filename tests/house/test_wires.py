@@ -31,6 +31,7 @@ TRANSFORMERS = {
     "base_model_prefix",
     "logits",
     "reset_parameters",
+    "thinker",
 }
 # What modules of ours declare; asked for where their class is not to be imported: of the lower
 # layers' modules.

@@ -32,7 +32,7 @@ from tests.memory.kept_formula import (
     count_router_bytes,
 )
 from tests.memory.live_bytes import LiveBytes
-from tests.models.reference import CASES, SMALL
+from tests.models.reference import CASES, build_options
 from tests.recipes.runs import FULL, LORA, PLAIN, ROOT, get_recipe_class, import_recipe_module
 from tests.selection import mark_slow_except
 
@@ -64,6 +64,9 @@ FAMILIES = [
     "gemma",
     "gemma2",
     "gemma3",
+    "smollm3",
+    "granite",
+    "granite4",
     "olmoe",
     "olmoe-normalized",
     "mixtral",
@@ -89,9 +92,8 @@ def mark_slow_cases(cases: list[tuple[Any, ...]], fast: list[tuple[Any, ...]]) -
 
 def read_spec(case: str, layers: int, **changes: Any) -> DecoderSpec:
     """Return the spec of a case of `tests.models.reference` with so many layers."""
-    class_name, options = CASES[case]
-    options = SMALL | options | changes | {"num_hidden_layers": layers}
-    config = getattr(transformers, class_name)(**options).to_dict()
+    options = build_options(case, **changes | {"num_hidden_layers": layers})
+    config = getattr(transformers, CASES[case][0])(**options).to_dict()
     return cast(DecoderSpec, build_spec(config, case))
 
 
@@ -328,7 +330,14 @@ def test_a_plan_says_which_projection_keeps_it(tmp_path: Path) -> None:
 PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
 # First column of the page's table -> cases of `tests.models.reference`.
 PAGE_CASES = {
-    "Llama, Mistral, Phi, SmolLM": ["llama3", "mistral-nemo", "phi4-mini"],
+    "Llama, Mistral, Phi, SmolLM, Granite": [
+        "llama3",
+        "mistral-nemo",
+        "phi4-mini",
+        "smollm3",
+        "granite",
+        "granite4",
+    ],
     "Qwen 2.5": ["qwen2.5"],
     "Qwen 3": ["qwen3"],
     "Gemma 1": ["gemma"],

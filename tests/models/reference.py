@@ -49,6 +49,21 @@ _LONG_ROPE = {
     "long_factor": [2.0 + 0.5 * pair for pair in range(6)],
 }
 
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 1.7,
+}
+# Keys of a Granite 4 without Mamba layers and experts.
+_DENSE_GRANITE = {
+    "layer_types": ["attention"] * 3,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 56,
+    # Of no layer. The config class checks that they fit, and JSON has no infinite number.
+    "mamba_n_heads": 1,
+    "time_step_limit": [0.0, 100.0],
+}
 # Name of a case -> (transformers' config class, keys that differ from SMALL).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("LlamaConfig", {"num_key_value_heads": 4}),
@@ -127,6 +142,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3Config",
         {"rope_scaling": _LONG_ROPE, "original_max_position_embeddings": 24},
     ),
+    "smollm3": (
+        "SmolLM3Config",
+        {"num_hidden_layers": 5, "rope_theta": 5000000.0, "tie_word_embeddings": True},
+    ),
+    "smollm3-window": (
+        "SmolLM3Config",
+        {
+            "no_rope_layers": [0, 1, 0],
+            "rope_theta": 10000.0,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granite": ("GraniteConfig", _GRANITE | {"attention_bias": True, "mlp_bias": True}),
+    "granite4": (
+        "GraniteMoeHybridConfig",
+        _GRANITE
+        | _DENSE_GRANITE
+        | {"position_embedding_type": "rope", "tie_word_embeddings": True},
+    ),
+    "granite4-unrotated": ("GraniteMoeHybridConfig", _GRANITE | _DENSE_GRANITE),
     "mixtral": (
         "MixtralConfig",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
@@ -198,6 +237,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def build_options(case: str, **changes: Any) -> dict[str, Any]:
+    """Return the arguments of the config class of one of CASES. changes: keys of its config."""
+    options = SMALL | CASES[case][1] | changes
+    if "layer_types" in CASES[case][1]:  # all alike, of as many layers as there are now
+        options["layer_types"] = options["layer_types"][:1] * options["num_hidden_layers"]
+    return options
+
+
 def build_reference_model(
     case: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> transformers.PreTrainedModel:
@@ -205,8 +252,8 @@ def build_reference_model(
 
     changes: keys of its config.
     """
-    class_name, options = CASES[case]
-    config = getattr(transformers, class_name)(**SMALL | options | changes)
+    class_name, _ = CASES[case]
+    config = getattr(transformers, class_name)(**build_options(case, **changes))
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=dtype
     )

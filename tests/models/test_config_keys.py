@@ -14,7 +14,19 @@ from recipe_lib.errors import CheckpointError
 from tests.models.reference import build_reference_model, load_ours
 from tests.selection import mark_slow_except
 
-_CASES = ("mistral-window", "qwen3", "gemma2", "gemma3", "phi3", "olmoe", "gpt-oss")
+_CASES = (
+    "mistral-window",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmoe",
+    "gpt-oss",
+    "smollm3",
+    "smollm3-window",
+    "granite",
+    "granite4",
+)
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _CHANGES: tuple[dict[str, Any], ...] = (
     {
@@ -46,6 +58,17 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"num_experts_per_tok": 1},
     {"clip_qkv": 0.3},
     {"swiglu_limit": 0.3},
+    {"no_rope_layers": [0, 0, 1, 1, 0]},
+    {"no_rope_layers": [0, 0]},
+    {"no_rope_layers": None, "no_rope_layer_interval": 2, "layer_types": None},
+    {"use_sliding_window": True, "sliding_window": 4, "layer_types": None},
+    {"embedding_multiplier": 1.0},
+    {"attention_multiplier": 0.1},
+    {"residual_multiplier": 1},
+    {"logits_scaling": 4},
+    {"position_embedding_type": "nope"},
+    {"position_embedding_type": None},
+    {"layer_types": ["mamba", "attention", "attention"]},
 )
 
 

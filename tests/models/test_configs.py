@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from recipe_lib.config import load_config
 from recipe_lib.config.paths import read_recipe_configs
-from recipe_lib.models import build_meta, build_spec, list_presets, read_preset_config
+from recipe_lib.models import build_meta, list_presets, read_preset_config, read_spec
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -57,36 +58,80 @@ PUBLISHED = {
     "gpt_oss/120B": 116_829_156_672,
     "mixtral/8x7B": 46_702_792_704,
     "olmoe/7B": 6_919_161_856,
+    "smollm3/3B": 3_075_098_624,
+    "phi4/mini_4B": 3_836_021_760,
+    "olmo3/7B": 7_298_011_136,
+    "glm4/flash_30B": 29_943_393_920 - 46 * 64,  # without its MTP layer, and routers' buffers
 }
-# What takes 16 cards of 80 GB or more to be trained whole, and has no config for that.
-WITHOUT_FULL = {"gpt_oss/120B", "llama3_1/70B", "llama3_3/70B", "qwen2_5/72B"}
+# Text parts whose count is published nowhere: it is near the size in the name (billions).
+SIZED = {
+    "gemma4/12B": 12,
+    "gemma4/E4B": 7.5,  # 4.5 and the embeddings of each layer
+    "granite4/micro_3B": 3.4,
+    "granite4/small_32B": 32,
+    "ministral3/8B": 8.5,
+    "ministral3/14B": 13.5,
+    "qwen3_5/4B": 4.2,
+    "qwen3_5/9B": 9,
+    "qwen3_6/27B": 27,
+}
+# What takes more than 8 cards of 24 GB or, of earlier families, 16 of 80 GB to be trained whole,
+# and has no config for that.
+WITHOUT_FULL = {
+    "gpt_oss/120B",
+    "llama3_1/70B",
+    "llama3_3/70B",
+    "qwen2_5/72B",
+    "qwen3_6/27B",
+    "granite4/small_32B",
+    "glm4/flash_30B",
+}
+# Experts of transformers' own classes are not quantized.
+WITHOUT_QLORA = {"granite4/small_32B", "glm4/flash_30B"}
 SHIPPED = sorted(name for name in list_presets() if not name.startswith("demo/"))
 
 
+def find_method(name: str) -> str:
+    """Return the first method that a model has a config for: the largest have none for all."""
+    methods = ("full", "qlora", "lora")
+    return next(method for method in methods if (CONFIGS / f"{name}_{method}.yaml").exists())
+
+
+def get_implementation(name: str) -> str:
+    file = CONFIGS / f"{name}_{find_method(name)}.yaml"
+    return str(yaml.safe_load(file.read_text())["model"].get("implementation", "native"))
+
+
 def test_all_presets_are_known() -> None:
-    assert set(SHIPPED) == set(PUBLISHED)
+    assert set(SHIPPED) == PUBLISHED.keys() | SIZED.keys()
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_parameters_of_a_preset(name: str) -> None:
-    model = build_meta(build_spec(read_preset_config(name), name), torch.bfloat16)
-    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]
+    model = build_meta(
+        read_spec(read_preset_config(name), name, get_implementation(name)), torch.bfloat16
+    )
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if name in PUBLISHED:
+        assert count == PUBLISHED[name]
+    else:
+        assert count == pytest.approx(SIZED[name] * 1e9, rel=0.02)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_config_of_a_preset(name: str) -> None:
-    method = (
-        "full" if (CONFIGS / f"{name}_full.yaml").exists() else "qlora"
-    )  # the largest have no full fine-tuning
+    method = find_method(name)
     recipe = "full_finetune_distributed" if method == "full" else "lora_finetune_distributed"
     cfg = load_config(f"{name}_{method}", (), read_recipe_configs()[recipe])
     text = (CONFIGS / f"{name}_{method}.yaml").read_text()
     assert f"#   tune download {cfg.model.path}\n" in text
     assert f"{recipe} --config {name}_{method}\n" in text
     assert 15 <= len(text.splitlines()) <= 30
-    assert cfg.model.preset is None and cfg.data.source == "hub:tatsu-lab/alpaca"
+    assert cfg.model.preset is None
+    # Those of 2026 are chat models.
+    assert cfg.data.source in ("hub:tatsu-lab/alpaca", "hub:HuggingFaceH4/no_robots")
     assert cfg.output_dir == "outputs/" + name.replace("/", "-") + (
-        "" if method == "full" else "-qlora"
+        "" if method == "full" else f"-{method}"
     )
 
 
@@ -94,4 +139,5 @@ def test_every_config_outside_the_demo_has_a_preset() -> None:
     names = {str(file.relative_to(CONFIGS).with_suffix("")) for file in CONFIGS.glob("*/*.yaml")}
     full = {name for name in names if name.endswith("_full") and not name.startswith("demo/")}
     assert {name.removesuffix("_full") for name in full} == set(SHIPPED) - WITHOUT_FULL
-    assert {f"{name}_qlora" for name in SHIPPED} <= names
+    assert {f"{name}_qlora" for name in set(SHIPPED) - WITHOUT_QLORA} <= names
+    assert {f"{name}_lora" for name in WITHOUT_QLORA} <= names

@@ -53,7 +53,7 @@ def test_logits_equal_those_of_transformers(case: str, folders: dict[str, Path])
 
 # One case of each way to name tensors.
 NAMED = ["llama3.1", "llama-biases", "qwen2.5", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "mixtral", "qwen3-moe",
-         "olmoe", "gpt-oss"]  # fmt: skip
+         "olmoe", "gpt-oss", "smollm3", "granite", "granite4"]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NAMED)
@@ -71,7 +71,9 @@ def test_transformers_loads_our_names(case: str, folders: dict[str, Path], tmp_p
     assert_close(ours(tokens()), theirs(tokens()).logits)
 
 
-@pytest.mark.parametrize("case", ["llama3.1", "mistral-window", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize(
+    "case", ["llama3.1", "mistral-window", "gemma2", "gemma3", "phi3", "smollm3"]
+)
 @torch.no_grad()
 def test_right_padding_changes_nothing_before_it(case: str, folders: dict[str, Path]) -> None:
     ours, theirs = load_ours(saved(case, folders)), build_reference_model(case)
@@ -85,7 +87,17 @@ def test_right_padding_changes_nothing_before_it(case: str, folders: dict[str, P
 
 
 @pytest.mark.parametrize(
-    "case", ["llama3.1", "mistral-window", "qwen2.5-window", "gemma2", "gemma3", "phi4-mini"]
+    "case",
+    [
+        "llama3.1",
+        "mistral-window",
+        "qwen2.5-window",
+        "gemma2",
+        "gemma3",
+        "phi4-mini",
+        "smollm3-window",
+        "granite4",
+    ],
 )
 @torch.no_grad()
 def test_documents_in_one_row_equal_separate_rows(case: str, folders: dict[str, Path]) -> None:
@@ -107,7 +119,8 @@ def test_documents_in_one_row_equal_separate_rows(case: str, folders: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "case", ["llama3.1", "mistral-window", "gemma2", "gemma3-linear", "phi3", "qwen3"]
+    "case",
+    ["llama3.1", "mistral-window", "gemma2", "gemma3-linear", "phi3", "qwen3", "smollm3"],
 )
 @torch.no_grad()
 def test_decoding_with_a_cache_equals_one_pass(case: str, folders: dict[str, Path]) -> None:
@@ -125,7 +138,9 @@ def test_decoding_with_a_cache_equals_one_pass(case: str, folders: dict[str, Pat
         ours(tokens()[:, :1], cache=cache)
 
 
-@pytest.mark.parametrize("case", ["llama3.1", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    "case", ["llama3.1", "qwen3", "gemma2", "gemma3", "smollm3", "smollm3-window", "granite"]
+)
 def test_gradients_and_loss_equal_those_of_transformers(
     case: str, folders: dict[str, Path]
 ) -> None:
@@ -154,7 +169,9 @@ def test_a_real_checkpoint(realdata: Path) -> None:
     assert_close(load_ours(folder)(inputs), theirs(inputs).logits)
 
 
-@pytest.mark.parametrize("case", mark_slow_except(["llama3.1", "gpt-oss"], ["llama3.1"]))
+@pytest.mark.parametrize(
+    "case", mark_slow_except(["llama3.1", "gpt-oss", "smollm3", "granite"], ["llama3.1"])
+)
 def test_a_compiled_layer_is_one_graph(case: str, tmp_path: Path) -> None:
     torch.compiler.reset()  # graphs of other cases count among those of this one
     build_reference_model(case, num_hidden_layers=2).save_pretrained(tmp_path)

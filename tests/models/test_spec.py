@@ -27,7 +27,7 @@ LLAMA: dict[str, Any] = {
 
 
 def test_the_spec_is_small_and_needs_no_torch() -> None:
-    assert len(fields(DecoderSpec)) <= 33
+    assert len(fields(DecoderSpec)) <= 36
     code = (
         "import sys; from recipe_lib.models import read_preset_config, build_spec; "
         "build_spec(read_preset_config('gemma3/27B'), 'x'); assert 'torch' not in sys.modules"
@@ -100,16 +100,56 @@ def test_windows_of_qwen() -> None:
     )
 
 
+TYPES = (
+    "gemma, gemma2, gemma3, gpt_oss, granite, granitemoehybrid (without Mamba layers and experts),"
+    " llama, mistral, mixtral, olmoe, phi3, qwen2, qwen3, qwen3_moe, smollm3"
+)
+HYBRID = {
+    "model_type": "granitemoehybrid",
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+}
+SMOLLM3 = {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 6}
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "qwen2_moe": (
         {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]},
         (
             "model_type 'qwen2_moe' (Qwen2MoeForCausalLM) is not supported; expected a causal"
-            " language model of type gemma, gemma2, gemma3, gpt_oss, llama, mistral, mixtral,"
-            " olmoe, phi3, qwen2, qwen3, qwen3_moe; to train it in transformers' own class, set"
+            f" language model of type {TYPES}; to train it in transformers' own class, set"
             " model.implementation=transformers"
         ),
+    ),
+    "layers of Mamba": (
+        HYBRID | {"layer_types": ["mamba", "attention"], "num_local_experts": 0},
+        (
+            "model_type 'granitemoehybrid' (GraniteMoeHybridForCausalLM) is not supported; expected"
+            f" a causal language model of type {TYPES}; to train it in transformers' own class, set"
+            " model.implementation=transformers"
+        ),
+    ),
+    "experts of Granite": (
+        HYBRID | {"layer_types": ["attention"] * 2, "num_local_experts": 4},
+        (
+            "model_type 'granitemoehybrid' (GraniteMoeHybridForCausalLM) is not supported; expected"
+            f" a causal language model of type {TYPES}; to train it in transformers' own class, set"
+            " model.implementation=transformers"
+        ),
+    ),
+    "layers that rotate": (
+        SMOLLM3 | {"no_rope_layers": [1]},
+        "no_rope_layers: found [1], expected a 1 or 0 for each of 2 layers",
+    ),
+    "layers that rotate, in words": (
+        SMOLLM3 | {"no_rope_layers": ["yes", "no"]},
+        "no_rope_layers: found ['yes', 'no'], expected a 1 or 0 for each of 2 layers",
+    ),
+    "interval of layers that rotate": (
+        SMOLLM3 | {"no_rope_layer_interval": 0},
+        "no_rope_layer_interval: found 0, expected a positive integer",
+    ),
+    "scale of logits": (
+        {"model_type": "granite", "architectures": [], "logits_scaling": 0},
+        "logits_scaling: found 0, expected a number from 1e-30 to 1e+30",
     ),
     "reward model": (
         {"architectures": ["LlamaForSequenceClassification"]},
@@ -121,11 +161,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no model_type": (
         {"model_type": None, "architectures": None},
-        (
-            "model_type None is not supported; expected a causal language model of type gemma,"
-            " gemma2, gemma3, gpt_oss, llama, mistral, mixtral, olmoe, phi3, qwen2, qwen3,"
-            " qwen3_moe"
-        ),
+        (f"model_type None is not supported; expected a causal language model of type {TYPES}"),
     ),
     "bitsandbytes": (
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},

@@ -22,7 +22,7 @@ from recipe_lib.adapters import add_adapters
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.paths import list_presets
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
-from recipe_lib.errors import ConfigError
+from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.memory import apply_levers, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, build_spec, init_weights, read_preset_config
 from recipe_lib.models.decoder import Attention
@@ -245,7 +245,7 @@ def run_cases(ranks: int, wanted: list[Case]) -> None:
 FEW = ["llama3.1", "qwen2.5-window", "qwen3", "gemma2", "gemma3", "phi3.5-long", "gpt-oss", "olmoe"]
 # Others: a kv head for each head or one for all, all biases, heads of which some channels turn,
 # experts.
-MORE = ["llama2", "gemma", "llama-biases", "phi4-mini", "qwen3-moe"]
+MORE = ["llama2", "gemma", "llama-biases", "phi4-mini", "qwen3-moe", "smollm3", "granite4"]
 FULL, SELECTIVE = ({"activation_checkpointing": mode} for mode in ("full", "selective"))
 
 
@@ -340,7 +340,10 @@ def test_the_page_lists_the_presets_whose_heads_eight_ranks_cannot_share() -> No
 
     found = {}
     for name in list_presets():
-        spec = build_spec(read_preset_config(name), name)
+        try:
+            spec = build_spec(read_preset_config(name), name)
+        except CheckpointError:  # of a family that trains in transformers' class
+            continue
         if not name.startswith("demo") and not fits(spec, 8):
             found[name] = [
                 size for size in range(1, spec.num_heads + 1) if fits(spec, size) and size < 16

@@ -37,6 +37,11 @@ GEMMA = {
     "post_norms": True, "norm_offset": True, "head_norms": True, "embedding_scale": 5.5, "logit_softcap": 9.0,
     "attention_softcap": 20.0, "activation": "gelu_tanh",
 }  # fmt: skip
+# The middle layer's queries and keys do not rotate, as in SmolLM3.
+GRANITE = {
+    "rotated": (True, False, True), "residual_scale": 0.3, "logit_scale": 0.4, "embedding_scale": 5.5,
+    "attention_scale": 0.2,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -202,6 +207,8 @@ KINDS: list[dict[str, Any]] = [
     {"lora": {}, "rows": 3},
     {"lora": {"target_modules": ["q", "down"]}, "spec": BIASES},
     {"per_token": True, "spec": GEMMA, "rows": 3},
+    {"spec": GRANITE, "rows": 3},
+    {"spec": GRANITE | {"tied": True}, "lora": {}},
 ]
 SELECTIVE = {"activation_checkpointing": "selective"}
 MEMORY: list[dict[str, Any]] = [{}, {"activation_checkpointing": "full"}, SELECTIVE]

@@ -67,6 +67,26 @@ GRID: dict[str, tuple[Any, ...]] = {
 }
 UNTIED = "untied"
 CONTEXT = "parallel.context=2"
+# Families whose layers compute more than, or not all of, what Llama's do: keys beside the tiny ones.
+DENSE: dict[str, dict[str, Any]] = {
+    "smollm3": {
+        "model_type": "smollm3",
+        "architectures": ["SmolLM3ForCausalLM"],
+        "no_rope_layers": [1, 0],
+    },
+    "granite4": {
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["attention"] * 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 64,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.125,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 10.0,
+    },
+}
 CASES = GRID | {
     "zero-1": (
         2,
@@ -148,6 +168,8 @@ CASES = GRID | {
     ),
     "rounded weights, muon": (2, FULL, TIED, "qat=int4", "optimizer.name=muon"),
     "sinks": (2, FULL, "gpt_oss", "dtype=bf16", "memory.activation_checkpointing=selective"),
+    "scaled residuals": (2, FULL, "granite4", "dtype=bf16"),
+    "layers that do not rotate, adapters": (2, LORA, "smollm3", "parallel.tensor=2"),
     "experts in nf4, one rank": (
         1,
         LORA,
@@ -170,6 +192,7 @@ COMPARED += [
     "teacher",
     "rewards",
     "sinks",
+    "scaled residuals",
     "rounded weights, muon",
 ]
 COMPARED += ["shared sequences, checkpointed"]
@@ -191,6 +214,10 @@ def runs(
 
     for name in MIXTURES:
         write_mixture(folder, name)
+    for name, changed in DENSE.items():
+        (folder / f"{name}.json").write_text(
+            json.dumps(json.loads(Path(TIED).read_text()) | changed)
+        )
     cases = {name: CASES[name] for name in select_cases(request, "name")}
 
     def trace(simulated: bool, ranks: int | None = None) -> dict[str, Any]:

@@ -149,6 +149,7 @@ NOT_LEVERS = {
         "of models with experts; tests/recipes/test_mixture_runs, tests/models/test_mixture"
     ),
     "fused_kernels": "there are none on a CPU; test_fused_runs",
+    "checkpoint.carry": "what an export has beside what was trained; test_published_models",
     "qat_start_step": "when rounding begins; test_qat_runs",
     "recipe": "a name",
     "model.path": "where weights come from; test_worlds",

@@ -15,7 +15,9 @@ from recipe_lib.checkpoint.run_files import read_record
 from recipe_lib.checkpoint.side_files import make_model_card
 from recipe_lib.cli.main import main
 from recipe_lib.config.schema import LoraConfig
+from recipe_lib.models import build_spec, read_preset_config
 from recipe_lib.training.export_model import (
+    find_unserved_parts,
     format_merge_command,
     list_adapter_commands,
     list_model_commands,
@@ -166,7 +168,11 @@ def test_no_commands_for_what_has_no_base(
 def test_what_vllm_serves() -> None:
     def served(**settings: Any) -> bool:
         rank = settings.pop("rank", 16)
-        found = list_adapter_commands(Path("a"), "b", LoraConfig(**settings), rank=rank)
+        spec = build_spec(read_preset_config("qwen2_5/0.5B"), "config.json")
+        lora = LoraConfig(**settings)
+        parts = find_unserved_parts(spec, lora)
+        refused = any(part.is_refused for part in parts)
+        found = list_adapter_commands(Path("a"), "b", lora, rank=rank, served=not refused)
         assert found[0] == "tune generate a"
         return len(found) == 2
 

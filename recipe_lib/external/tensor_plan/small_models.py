@@ -118,7 +118,8 @@ def shrink(config: Any, min_layers: int = 2, num_key_heads: int = 4) -> Any:
             )
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(settings.get(name), dict):
-            settings[name] = _reset_rope(settings[name])
+            fraction = settings.get("partial_rotary_factor") or 1.0
+            settings[name] = _reset_rope(settings[name], fraction)
     # A state-space model: its heads share the expanded channels evenly.
     if (
         isinstance(settings.get("expand"), int)
@@ -141,14 +142,22 @@ def _choose_key_heads(value: int, original: dict[str, Any], fewer: int) -> int:
     return 1 if value == 1 else fewer if value < heads else _HEADS
 
 
-def _reset_rope(held: dict[str, Any]) -> dict[str, Any]:
-    """Return rotary settings of the default kind, without lists: these fit the old head width."""
+def _reset_rope(held: dict[str, Any], fraction: float) -> dict[str, Any]:
+    """Return rotary settings of the default kind, without lists: these fit the old head width.
+
+    One list stays, with other numbers: how many of a head's pairs of channels rotate by the time,
+    the height and the width of an image. fraction: of a head's channels that rotate.
+    """
     if any(isinstance(value, dict) for value in held.values()):  # one for each kind of layer
         return {
-            key: _reset_rope(value) if isinstance(value, dict) else value
+            key: _reset_rope(value, fraction) if isinstance(value, dict) else value
             for key, value in held.items()
         }
     kept = {key: value for key, value in held.items() if not isinstance(value, (list, tuple))}
+    if "mrope_section" in held:
+        fraction = held.get("partial_rotary_factor") or fraction
+        pairs = int(_WIDTH // _HEADS * fraction) // 2
+        kept["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
     return (
         {**kept, "rope_type": "default"} if kept.get("rope_type", "default") != "default" else kept
     )
@@ -176,12 +185,17 @@ def _cut_layer_lists(held: dict[str, Any], layers: int) -> int:
         longest = max((value for value in periods if isinstance(value, int)), default=1)
         return max(layers, min(longest + 1 if longest > 1 else layers, 9))
     # The kind of a layer is what the lists say of it.
-    kinds = list(zip(*(map(repr, value) for value in lists.values()), strict=True))
+    # The last layers of Gemma 3n and 4 share keys and values of earlier ones.
+    num_own_keys = num_layers - (held.get("num_kv_shared_layers") or 0)
+    shares_keys = [str(index >= num_own_keys) for index in range(num_layers)]
+    kinds = list(zip(*(map(repr, value) for value in lists.values()), shares_keys, strict=True))
     kept = sorted({kinds.index(kind) for kind in kinds})  # indices of layers
     while len(kept) < min(layers, num_layers):
         kept = sorted([*kept, next(index for index in range(num_layers) if index not in kept)])
     for name, value in lists.items():
         held[name] = type(value)(value[index] for index in kept)
+    if num_own_keys < num_layers:
+        held["num_kv_shared_layers"] = sum(index >= num_own_keys for index in kept)
     return len(kept)
 
 

@@ -131,7 +131,7 @@ def _number_classes(dataset: Dataset, names: list[str]) -> Dataset:
         )
     # Until here the values are indices in `report.classes`.
     class_numbers = np.array([names.index(name) for name in classes], dtype=np.float64)
-    return dataset.replace_values(class_numbers[dataset.values.astype(np.int64)])
+    return dataset.replace(values=class_numbers[dataset.values.astype(np.int64)])
 
 
 def _find_padding_id(tokenizer: Tokenizer, dataset: Dataset) -> int | None:

@@ -16,7 +16,6 @@ from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, TrainedParameters
 FACTS = OptimizerFacts(
     keys=("betas", "eps", "implementation", "state_bits", "master_weights", "stochastic_rounding"),
     states=("exp_avg", "exp_avg_sq"),
-    torch_class="AdamW",
 )
 
 

@@ -17,7 +17,6 @@ FACTS = OptimizerFacts(
     keys=("momentum", "implementation"),
     states=("momentum_buffer",),
     states_need="momentum",
-    torch_class="SGD",
 )
 
 

@@ -139,7 +139,12 @@ class CachedFakeMode:
             return func(*args, **kwargs), None
         if call is not None:
             return call.make(tensors, self.mode), call
-        result = func(*args, **kwargs)
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # Without data it takes bf16 alone; a device multiplies other types in a loop.
+            factors = [factor.to(torch.bfloat16) for factor in args[:2]]
+            result = func(*factors, *args[2:], **kwargs).to(args[0].dtype)
+        else:
+            result = func(*args, **kwargs)
         if key not in self.calls and not _is_never_cached(func):
             # None says for later calls that this one cannot be remembered.
             self.calls[key] = call = remember(result, tensors)

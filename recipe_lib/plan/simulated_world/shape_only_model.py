@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,21 @@ from recipe_lib.files import replace_text
 from recipe_lib.models import ExternalSpec, ModelSpec, read_config, read_preset_config
 from recipe_lib.models.families import get_text_config, read_run_spec
 
+# What tells releases of one model from each other: kinds of training, and dates as 2507.
+_VARIANT = re.compile(
+    r"[-_](instruct|it|pt|base|chat|hf|thinking|reasoning|coder|math|sft|dpo|bf16|\d{4})(?=$|[-_])"
+)
+# Last part of a hub id, in lower case -> the same, without its variant, of the shipped checkpoint
+# that it was trained from.
+SIBLINGS = {
+    "deepseek-r1-distill-llama-8b": "llama-3.1-8b",
+    "deepseek-r1-distill-llama-70b": "llama-3.3-70b",
+    "deepseek-r1-distill-qwen-1.5b": "qwen2.5-1.5b",
+    "deepseek-r1-distill-qwen-7b": "qwen2.5-7b",
+    "deepseek-r1-distill-qwen-14b": "qwen2.5-14b",
+    "deepseek-r1-distill-qwen-32b": "qwen2.5-32b",
+    "deepseek-r1-0528-qwen3-8b": "qwen3-8b",
+}
 _SIZE = re.compile(r"(?<![\d.])\d+(?:\.\d+)?[bm]\b")  # parameters, as 1.5b in a lower-case name
 
 
@@ -84,22 +100,20 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
     if cached is not None:
         return cached, ""
     shipped = list_shipped_shapes()
-    if name in shipped:
+    sibling = find_sibling(name, shipped)
+    if sibling:
+        text = "that" if sibling == name else f"taken for that of {sibling},"
         return (
-            shipped[name],
-            f"{name} is not on this machine: its shape is that of the preset {shipped[name]}",
+            shipped[sibling],
+            f"{name} is not on this machine: its shape is {text} of the preset {shipped[sibling]}",
         )
-    # The error suggests a checkpoint of the same shape: `...-8B-Instruct` has that of `...-8B`, and
-    # a misspelled name is near one of the same size.
-    prefixes = [
-        shipped_name for shipped_name in shipped if name.lower().startswith(shipped_name.lower())
-    ]
+    # The error suggests a checkpoint of the same shape: a misspelled name is near one of that size.
     same_size = [
         shipped_name
         for shipped_name in shipped
         if _SIZE.findall(shipped_name.lower()) == _SIZE.findall(name.lower())
     ]
-    similar_name = max(prefixes, key=len, default=find_nearest(name, same_size, cutoff=0.7))
+    similar_name = find_nearest(name, same_size, cutoff=0.7)
     hint = (
         f"or plan with {key}={similar_name} if it has the same shape"
         if similar_name
@@ -107,8 +121,31 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
     )
     raise ConfigError(
         f"{key}={show(name)}: found no folder, nothing in the hub cache and no shipped config of"
-        f" that model; fetch it with `tune download {show(name)}`, {hint}"
+        f" that model; fetch its shape with `tune download {show(name)} --include config.json`,"
+        f" {hint}"
     )
+
+
+def find_sibling(name: str, shipped: Collection[str]) -> str:
+    """Return the shipped checkpoint that has the shape of another one; "": there is none.
+
+    A model's base, instruct and thinking releases have one shape, and copies of it have the same
+    name under another owner or in a folder. name: a hub id, or a folder that is not here. shipped:
+    hub ids.
+    """
+    if name in shipped:
+        return name
+    core = SIBLINGS.get(name.rpartition("/")[2].lower(), _strip_variant(name))
+    # Shipped names with more parts are folders that a shipped config leaves.
+    hub_ids = [shipped_name for shipped_name in shipped if shipped_name.count("/") == 1]
+    return next((hub_id for hub_id in hub_ids if _strip_variant(hub_id) == core), "")
+
+
+def _strip_variant(name: str) -> str:
+    """Return the last part of a name without what tells releases of one model from each other."""
+    core = name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
+    # Folders are named Qwen2_5-7B where the hub has Qwen2.5-7B.
+    return _VARIANT.sub("", re.sub(r"(\d)_(\d)", r"\1.\2", core))
 
 
 def find_in_hub_cache(name: str) -> str | None:
@@ -137,6 +174,10 @@ def list_shipped_shapes() -> dict[str, str]:
     return shapes
 
 
+# Models of other libraries have other names for the number of layers.
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
 def _read_yaml(file: Path) -> Any:
     return yaml.safe_load(file.read_text(encoding="utf-8"))
 
@@ -151,34 +192,56 @@ def limit_layers(cfg: Any, layers: int) -> Any:
     if cfg.model.implementation == "native":
         read_spec(cfg)  # raises CheckpointError for a model that recipes do not know
         config = get_text_config(config)
-    # Models of other libraries have other names for it.
-    keys = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    layers_key = next((key for key in keys if isinstance(config.get(key), int)), None)
-    if layers_key is None:
+    config = copy.deepcopy(dict(config))
+    found = _find_text_shape(config)
+    if found is None:
         raise ConfigError(
-            f"{cfg.model.preset}: found no number of layers, expected one of {', '.join(keys)};"
-            " plan without --depth"
+            f"{cfg.model.preset}: found no number of layers, expected one of"
+            f" {', '.join(_LAYER_KEYS)}; plan without --depth"
         )
-    num_layers = config[layers_key]
+    layers_key, text_shape = found
+    num_layers = text_shape[layers_key]
     if not 1 <= layers <= num_layers:
         raise ValueError(f"found {layers} layers, expected 1 to {num_layers}")
-    changes: dict[str, Any] = {layers_key: layers}
     # These lists have an entry for each layer: `layer_types`, and in models of other libraries any
     # of this length.
-    for key, value in config.items():
+    for key, value in text_shape.items():
         if (
             isinstance(value, list)
             and len(value) == num_layers
             and (key == "layer_types" or cfg.model.implementation != "native")
         ):
-            changes[key] = value[:layers]
+            text_shape[key] = value[:layers]
+    text_shape[layers_key] = layers
     name = cfg.model.preset.replace(os.sep, "_")[-100:].removesuffix(".json")
     # A forked process uses the same folder, so the file's name has the id of the process.
     file = Path(_make_folder()) / f"{name}-{layers}-{os.getpid()}.json"
-    replace_text(file, json.dumps(dict(config) | changes))
+    replace_text(file, json.dumps(config))
     cfg = copy.deepcopy(cfg)
     cfg.model = dataclasses.replace(cfg.model, path=None, preset=str(file))
     return cfg
+
+
+def _find_text_shape(config: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return (key of the number of layers, the part of config.json that has it); None: no part has.
+
+    Of the parts of a multimodal config it is the one with the largest vocabulary: the text model's.
+    """
+    shapes = [
+        (key, part)
+        for part in _list_parts(config)
+        for key in _LAYER_KEYS
+        if isinstance(part.get(key), int)
+    ]
+    return max(shapes, key=lambda shape: shape[1].get("vocab_size") or 0, default=None)
+
+
+def _list_parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a config and the configs inside of it, outer ones first."""
+    yield config
+    for value in config.values():
+        if isinstance(value, dict):
+            yield from _list_parts(value)
 
 
 def find_layer_pattern(cfg: Any) -> tuple[int, int]:

@@ -44,6 +44,11 @@ GEMMA = {
     "post_norms": True, "norm_offset": True, "head_norms": True, "embedding_scale": 5.5, "logit_softcap": 9.0,
     "attention_softcap": 20.0, "activation": "gelu_tanh",
 }  # fmt: skip
+# The second and fourth layer's queries and keys do not rotate, as in SmolLM3.
+GRANITE = {
+    "rotated": (True, False, True, False), "residual_scale": 0.3, "logit_scale": 0.4, "embedding_scale": 5.5,
+    "attention_scale": 0.2,
+}  # fmt: skip
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 FROZEN = {
     "early": ("embed_tokens", "layers.0.", "layers.1."),
@@ -284,6 +289,7 @@ def test_every_schedule_on_two_ranks() -> None:
     every = [Case(*each) for each in product(SCHEDULES, KINDS, CHECKPOINTING)]
     cases = every[::7] + [
         Case("zbv", spec=GEMMA, packed=True),
+        Case("1f1b", spec=GRANITE, packed=True),
         Case("1f1b", spec={"tied": True}, checkpointing="full"),
     ]
     cases += [

@@ -14,7 +14,10 @@ from recipe_lib.models import build_spec, read_preset_config
 from recipe_lib.plan.simulated_world.shape_only_model import (
     count_layers,
     find_layer_pattern,
+    find_shape,
+    find_sibling,
     limit_layers,
+    list_shipped_shapes,
     make_plannable,
 )
 from tests.plan.configs import SMALL, load
@@ -81,14 +84,10 @@ def test_the_hub_cache_goes_before_the_shipped_shape(
     ("path", "said"),
     [
         (
-            "meta-llama/Meta-Llama-3-8B-Instruct",
+            "meta-llama/Meta-Lama-3-8B",
             "model.path=meta-llama/Meta-Llama-3-8B if it has the same shape",
         ),
-        (
-            "meta-llama/Meta-Llama-3.1-8B-Instruct",
-            "-8B if it has the same shape",
-        ),  # not a 70B of a name more alike
-        ("somebody/something", "tune download somebody/something"),
+        ("somebody/something", "tune download somebody/something --include config.json`"),
         ("no/such/folder", "found no folder"),
     ],
 )
@@ -97,6 +96,30 @@ def test_an_unknown_model_is_one_line(path: str, said: str):
         make_plannable(load("llama3/8B_full", f"model.path={path}"))
     assert said in str(raised.value)
     assert len(raised.value.faults) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "preset"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3_1/8B"),
+        ("/tmp/Meta-Llama-3-8B-Instruct", "llama3/8B"),  # as torchtune's configs have it
+        ("/tmp/Qwen2_5-7B-Instruct", "qwen2_5/7B"),
+        ("Qwen/Qwen3-4B-Thinking-2507", "qwen3/4B"),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2_5/7B"),
+        ("unsloth/gemma-3-27b-it", "gemma3/27B"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral/7B_v0.3"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2_5/7B"),
+    ],
+)
+def test_siblings_have_the_shape_of_a_shipped_config(path: str, preset: str) -> None:
+    shape, assumption = find_shape(path)
+    assert shape == preset
+    assert assumption.startswith(f"{path} is not on this machine: its shape is taken for that of ")
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-VL-7B", "meta-llama/Llama-3.1-9B", "/data/model"])
+def test_other_models_have_no_sibling(path: str) -> None:
+    assert find_sibling(path, list_shipped_shapes()) == ""
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path):
