@@ -206,7 +206,7 @@ def measure_side(side: str, folder: Path) -> dict[str, float]:
             tokenizer_folder=None,
             max_shard_bytes=4 * GIB,
             world=SingleRank(),
-            carried=find_carried(spec, folder),
+            carried=find_carried(spec, folder, carries=True),
         )
         exported = sum(path.stat().st_size for path in out.iterdir())
         return {"peak": read_status("VmHWM") - start, "exported": exported}

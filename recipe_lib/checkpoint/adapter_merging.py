@@ -198,7 +198,7 @@ def merge_adapter(
         chat_template=chat_template,
         stop_ids=stop_ids,
         card=card,
-        carried=find_carried(spec, base_folder) if carries else None,
+        carried=find_carried(spec, base_folder, carries=carries),
     )
     if isinstance(spec, ExternalSpec):
         merge = partial(

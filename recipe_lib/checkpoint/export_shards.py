@@ -37,11 +37,19 @@ class Carried:
         return self.file_names if self.tensors and isinstance(spec, DecoderSpec) else ()
 
 
-def find_carried(spec: ModelSpec, folder: Path) -> Carried:
+NOTHING_CARRIED = Carried()
+
+
+def find_carried(spec: ModelSpec, folder: Path | None, *, carries: bool) -> Carried:
     """Find what an export has unchanged from a checked folder.
+
+    folder: that training began with; None: it began with random weights. carries: False: nothing,
+    as `checkpoint.carry` says.
 
     Raises DataError for a processor's file that cannot be copied.
     """
+    if folder is None or not carries:
+        return NOTHING_CARRIED
     return Carried(
         tensors=list_carried(spec, folder),
         file_names=read_headers(folder).keys(),
@@ -54,7 +62,7 @@ def plan_shards(
     parameters: Mapping[str, PlannedTensor],
     max_shard_bytes: int,
     extras: Collection[str] = (),
-    carried: "Carried | None" = None,
+    carried: Carried = NOTHING_CARRIED,
 ) -> dict[str, list[PlannedTensor]]:
     """Return file name -> the tensors in it, in the model's order.
 
@@ -64,7 +72,6 @@ def plan_shards(
     a larger tensor has a file of its own. extras: names of the parameters that the model's family
     does not have; they come after its own. carried: its tensors come last.
     """
-    carried = carried or Carried()
     layout = build_written_layout(spec)
     if layout is None:
         entries = build_weight_map(spec, carried.find_layout_names(spec))
@@ -117,7 +124,7 @@ class TensorPieces:
         read: Callable[[str], Iterator[torch.Tensor]],
         parameters: Mapping[str, PlannedTensor],
         extras: Collection[str],
-        carried: "Carried",
+        carried: Carried,
     ) -> None:
         """Look up which parameters each tensor of the files is made of.
 
@@ -140,10 +147,7 @@ class TensorPieces:
         self._parts |= {name: [name] for name in extras}
 
     def read_tensor(self, tensor: PlannedTensor) -> Iterator[torch.Tensor]:
-        """Yield a tensor's data in consecutive pieces, on rank 0. Collective.
-
-        That of a copy is yielded on every rank.
-        """
+        """Yield a tensor's data in consecutive pieces, on rank 0. Collective, but for a copy."""
         name = tensor.name
         if tensor.source is not None:
             yield from tensor.source.stream()

@@ -19,7 +19,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib import files
-from recipe_lib.checkpoint.export_shards import Carried, TensorPieces, plan_shards
+from recipe_lib.checkpoint.export_shards import (
+    NOTHING_CARRIED,
+    Carried,
+    TensorPieces,
+    plan_shards,
+)
 from recipe_lib.checkpoint.model_folders import INDEX, SINGLE
 from recipe_lib.checkpoint.rank_groups import (
     Holders,
@@ -87,7 +92,7 @@ def export_model(
     stop_ids: Collection[int] = (),
     save_extra: bool = False,
     card: str | None = None,
-    carried: Carried | None = None,
+    carried: Carried = NOTHING_CARRIED,
 ) -> None:
     """Write the folder `out`: safetensors files, config.json, tokenizer files. Collective.
 
@@ -109,8 +114,7 @@ def export_model(
         save_extra: write the parameters that a recipe added to the model too, which only that
             recipe can read; False: such a model is refused.
         card: text of README.md; None: none is written.
-        carried: what the export has unchanged from the folder that training began with; None:
-            nothing.
+        carried: what the export has unchanged from the folder that training began with.
 
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
@@ -127,7 +131,7 @@ def export_model(
         raise CheckpointError(f"{out}: {describe_extra_fault(extras)}")
     names = {name: name for name in planned}  # name in the written model -> in this one
     text = spec.find_text_model() if isinstance(spec, ExternalSpec) else None
-    if text is not None and not (carried and carried.tensors):
+    if text is not None and not carried.tensors:
         # Without its other parts a multimodal model is written as its text model.
         spec = text.spec
         source_config = text.config
@@ -183,7 +187,7 @@ def write_model(
         reads_alone: `read` is not collective: each rank writes files of its own, to a disk that all
             ranks share.
     """
-    carried = side_files.carried or Carried()
+    carried = side_files.carried
     shards = plan_shards(
         spec, parameters, max_shard_bytes=max_shard_bytes, extras=extras, carried=carried
     )
@@ -209,9 +213,11 @@ def write_model(
                     temporary / name,
                     shards[name],
                     # A chain keeps no reference to the tensor that it yielded: it is freed before
-                    # the next one is gathered.
+                    # the next one is gathered. A copy is read by the rank that writes it alone.
                     pieces=chain.from_iterable(
-                        pieces.read_tensor(tensor) for tensor in shards[name]
+                        pieces.read_tensor(tensor)
+                        for tensor in shards[name]
+                        if tensor.source is None or reads_alone or world.rank == 0
                     ),
                     metadata={"format": "pt"} | make_extra_metadata(extra_names),
                 )
@@ -312,8 +318,8 @@ class SideFiles:
     stop_ids: Collection[int] = ()
     # Text of README.md; None: none is written.
     card: str | None = None
-    # What is unchanged from the folder that training began with; None: nothing.
-    carried: Carried | None = None
+    # What is unchanged from the folder that training began with.
+    carried: Carried = NOTHING_CARRIED
 
 
 @contextmanager
@@ -343,7 +349,7 @@ def stage_folder(
     Raises StorageError or CheckpointError on every rank.
     """
     tokenizer_paths = list_tokenizer_files(side_files.tokenizer_folder)
-    processor_paths = side_files.carried.processor_files if side_files.carried else ()
+    processor_paths = side_files.carried.processor_files
     copied = [*tokenizer_paths, *processor_paths]
     temporary = Path(run_on_rank_0(world, lambda: _make_temporary_folder(out, shards, copied)))
 
@@ -447,7 +453,7 @@ def export_config(
     source_config: dict[str, Any],
     spec: ModelSpec,
     dtype: torch.dtype,
-    carried: Carried | None = None,
+    carried: Carried = NOTHING_CARRIED,
 ) -> dict[str, Any]:
     """Return the config.json of an export.
 
@@ -455,7 +461,7 @@ def export_config(
     carried: what the export has besides the text model.
     """
     # Without its other parts a multimodal model is written as its text model.
-    is_whole = isinstance(spec, ExternalSpec) or bool(carried and carried.tensors)
+    is_whole = isinstance(spec, ExternalSpec) or bool(carried.tensors)
     source = source_config if is_whole else get_text_config(source_config)
     config = {key: value for key, value in source.items() if key not in _DROPPED_KEYS}
     if not is_whole:

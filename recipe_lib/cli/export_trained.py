@@ -246,7 +246,7 @@ def export_hf(source: ExportSource, arguments: argparse.Namespace) -> None:
         max_shard_bytes=int(cfg.checkpoint.max_shard_gib * GIB),
         world=SingleRank(),
         **build_export_arguments(source, base, spec, is_adapter=False),
-        carried=find_carried(spec, base) if base and cfg.checkpoint.carry else None,
+        carried=find_carried(spec, base, carries=cfg.checkpoint.carry),
     )
     if base:
         log_left_out(spec, base, "export", carries=cfg.checkpoint.carry)

@@ -1,7 +1,8 @@
 """Report every fault of a config, and what a run of it would miss: `tune validate CONFIG`.
 
-main.py calls `run(words)`. Runs nothing, and imports torch only for a config whose ranks share a
-model (`check_model`). A schema is the class that has the config's keys and their types.
+main.py calls `run(words)`. Trains nothing, and imports torch only for a model that is on this disk
+or that ranks share (`check_model`). A schema is the class that has the config's keys and their
+types.
 """
 
 from recipe_lib.cli.arguments import ConfigParser

@@ -70,9 +70,7 @@ def export_trained_model(
         card=_make_card(
             cfg, source=source, data=data, world=world, commands=card_commands, is_adapter=False
         ),
-        carried=find_carried(source.spec, source.folder)
-        if source.folder and cfg.checkpoint.carry
-        else None,
+        carried=find_carried(source.spec, source.folder, carries=cfg.checkpoint.carry),
     )
     warn_of_export(model, world, folder)
     get_logger().info("model: %s", folder)

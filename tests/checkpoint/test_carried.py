@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from recipe_lib.checkpoint.export_shards import find_carried
+from recipe_lib.checkpoint.huggingface import export_model, load_weights
+from recipe_lib.checkpoint.safetensors_files import FileTensor
+from recipe_lib.models import allocate, build_meta, read_config, read_spec
 from recipe_lib.units import GIB, MIB
+from tests.checkpoint.tiny import build_tiny_world
+from tests.distributed.ranks import run_ranks
 from tests.external.published_layouts import ROOT, read_tensors, write_published
 from tests.recipes.runs import FULL, build_arguments, run_here
 
@@ -38,7 +45,7 @@ Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
 before = read("VmRSS")
 export_model(model, spec=spec, source_config=read_config(folder), out=folder.parent / "out",
              tokenizer_folder=folder, max_shard_bytes=2**32, world=SingleRank(),
-             carried=find_carried(spec, folder))
+             carried=find_carried(spec, folder, carries=True))
 print(read("VmHWM") - before)
 """
 
@@ -86,6 +93,43 @@ def write_gemma3(folder: Path) -> Any:
     return model
 
 
+def test_copies_are_read_by_the_rank_that_writes_them(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    write_gemma3(base)
+
+    def export() -> int:
+        num_read = 0
+        stream = FileTensor.stream
+
+        def count(self: FileTensor) -> Iterator[torch.Tensor]:
+            nonlocal num_read
+            num_read += 1
+            return stream(self)
+
+        FileTensor.stream = count  # type: ignore[method-assign]
+        with build_tiny_world() as world:
+            spec = read_spec(read_config(base), str(base), "native")
+            model = build_meta(spec, torch.float32)
+            allocate(model, torch.device("cpu"))
+            load_weights(model, spec, base)
+            export_model(
+                model,
+                spec=spec,
+                source_config=read_config(base),
+                out=tmp_path / "out",
+                tokenizer_folder=base,
+                max_shard_bytes=GIB,
+                world=world,
+                carried=find_carried(spec, base, carries=True),
+            )
+        return num_read
+
+    on_rank_0, on_rank_1 = run_ranks(export, 2)
+    assert on_rank_0 == sum("vision" in name or "projector" in name for name in read_tensors(base))
+    assert on_rank_1 == 0
+    assert read_tensors(base).keys() == read_tensors(tmp_path / "out").keys()
+
+
 @pytest.mark.parametrize("carries", [True, False])
 def test_a_native_text_model_is_written_with_its_vision_tower(
     tmp_path: Path, carries: bool
@@ -102,7 +146,8 @@ def test_a_native_text_model_is_written_with_its_vision_tower(
     run = run_here(words, recipe=FULL)
     assert run.code == 0, run.said
     folder = tmp_path / "full" / "model"
-    before, after = read_tensors(base), read_tensors(folder)
+    before = read_tensors(base)
+    after = read_tensors(folder)
     other = {name for name in before if "vision" in name or "projector" in name}
     if carries:
         assert before.keys() == after.keys()

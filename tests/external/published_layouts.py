@@ -58,7 +58,9 @@ def make_config(kind: str) -> Any:
     text.vocab_size = 512
     for part in (text, config):
         part.tie_word_embeddings = False
-        part.bos_token_id, part.eos_token_id, part.pad_token_id = 0, 1, 2
+        part.bos_token_id = 0
+        part.eos_token_id = 1
+        part.pad_token_id = 2
     if kind == "step3p7":
         text.sliding_window = 16
     rope = getattr(text, "rope_parameters", None)

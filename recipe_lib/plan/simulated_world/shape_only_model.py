@@ -193,13 +193,13 @@ def limit_layers(cfg: Any, layers: int) -> Any:
         read_spec(cfg)  # raises CheckpointError for a model that recipes do not know
         config = get_text_config(config)
     config = copy.deepcopy(dict(config))
-    found = _find_text_shape(config)
-    if found is None:
+    key_and_shape = _find_text_shape(config)
+    if key_and_shape is None:
         raise ConfigError(
             f"{cfg.model.preset}: found no number of layers, expected one of"
             f" {', '.join(_LAYER_KEYS)}; plan without --depth"
         )
-    layers_key, text_shape = found
+    layers_key, text_shape = key_and_shape
     num_layers = text_shape[layers_key]
     if not 1 <= layers <= num_layers:
         raise ValueError(f"found {layers} layers, expected 1 to {num_layers}")
