@@ -9,6 +9,8 @@ that a recipe added to the model. A spec holds a model's sizes and kinds.
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -110,7 +112,8 @@ def find_adapter_base(folder: str | Path, name: str, *, is_preset: bool = False)
     )
 
 
-READ_BYTES = 256 * MIB  # the most that is copied to host memory at a time
+READERS = 4  # threads that read
+READ_BYTES = 256 * MIB // READERS  # the most that one of them copies to host memory at a time
 
 
 @torch.no_grad()
@@ -118,10 +121,10 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     """Fill the model's parameters in place; each rank reads its own slices and nothing else.
 
     In a pipeline a rank reads the weights of its stages, and checks the tensors of all stages.
-    At most READ_BYTES are in host memory at a time, and as much again while it is cast. Weights
-    that the model keeps quantized are quantized while they are read, from the rows that hold a
-    rank's blocks; no rank has a whole one. Extra parameters are read if the folder was exported
-    with them, else they start from `reset_parameters` and the seed.
+    At most READERS * READ_BYTES are in host memory at a time, and as much again while it is cast.
+    Weights that the model keeps quantized are quantized while they are read, from the rows that
+    hold a rank's blocks; no rank has a whole one. Extra parameters are read if the folder was
+    exported with them, else they start from `reset_parameters` and the seed.
 
     model: materialized, plain or sharded (DTensor) in any dimension, on any device; values are cast
     to the parameter's type. folder: of a Hugging Face model.
@@ -161,9 +164,13 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     with phase(title, sum(map(len, entries_by_file.values())), "tensors") as progress:
         for file_entries in entries_by_file.values():
             # A parameter that is made of several tensors may open other files too.
-            with Reader(tensors) as reader:
-                for entry in file_entries:
-                    _load_entry(model, reader, entry, parameters=parameters, stored=stored)
+            plain = [entry for entry in file_entries if entry.our_name not in stored]
+            quantized = [entry for entry in file_entries if entry.our_name in stored]
+            with Reader(tensors) as reader, ThreadPoolExecutor(READERS) as pool:
+                read_plain = partial(_read_plain, model, reader, parameters)
+                # One at a time: what quantizing takes on the device is planned for one.
+                read_quantized = partial(_read_quantized, reader, stored)
+                for _ in chain(pool.map(read_plain, plain), map(read_quantized, quantized)):
                     progress.advance(1)
     _load_converted(model, parameters, entries=entries, tensors=tensors, stored=stored)
     log_left_out(spec, folder, topic="model", tensors=tensors)
@@ -175,27 +182,16 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     check_finite(((name, parameters[name]) for name in sorted(loaded)), folder)
 
 
-def _load_entry(
-    model: nn.Module,
-    reader: Reader,
-    entry: WeightEntry,
-    *,
-    parameters: Mapping[str, torch.Tensor],
-    stored: Mapping[str, Any],
+@torch.no_grad()  # which each thread has for itself
+def _read_plain(
+    model: nn.Module, reader: Reader, parameters: Mapping[str, torch.Tensor], entry: WeightEntry
 ) -> None:
     """Read this rank's part of one parameter.
 
     The parameter is a tensor of a file, or made of several, or decoded from codes.
 
-    parameters: of the model, by our names. stored: name of a weight -> the module that keeps it
-    quantized.
+    parameters: of the model, by our names.
     """
-    quantized_module = stored.get(entry.our_name)
-    if quantized_module is not None:
-        source = reader.open_entry(entry, quantized_module.dtype)
-        read_rows = _make_row_reader(source, entry.start) if entry.view is None else source.rows
-        quantized_module.fill_weight(read_rows)
-        return
     parameter = parameters[entry.our_name]
     source = reader.open_entry(entry, parameter.dtype)
     for local, offsets in list_local_parts(model, entry.our_name, parameter):
@@ -203,6 +199,16 @@ def _load_entry(
         starts = (offsets[0] + entry.start, *offsets[1:]) if offsets else ()
         if entry.view is not None or not reader.fill(entry.file_name, local, starts):
             read_part(source, local, starts)
+
+
+def _read_quantized(reader: Reader, stored: Mapping[str, Any], entry: WeightEntry) -> None:
+    """Read this rank's part of a weight, and quantize it.
+
+    stored: name of a weight -> the module that keeps it quantized.
+    """
+    module = stored[entry.our_name]
+    source = reader.open_entry(entry, module.dtype)
+    module.fill_weight(_make_row_reader(source, entry.start) if entry.view is None else source.rows)
 
 
 @torch.no_grad()
@@ -220,7 +226,7 @@ def _load_converted(
     conversion, or of one expert, and their result.
 
     parameters: of the model, by our names. tensors: of the files, by their names there. stored: as
-    for `_load_entry`.
+    for `_read_quantized`.
     """
     with Reader(tensors) as reader:
         for conversion, names in _group_by_conversion(entries):

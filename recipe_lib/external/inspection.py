@@ -305,14 +305,20 @@ def is_weight_read(owner: type, child: str) -> bool:
 
     owner: the class of the module that has the linear. child: the linear's name there.
     """
+    pattern = rf"\bself\.{re.escape(child)}\.(weight|bias)\b{_NOT_AN_ATTRIBUTE}"
+    return re.search(pattern, _read_methods(owner)) is not None
+
+
+@lru_cache(maxsize=256)
+def _read_methods(owner: type) -> str:
+    """Return the source of a class' methods; empty for a class made in a console.
+
+    Method by method: for a class, `inspect` parses the whole file.
+    """
     try:
-        source = inspect.getsource(owner)
-    except (OSError, TypeError):  # a class made in a console
-        return False
-    return (
-        re.search(rf"\bself\.{re.escape(child)}\.(weight|bias)\b{_NOT_AN_ATTRIBUTE}", source)
-        is not None
-    )
+        return "".join(map(inspect.getsource, filter(inspect.isfunction, vars(owner).values())))
+    except (OSError, TypeError):
+        return ""
 
 
 def _is_called_as_linear(module: Any) -> bool:

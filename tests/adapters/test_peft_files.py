@@ -28,7 +28,7 @@ from tests.adapters.hugging_face import (
 )
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import build_small_spec
-from tests.selection import mark_slow_but
+from tests.selection import mark_slow_but, mark_slow_except
 
 
 def write(model: Any, folder: Path, cfg: LoraConfig, out: Path, **more: Any) -> Path:
@@ -50,7 +50,7 @@ def phi(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_folder(tmp_path_factory.mktemp("phi") / "base", "phi3")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", mark_slow_except(VARIANTS, ("lora", "dora", "embedding")))
 def test_ours_loads_in_peft_and_in_ours(variant: str, realdata: Path, tmp_path: Path) -> None:
     folder, cfg = realdata / "stories260K-hf", build_config(**VARIANTS[variant])
     model = load_ours(folder, cfg)

@@ -11,6 +11,7 @@ import yaml
 from recipe_lib.config import load_config
 from recipe_lib.config.paths import read_recipe_configs
 from recipe_lib.models import build_meta, list_presets, read_preset_config, read_spec
+from tests.selection import mark_slow_except
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -102,11 +103,17 @@ def get_implementation(name: str) -> str:
     return str(yaml.safe_load(file.read_text())["model"].get("implementation", "native"))
 
 
+# One of transformers' classes is enough for each run: building them takes seconds each.
+COUNTED = [
+    name for name in SHIPPED if name == "ministral3/8B" or get_implementation(name) == "native"
+]
+
+
 def test_all_presets_are_known() -> None:
     assert set(SHIPPED) == PUBLISHED.keys() | SIZED.keys()
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", mark_slow_except(SHIPPED, COUNTED))
 def test_parameters_of_a_preset(name: str) -> None:
     model = build_meta(
         read_spec(read_preset_config(name), name, get_implementation(name)), torch.bfloat16

@@ -24,7 +24,7 @@ from tests.external.published_layouts import (
     write_published,
 )
 from tests.recipes.runs import FULL, LORA, build_arguments, make_probe_tokens, run_here
-from tests.selection import mark_slow_except
+from tests.selection import mark_slow_but, mark_slow_except
 
 
 def build_words(base: Path, output: Path, recipe: str, *overrides: str) -> list[str]:
@@ -125,7 +125,7 @@ def test_peft_opens_the_adapter_over_the_published_class(kind: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("kind", "text_class"),
-    [("mistral3", "MistralForCausalLM"), ("qwen3_5", "Qwen3_5ForCausalLM")],
+    mark_slow_but([("mistral3", "MistralForCausalLM"), ("qwen3_5", "Qwen3_5ForCausalLM")], count=1),
 )
 def test_the_text_model_alone_is_exported(kind: str, text_class: str, tmp_path: Path) -> None:
     base = tmp_path / kind
@@ -144,6 +144,7 @@ def test_the_text_model_alone_is_exported(kind: str, text_class: str, tmp_path: 
     assert compute_logits(model).shape == compute_logits(whole).shape
 
 
+@pytest.mark.slow
 def test_an_adapter_that_peft_made_over_the_published_class_is_read(tmp_path: Path) -> None:
     """Its file says nothing of this library; names are those of the class."""
     base = tmp_path / "base"
