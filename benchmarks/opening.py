@@ -195,7 +195,7 @@ def write_sparse_files(folder: Path, num_gib: int) -> int:
 def run_side(side: str, folder: Path) -> dict[str, float]:
     """Run a side in a process of its own; return what it measured."""
     command = [sys.executable, "-m", "benchmarks.opening", "--side", side, "--folder", str(folder)]
-    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     measured: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
     return measured
 

@@ -23,7 +23,7 @@ from recipe_lib.models.weight_names import build_weight_map, build_written_layou
 class Carried:
     """The parts of the folder that training began with which an export has unchanged."""
 
-    # Name in the files -> a tensor that the model does not read.
+    # Name in the files -> a tensor that the model does not read, or not train.
     tensors: Mapping[str, FileTensor] = field(default_factory=dict)
     file_names: Collection[str] = ()  # names of all tensors of that folder
     processor_files: Sequence[Path] = ()  # settings of images, video and audio beside the weights
@@ -70,7 +70,7 @@ def plan_shards(
 
     parameters: our name -> shape and dtype in the files. max_shard_bytes: bytes of data in a file;
     a larger tensor has a file of its own. extras: names of the parameters that the model's family
-    does not have; they come after its own. carried: its tensors come last.
+    does not have; they come after its own. carried: its tensors that are no parameters come last.
     """
     layout = build_written_layout(spec)
     if layout is None:
@@ -89,7 +89,10 @@ def plan_shards(
         }
     shapes |= {name: parameters[name].shape for name in extras}
     dtypes |= {name: parameters[name].dtype for name in extras}
-    tensors = [PlannedTensor(name, dtypes[name], shape) for name, shape in shapes.items()]
+    tensors = [
+        PlannedTensor(name, dtypes[name], shape, source=carried.tensors.get(name))
+        for name, shape in shapes.items()
+    ]
     tensors += [
         PlannedTensor(name, torch.uint8, tensor.entry.shape, source=tensor)
         for name, tensor in carried.tensors.items()

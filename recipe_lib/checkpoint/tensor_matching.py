@@ -37,9 +37,11 @@ from recipe_lib.models.spec import (
 )
 from recipe_lib.models.weight_names import (
     COMPUTED,
+    FROZEN,
     SCORED,
     WeightEntry,
     build_weight_map,
+    build_written_layout,
     compute_parameter_shapes,
     find_tied_copies,
     get_buffer_names,
@@ -233,11 +235,11 @@ def _check_copy(
 def list_carried(spec: ModelSpec, folder: Path) -> dict[str, FileTensor]:
     """Return the tensors of a checked folder that an export has unchanged, by name.
 
-    The model does not read them, but a program that reads the export may: parts that text does not
-    run through, further layers, heads that predict several tokens.
+    The model does not read or train them, but a program that reads the export may: parts that text
+    does not run through, further layers, heads that predict several tokens.
     """
     tensors = read_headers(folder)
-    groups = _group_unread(spec, tensors)
+    groups = _group_untrained(spec, tensors)
     return {
         name: tensors[name]
         for reason, names in groups.items()
@@ -260,8 +262,22 @@ def _group_unread(spec: ModelSpec, tensors: Mapping[str, FileTensor]) -> dict[st
     return names_by_reason
 
 
+def _group_untrained(spec: ModelSpec, tensors: Mapping[str, FileTensor]) -> dict[str, list[str]]:
+    """Return what `_group_unread` does, and the tensors of parts that are read and frozen."""
+    groups = _group_unread(spec, tensors)
+    frozen = spec.layout().frozen if isinstance(spec, ExternalSpec) else ()
+    if frozen:
+        entries = build_weight_map(spec, [name for name in tensors if not tensors[name].extra])
+        file_names = [_list_file_names(entry) for entry in entries if entry.our_name in frozen]
+        layout = build_written_layout(spec)
+        # A tensor of an older name is written under the new one, in the run's type.
+        written = layout.shapes if layout else {entry.file_name for entry in build_weight_map(spec)}
+        groups[FROZEN] = [name for name in chain.from_iterable(file_names) if name in written]
+    return groups
+
+
 def _is_carried(reason: str) -> bool:
-    """Return True if tensors that are not read for this reason go into the export."""
+    """Return True if tensors that are not trained for this reason go into the export."""
     return reason not in (COMPUTED, SCORED) and not reason.startswith(_SAME_NUMBERS)
 
 
@@ -283,7 +299,8 @@ def log_left_out(
     """
     tensors = read_headers(folder) if tensors is None else tensors
     carried: dict[str, str] = {}  # name of a tensor that the export has -> why it is not read
-    for reason, names in _group_unread(spec, tensors).items():
+    groups = (_group_untrained if carries else _group_unread)(spec, tensors)
+    for reason, names in groups.items():
         if carries and _is_carried(reason):
             carried |= dict.fromkeys(names, reason)
             continue

@@ -21,6 +21,7 @@ from recipe_lib.external.inspection import (
     get_linear_shape,
     is_transposed,
     list_layer_linears,
+    list_other_parts,
 )
 from recipe_lib.external.modules import ModuleSource, find_needless_parts, make_module
 from recipe_lib.models.meta_init import list_persistent_buffers
@@ -135,6 +136,7 @@ def build_layout(source: ModuleSource) -> TensorLayout:
     if any(name.endswith("position_ids") for name, _ in model.named_buffers()):
         # Older releases saved this buffer; transformers passes it by in any class that has it.
         unread.add(r"(^|\.)position_ids$")
+    frozen_parts = tuple(f"{part}." for part in list_other_parts(model))
     return TensorLayout(
         {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()},
         frozenset(buffers),
@@ -146,6 +148,7 @@ def build_layout(source: ModuleSource) -> TensorLayout:
         uncalled=find_uncalled_linears(model),
         modules=tuple(name for name, _ in model.named_modules() if name),
         left_out_modules=_list_left_out_modules(source),
+        frozen=frozenset(name for name in parameters | buffers if name.startswith(frozen_parts)),
         unread=tuple(sorted(unread)),
     )
 

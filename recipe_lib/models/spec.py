@@ -97,6 +97,8 @@ class TensorLayout:
     modules: tuple[str, ...]  # names of all modules
     # Names of the modules that the model is built without, as text does not run through them.
     left_out_modules: tuple[str, ...] = ()
+    # Names in `shapes` that are of other such parts, which the class does not run without.
+    frozen: frozenset[str] = frozenset()
     unread: tuple[str, ...] = ()  # patterns of names in files that the model's class does not read
 
     def tied_names(self) -> dict[str, str]:

@@ -309,6 +309,7 @@ _OTHER_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 COMPUTED = "computed, not read"
 SCORED = "the score head takes its place"
 NOT_TEXT = "text does not run through it"
+FROZEN = f"frozen, {NOT_TEXT}"  # of parts that are read since their class does not run without
 _EMBEDDING = "model.embed_tokens.weight"
 # Names of an output projection in files.
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")

@@ -44,6 +44,8 @@ MULTIMODAL = (
     "llama4",
     "qwen2_5_omni",
     "nemotron_h_omni",
+    "step3p7",
+    "qwen2_audio",
 )
 KINDS = (*EXTRAS, *MULTIMODAL)
 
