@@ -161,8 +161,10 @@ def put_parameters_on_meta() -> Iterator[None]:
             on_meta = nn.Parameter(
                 torch.empty_like(parameter, device="meta"), parameter.requires_grad
             )
-            # Classes set attributes on parameters, which are kept.
+            # Classes set attributes on parameters, which are kept. With the last one transformers
+            # computes no first value, which would take most of the time of a build.
             on_meta.__dict__.update(parameter.__dict__ | on_meta.__dict__)
+            on_meta._is_hf_initialized = True  # type: ignore[attr-defined]
             module._parameters[name] = on_meta
 
     with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
