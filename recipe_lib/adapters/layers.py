@@ -389,6 +389,7 @@ class QuantizedExperts(QuantizedLinear):
         QuantizedLinear.__init__(self, matrix, kind)
         self.num_experts = base.num_experts
         self.expert_rows = base.out_features  # rows of one expert
+        self.transposed = base.transposed  # in files; rows and columns here are those of `[o, i]`
         self.bias = base.bias
 
     def take_part_of_runs(self, runs: int, rank: int, size: int) -> None:

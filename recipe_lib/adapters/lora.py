@@ -33,7 +33,7 @@ from recipe_lib.models.language_model import (
     list_local_parts,
 )
 from recipe_lib.models.meta_init import fill_random
-from recipe_lib.models.mixture import Mixture
+from recipe_lib.models.mixture import ExpertLinear, Mixture
 from recipe_lib.ops.dtensor_shards import locate_local_part
 from recipe_lib.units import format_bytes
 
@@ -368,14 +368,25 @@ def refuse_unquantized(model: nn.Module, kind: str) -> None:
     """Raise ConfigError if most of the layers' weights are not quantized; kind `none`: never."""
     coverage = measure_coverage(model)
     if kind != "none" and sum(coverage.wide.values()) > coverage.numbers / 2:
+        unknown = find_unknown_experts(model)
         raise ConfigError(
             f"lora.quantize_base={kind}: {_describe_share(coverage.wide, coverage.numbers)} would"
-            f" stay in {_describe_dtype(model)}: torch's own linears are quantized, with nf4 those"
-            " of blocks of 64,"
-            " and no parameters of 3 dimensions, as experts of other classes are; set"
+            f" stay in {_describe_dtype(model)}: torch's own linears and experts are quantized,"
+            f" with nf4 those of blocks of 64{unknown and f', and {unknown}'}; set"
             " lora.quantize_base=none, and shard the base over more ranks (FSDP) or"
             " memory.cpu_offload=true"
         )
+
+
+def find_unknown_experts(model: nn.Module) -> str:
+    """Return words for messages on experts that `external.experts` does not know; "": none."""
+    unknown = [
+        f"{type(module).__name__}.{name} is in no layout of experts that is known"
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3 and not isinstance(module, (nn.Conv1d, ExpertLinear))
+    ]
+    return unknown[0] if unknown else ""
 
 
 def describe_targets(coverage: Coverage, words: Mapping[str, str]) -> str:

@@ -6,15 +6,16 @@ several linears of ours (Phi 3), one adapter of the file is for several modules 
 have one, and `split_name`, which reads a tensor's name. Experts are those of a mixture of experts.
 """
 
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from recipe_lib.adapters.lora import LINEARS, TARGETS_BY_MODULE
-from recipe_lib.config.schema import MIXTURE_TARGETS, LoraConfig
+from recipe_lib.config.schema import EXPERTS, MIXTURE_TARGETS, LoraConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.spec import DecoderSpec, ExternalSpec, ModelSpec
+from recipe_lib.models.spec import DecoderSpec, ExpertsLayout, ExternalSpec, ModelSpec
 from recipe_lib.models.weight_names import (
     build_weight_map,
     compute_parameter_shapes,
@@ -75,6 +76,8 @@ class FileModule:
     # For what PEFT adapts as a parameter (`target_parameters`): the end of the parameter's name.
     # "": it is a module.
     parameter: str = ""
+    # True: PEFT adapts the transposed matrices of the experts, as for an embedding.
+    is_swapped: bool = False
 
     @property
     def full_name(self) -> str:
@@ -96,18 +99,29 @@ class FileModule:
             shapes = {EMBEDDING_A: (rank, self.rows), EMBEDDING_B: (self.columns, rank)}
             return shapes | ({MAGNITUDE: (self.columns,)} if dora else {})
         ranks = rank * max(1, self.experts)
-        shapes = {LORA_A: (ranks, self.columns), LORA_B: (self.rows, ranks)}
+        rows, columns = (self.columns, self.rows) if self.is_swapped else (self.rows, self.columns)
+        shapes = {LORA_A: (ranks, columns), LORA_B: (rows, ranks)}
         return shapes | ({MAGNITUDE: (self.rows,)} if dora else {})
 
 
-def unstack_expert_factors(lora_a: Tensor, lora_b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def unstack_expert_factors(
+    lora_a: Tensor, lora_b: Tensor, module: FileModule
+) -> tuple[Tensor, Tensor]:
     """Return A `[E, r, i]` and B `[E, o, r]`, given PEFT's A `[E r, i]` and B `[o, r E]`."""
     # In PEFT's B experts are the inner index.
-    return lora_a.unflatten(0, (experts, -1)), lora_b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    factors_a = lora_a.unflatten(0, (module.experts, -1))
+    factors_b = lora_b.unflatten(1, (-1, module.experts)).permute(2, 0, 1)
+    if module.is_swapped:
+        return factors_b.transpose(1, 2), factors_a.transpose(1, 2)
+    return factors_a, factors_b
 
 
-def stack_expert_factors(lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
+def stack_expert_factors(
+    lora_a: Tensor, lora_b: Tensor, module: FileModule
+) -> tuple[Tensor, Tensor]:
     """Return PEFT's A `[E r, i]` and B `[o, r E]`, given A `[E, r, i]` and B `[E, o, r]`."""
+    if module.is_swapped:
+        lora_a, lora_b = lora_b.transpose(1, 2), lora_a.transpose(1, 2)
     return lora_a.flatten(0, 1), lora_b.permute(1, 2, 0).flatten(1)
 
 
@@ -119,6 +133,7 @@ def get_target(module: str) -> str | None:
 def build_file_modules(spec: ModelSpec) -> dict[str, FileModule]:
     """Return every module that may have an adapter, by its name in a file, in model order."""
     if isinstance(spec, ExternalSpec):
+        layout = spec.layout()
         return {
             name: FileModule(
                 name=name,
@@ -126,7 +141,11 @@ def build_file_modules(spec: ModelSpec) -> dict[str, FileModule]:
                 columns=columns,
                 parts=(MergedRows(name, target=LINEAR, start=0, rows=rows),),
             )
-            for name, (rows, columns) in spec.layout().linears.items()
+            for name, (rows, columns) in layout.linears.items()
+        } | {
+            module.name: module
+            for name, experts in layout.experts.items()
+            for module in _build_class_experts(name, experts, layout.shapes)
         }
     shapes = compute_parameter_shapes(spec)
     if spec.tied:  # the head has no parameter of its own, and yet may have an adapter
@@ -165,6 +184,35 @@ def build_file_modules(spec: ModelSpec) -> dict[str, FileModule]:
     return modules
 
 
+def _build_class_experts(
+    name: str, layout: ExpertsLayout, shapes: Mapping[str, tuple[int, ...]]
+) -> list[FileModule]:
+    """Return the FileModules of the two matrices of each expert of another library's class.
+
+    name: of the module of experts. shapes: of the model's parameters.
+    """
+    # PEFT finds parameters by the ends of their names: without the number of the layer.
+    inside = re.sub(r"^.*\.\d+\.", "", name)
+    modules = []
+    for leaf in (layout.inner, layout.outer):
+        experts, rows, columns = shapes[f"{name}.{leaf}"]
+        if layout.transposed:
+            rows, columns = columns, rows
+        part = MergedRows(f"{name}.{leaf}", target=EXPERTS, start=0, rows=rows)
+        modules.append(
+            FileModule(
+                name=f"{name}.base_layer" if leaf == layout.inner else name,
+                rows=rows,
+                columns=columns,
+                parts=(part,),
+                experts=experts,
+                parameter=f"{inside}.{leaf}",
+                is_swapped=layout.is_unmarked,
+            )
+        )
+    return modules
+
+
 def _build_mixture_module(
     spec: DecoderSpec, part: MergedRows, shape: tuple[int, ...]
 ) -> FileModule:
@@ -200,10 +248,12 @@ def find_adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
     (another library's), for a name in lora.target_modules that cannot have an adapter.
     """
     modules = build_file_modules(spec)
-    if isinstance(spec, ExternalSpec):
-        return [modules[name] for name in spec.list_adapted_linears(cfg)]
+    linears = spec.list_adapted_linears(cfg) if isinstance(spec, ExternalSpec) else modules
     adapted = [
-        module for module in modules.values() if any(is_target(part, cfg) for part in module.parts)
+        module
+        for module in modules.values()
+        if any(is_target(part, cfg) for part in module.parts)
+        and (module.name in linears or module.experts)
     ]
     without_dora = [module for module in adapted if module.parameter]
     if cfg.dora and without_dora:
@@ -261,9 +311,11 @@ def complete_module_name(module: str, parameters: Collection[str]) -> str:
     # whichever matrix it is.
     ends = {name.rpartition(".")[2] for name in parameters}
     is_first = (
-        module.endswith(".mlp.experts") and "gate_up_proj" in ends and "down_proj" not in ends
+        module.endswith(".experts")
+        and ends & {"gate_up_proj", "up_proj"}
+        and "down_proj" not in ends
     )
-    return f"{module}.{_EXPERTS['gate_up_proj']}" if is_first else module
+    return f"{module}.base_layer" if is_first else module
 
 
 def get_extra_name(name: str) -> str:

@@ -438,7 +438,8 @@ def _find_external_target_fault(
         return None
     first_name = min(set(expected) ^ set(adapted))
     fault = "has no adapter for" if first_name in expected else "adapts"
-    last_parts = sorted({name.rpartition(".")[2] for name in adapted})
+    names = (name.removesuffix(".base_layer") for name in adapted)
+    last_parts = sorted({name.rpartition(".")[2] for name in names})
     return (
         f"{adapter.folder}: {fault} {first_name}, unlike lora.target_modules; set"
         f" lora.target_modules=[{','.join(last_parts)}]"

@@ -387,19 +387,33 @@ class _MergedWeights:
         """
         with Reader(self._tensors) as reader:
             weight = reader.open_entry(self._entries[name], self._dtype)[:].to(self._dtype)
-        if self._is_rounded(*weight.shape[1:]):
-            # As in the run: the experts of a layer are quantized together.
-            weight = fake_quantize_weight(weight.flatten(0, 1), self._quantize).view_as(weight)
-        if module is None:
-            return weight.to(self._file_dtype)
-        lora_a, lora_b = (self._adapter.read(module.name, suffix) for suffix in (LORA_A, LORA_B))
-        scaling = self._adapter.config.compute_scaling(module)
-        is_same_dtype = self._file_dtype == self._dtype  # merged in place, without a second copy
-        merged = weight if is_same_dtype else torch.empty_like(weight, dtype=self._file_dtype)
-        all_factors = zip(*unstack_expert_factors(lora_a, lora_b, module.experts), strict=True)
-        for index, factors in enumerate(all_factors):
-            merged[index] = _merge_matrix(weight[index], Update(*factors, scaling))
-        return merged
+        return _merge_experts(weight, self._adapter, module, self._quantize, self._file_dtype)
+
+
+def _merge_experts(
+    weight: Tensor,
+    adapter: AdapterFile,
+    module: FileModule | None,
+    quantize: str,
+    file_dtype: torch.dtype,
+) -> Tensor:
+    """Return the matrices `[E, o, i]` of a layer's experts, merged with their adapter.
+
+    module: in the files; None: the experts have no adapter. quantize: of the base in the run.
+    """
+    if quantize != "none" and can_quantize(weight.shape[2], weight.shape[1], quantize):
+        # As in the run: the experts of a layer are quantized together.
+        weight = fake_quantize_weight(weight.flatten(0, 1), quantize).view_as(weight)
+    if module is None:
+        return weight.to(file_dtype)
+    lora_a, lora_b = (adapter.read(module.name, suffix) for suffix in (LORA_A, LORA_B))
+    scaling = adapter.config.compute_scaling(module)
+    is_same_dtype = file_dtype == weight.dtype  # merged in place, without a second copy
+    merged = weight if is_same_dtype else torch.empty_like(weight, dtype=file_dtype)
+    all_factors = zip(*unstack_expert_factors(lora_a, lora_b, module), strict=True)
+    for index, factors in enumerate(all_factors):
+        merged[index] = _merge_matrix(weight[index], Update(*factors, scaling))
+    return merged
 
 
 @torch.no_grad()
@@ -432,7 +446,12 @@ def _merge_external(
     allocate(model, torch.device("cpu"))
     load_weights(model, spec, base_folder)
     layout = spec.layout()
-    adapted = {module.name: module for module in adapter.list_modules(spec)}
+    adapted = {module.parts[0].module: module for module in adapter.list_modules(spec)}
+    experts = {
+        f"{name}.{leaf}": experts
+        for name, experts in layout.experts.items()
+        for leaf in (experts.inner, experts.outer)
+    }
     for name, parameter in model.named_parameters():
         module = name.removesuffix(".weight")
         num_rows = len(parameter) if parameter.dim() else 1
@@ -448,6 +467,11 @@ def _merge_external(
                 update = _read_update(adapter, adapted[module])
                 merged = _merge_matrix(weight.t() if is_transposed else weight, update)
                 weight = merged.t().contiguous() if is_transposed else merged
+        elif name in experts:
+            is_transposed = experts[name].transposed
+            matrices = weight.transpose(1, 2) if is_transposed else weight
+            merged = _merge_experts(matrices, adapter, adapted.get(name), quantize, file_dtype)
+            weight = (merged.transpose(1, 2) if is_transposed else merged).contiguous()
         parameter.data = weight.to(file_dtype) if weight.is_floating_point() else weight
     export_model(
         model,

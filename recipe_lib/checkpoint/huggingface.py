@@ -42,7 +42,12 @@ from recipe_lib.config.local_files import (
 from recipe_lib.config.paths import list_presets
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, raise_faults
-from recipe_lib.models.language_model import LanguageModel, get_modules_elsewhere, list_local_parts
+from recipe_lib.models.language_model import (
+    LanguageModel,
+    get_modules_elsewhere,
+    get_tensor_names,
+    list_local_parts,
+)
 from recipe_lib.models.meta_init import (
     find_fully_saved_tensors,
     find_stored_weights,
@@ -132,15 +137,19 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     Raises CheckpointError as `check_weights` does, for weights that are not finite, and where model
     or folder has parameters that the other lacks; SetupError as `reset_extra` does.
     """
+    names = get_tensor_names(model)
     parameters: dict[str, torch.Tensor] = {
-        **dict(model.named_parameters()),
+        **{names.get(name, name): parameter for name, parameter in model.named_parameters()},
         **list_persistent_buffers(model),
     }
-    stored = find_stored_weights(model)
+    stored = {names.get(name, name): module for name, module in find_stored_weights(model).items()}
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     # A quantized linear has no parameter of the weight's name and shape: its codes are packed.
     shapes |= {name: (module.out_features, module.in_features) for name, module in stored.items()}
     expected_shapes = compute_parameter_shapes(spec)
+    # Experts' matrices are quantized as one matrix, and lie apart in the file.
+    class_experts = names.values() & stored.keys()
+    shapes |= {name: expected_shapes[name] for name in class_experts}
     missing_names = expected_shapes.keys() - shapes.keys()
     # In a pipeline the missing ones are those of other ranks' stages.
     if missing_names and not get_modules_elsewhere(model):
@@ -169,7 +178,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
             with Reader(tensors) as reader, ThreadPoolExecutor(READERS) as pool:
                 read_plain = partial(_read_plain, model, reader, parameters)
                 # One at a time: what quantizing takes on the device is planned for one.
-                read_quantized = partial(_read_quantized, reader, stored)
+                read_quantized = partial(_read_quantized, reader, stored, class_experts)
                 for _ in chain(pool.map(read_plain, plain), map(read_quantized, quantized)):
                     progress.advance(1)
     _load_converted(model, parameters, entries=entries, tensors=tensors, stored=stored)
@@ -201,14 +210,20 @@ def _read_plain(
             read_part(source, local, starts)
 
 
-def _read_quantized(reader: Reader, stored: Mapping[str, Any], entry: WeightEntry) -> None:
+def _read_quantized(
+    reader: Reader, stored: Mapping[str, Any], class_experts: Collection[str], entry: WeightEntry
+) -> None:
     """Read this rank's part of a weight, and quantize it.
 
-    stored: name of a weight -> the module that keeps it quantized.
+    stored: name of a weight -> the module that keeps it quantized. class_experts: names of those
+    weights that are experts of another library's class.
     """
     module = stored[entry.our_name]
     source = reader.open_entry(entry, module.dtype)
-    module.fill_weight(_make_row_reader(source, entry.start) if entry.view is None else source.rows)
+    read_rows = _make_row_reader(source, entry.start) if entry.view is None else source.rows
+    if entry.our_name in class_experts:
+        read_rows = _ExpertRows(lambda expert: source[expert : expert + 1][0], module)
+    module.fill_weight(read_rows)
 
 
 @torch.no_grad()
@@ -229,7 +244,12 @@ def _load_converted(
     for `_read_quantized`.
     """
     with Reader(tensors) as reader:
-        for conversion, names in _group_by_conversion(entries):
+        expert_names = set(get_tensor_names(model).values()) & stored.keys()
+        for conversion, all_names in _group_by_conversion(entries):
+            names = [name for name in all_names if name not in expert_names]
+            for name in expert_names.intersection(all_names):
+                read_expert = _make_expert_reader(conversion, name, reader)
+                stored[name].fill_weight(_ExpertRows(read_expert, stored[name]))
             quantized_names = [name for name in names if name in stored]
             local_parts = {
                 name: list_local_parts(model, name, parameters[name])
@@ -249,6 +269,52 @@ def _load_converted(
                         continue
                     for local, offset in local_parts[name]:
                         _copy_overlap(local, offset, value=value, start=start)
+
+
+class _ExpertRows:
+    """Rows of the matrices of experts as one matrix `[E o, i]`, read one expert at a time.
+
+    It is called as `fill_weight` calls its argument.
+    """
+
+    def __init__(self, read_expert: Callable[[int], torch.Tensor], module: Any) -> None:
+        """Read by `read_expert(index)`, which returns a matrix as the file has it.
+
+        module: the `QuantizedExperts` that are filled.
+        """
+        self._read_expert = read_expert
+        self._module = module
+        self._expert = -1  # the one that was read last: rows are asked for in order
+        self._matrix = torch.empty(0)
+
+    def __call__(self, start: int, stop: int, columns: slice) -> torch.Tensor:
+        height = self._module.expert_rows
+        pieces = []
+        while start < stop:
+            expert, first = divmod(start, height)
+            if expert != self._expert:
+                self._matrix = torch.empty(0)  # gone before the next one is read
+                matrix = self._read_expert(expert)
+                self._matrix = matrix.t() if self._module.transposed else matrix
+                self._expert = expert
+            last = min(first + stop - start, height)
+            pieces.append(self._matrix[first:last, columns])
+            start += last - first
+        return torch.cat(pieces)
+
+
+def _make_expert_reader(
+    conversion: FileConversion, name: str, reader: Reader
+) -> Callable[[int], torch.Tensor]:
+    """Return a function of an expert's index that makes its matrix of tensors of the files.
+
+    name: of the parameter with the matrices of all experts.
+    """
+    pieces = list(conversion.pieces())
+    if pieces[0][1] is None:  # the conversion makes all experts at once
+        matrices = get_converted(conversion.convert(reader.read, pieces[0][2]), name)
+        return lambda expert: matrices[expert]
+    return lambda expert: get_converted(conversion.convert(reader.read, pieces[expert][2]), name)[0]
 
 
 def _group_by_conversion(entries: Sequence[WeightEntry]) -> list[tuple[FileConversion, list[str]]]:

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from recipe_lib.adapters.layers import AdaptedModule
+from recipe_lib.adapters.layers import AdaptedExpertModule, AdaptedModule
 from recipe_lib.adapters.lora import get_adapter_parameters, is_adapter
 from recipe_lib.adapters.peft_names import (
     EMBEDDING_A,
@@ -246,7 +246,7 @@ def _fill_experts(
     module's adapter.
     """
     factors = unstack_expert_factors(
-        adapter.read(module.name, LORA_A), adapter.read(module.name, LORA_B), module.experts
+        adapter.read(module.name, LORA_A), adapter.read(module.name, LORA_B), module
     )
     if abs(ratio - 1) >= 1e-6:  # as in `_fill_module`: a ratio of 1 leaves the bits as they are
         factors = (factors[0], factors[1].double() * ratio)
@@ -425,8 +425,11 @@ def _make_fields(
     )
     if is_scored:
         fields["task_type"] = "SEQ_CLS"
+    # Of experts PEFT knows how their matrices lie.
     is_transposed = [
-        module.transposed for module in model.modules() if isinstance(module, AdaptedModule)
+        module.transposed
+        for module in model.modules()
+        if isinstance(module, AdaptedModule) and not isinstance(module, AdaptedExpertModule)
     ]
     # False for a pipeline stage without adapters, for which `all` alone would be true.
     fields["fan_in_fan_out"] = bool(is_transposed) and all(is_transposed)
@@ -443,7 +446,7 @@ def _choose_target_modules(
     """
     ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules if not module.parameter})
     if isinstance(spec, ExternalSpec):
-        names = {module.name for module in modules}
+        names = {module.name for module in modules if not module.parameter}
         # PEFT opens the adapter on the class with all its parts.
         layout = spec.layout()
         unadapted_names = {*layout.modules, *layout.left_out_modules} - names
@@ -523,7 +526,8 @@ def _gather_own_pieces(
         ((part, owner),) = owners  # experts are never fused with other modules
         runs = [get_runs(model).get(f"{part.module}.{name}") for name in names]
         parameters = [gather_whole(owner.get_parameter(name).detach()) for name in names]
-        yield from stack_expert_factors(*map(restore_file_order, parameters, runs))
+        lora_a, lora_b = map(restore_file_order, parameters, runs)
+        yield from stack_expert_factors(lora_a, lora_b, module)
         return
     # A `[parts * r, in]` of a fused module: those of its parts below each other.
     for owner in adapted:

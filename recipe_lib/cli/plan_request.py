@@ -395,6 +395,7 @@ def prepare(
     from recipe_lib.plan.simulated_world.shape_only_model import make_plannable
 
     shaped, lines = make_plannable(cfg)
+    cfg.data.packing = shaped.data.packing  # `auto` is settled
     planned = find_recipe_class(recipe)
     settings, assumed = build_settings(recipe, cfg, arguments)
     # One rank shards nothing: there is nothing to choose.

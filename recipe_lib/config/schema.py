@@ -413,7 +413,8 @@ PEFT_NAMES = {name: f"{name}_proj" for name in LINEARS} | {
     "head": "lm_head",
 }
 # Parts of a mixture of experts, which PEFT finds by target_parameters, not by target_modules.
-MIXTURE_TARGETS = ("router", "experts")
+EXPERTS = "experts"
+MIXTURE_TARGETS = ("router", EXPERTS)
 _SHORT_NAMES = {peft_name: name for name, peft_name in PEFT_NAMES.items()}
 
 
@@ -450,7 +451,7 @@ class LoraConfig:
         " embed_tokens, lm_head, which mean the same), of a mixture of experts router and experts"
         " (each expert's factors are its own), `all-linear`: every linear of the layers, which"
         " routers and experts are not; of a model that is not native, ends of its linears' names,"
-        " as `c_attn`.",
+        " as `c_attn`, and experts.",
         needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT target_modules",
     )

@@ -161,9 +161,11 @@ class DataConfig:
         "Stop a run in which no token or every token is a label; false: do not.",
         known_as="none has it: others train on such samples",
     )
-    packing: bool = key(
+    packing: bool | str = key(
         False,
-        "Pack several sequences into one of up to max_seq_len tokens; none sees another.",
+        "Pack several sequences into one of up to max_seq_len tokens; none sees another. `auto`:"
+        " where a small copy of the model shows that.",
+        choices=("auto",),
         known_as="TRL packing; torchtune packed",
     )
     pad_to_multiple_of: int = key(

@@ -17,6 +17,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.errors import ConfigError, SetupError
+from recipe_lib.external.document_batches import (
+    carries_state,
+    masks_by_positions,
+    run_documents_apart,
+    split_at_documents,
+)
 from recipe_lib.external.inspection import (
     find_embedding_and_head,
     list_other_parts,
@@ -55,7 +61,7 @@ class _Division:
     owner: nn.Module  # the module that has the projection as a child
     name: str  # of the projection in `owner`
     accepted: frozenset[str]  # names of the forward's arguments
-    windows: bool  # some layers have sliding windows, which a mask of ours would undo
+    windows: bool  # the class makes masks of positions: one of ours would undo sliding windows
     whole: bool  # the model cannot be divided: it makes all logits at once
     packs: bool = False  # a forward with several documents in a row has succeeded
     # Type of the weights; None: that of the first parameter. Set in a pipeline, where that
@@ -99,6 +105,7 @@ class ExternalModel(LanguageModel):
         path, _, name = head_path.rpartition(".")
         owner = model.get_submodule(path)
         accepted = frozenset(inspect.signature(model.forward).parameters)
+        split_at_documents(model)
         is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         class_forward = model.forward
         base = type(model)
@@ -114,7 +121,10 @@ class ExternalModel(LanguageModel):
             owner,
             name,
             accepted=accepted,
-            windows=_has_windows(model, config),
+            # Modules with a state take no mask of ours where they take one for padding.
+            windows=(
+                masks_by_positions(model) if carries_state(model) else _has_windows(model, config)
+            ),
             whole=not is_plain,
         )
         if is_plain:
@@ -150,7 +160,8 @@ class ExternalModel(LanguageModel):
         )
         # Not tried under no_grad first, as in `forward`: where ranks share tokens, hidden states
         # have another shape without gradients, and the next stage would receive that.
-        output = self._run_packed(attention, run)
+        with run_documents_apart(attention, tokens):
+            output = self._run_packed(attention, run)
         dtype = _get_dtype(self)
         if output.dtype != dtype:  # the next stage expects hidden states of the weights' type
             raise ConfigError(
@@ -331,10 +342,18 @@ class ExternalModel(LanguageModel):
                 " with one"
             )
         inputs = self.build_inputs(tokens, positions, attention)
-        # The first packed rows are tried without gradients, to find a class that takes no mask.
-        if attention is not None and attention.documents is not None and not division.packs:
-            with torch.no_grad():
-                self._run_packed(attention, partial(self.class_forward, **inputs))
+        with run_documents_apart(attention, tokens):
+            # The first packed rows are tried without gradients, to find a class that takes no mask.
+            if attention is not None and attention.documents is not None and not division.packs:
+                with torch.no_grad():
+                    self._run_packed(attention, partial(self.class_forward, **inputs))
+            return self._compute(inputs, labels, head_loss)
+
+    def _compute(
+        self, inputs: dict[str, Any], labels: Tensor | None, head_loss: HeadLoss | None
+    ) -> Tensor:
+        """Return the loss of labels, or logits `[b, s, v]` without labels, as `forward` does."""
+        division = self._division
         if labels is None:
             return get_logits(self.class_forward(**inputs))
         if not division.whole:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipe_lib.external.experts import find_experts
 from recipe_lib.external.inspection import (
     TRANSFORMERS,
     find_uncalled_linears,
@@ -150,6 +151,7 @@ def build_layout(source: ModuleSource) -> TensorLayout:
         left_out_modules=_list_left_out_modules(source),
         frozen=frozenset(name for name in parameters | buffers if name.startswith(frozen_parts)),
         unread=tuple(sorted(unread)),
+        experts=find_experts(model),
     )
 
 

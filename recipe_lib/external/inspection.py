@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters.layers import AdaptedMatrix, AdapterSettings, adapt
+from recipe_lib.adapters.lora import find_unknown_experts
 from recipe_lib.config.local_files import check_transformers
-from recipe_lib.config.schema import PEFT_NAMES, LoraConfig
+from recipe_lib.config.schema import EXPERTS, PEFT_NAMES, LoraConfig
 from recipe_lib.errors import CheckpointError, ConfigError
+from recipe_lib.external.experts import replace_experts
 from recipe_lib.logs import silence_torchao
 from recipe_lib.models.config_fields import NEWER
 from recipe_lib.models.config_spelling import spell_both
@@ -313,10 +315,13 @@ def is_weight_read(owner: type, child: str) -> bool:
 def _read_methods(owner: type) -> str:
     """Return the source of a class' methods; empty for a class made in a console.
 
-    Method by method: for a class, `inspect` parses the whole file.
+    Method by method: for a class, `inspect` parses the whole file. A class with a mixin of ours has
+    the name of the class that it is made from.
     """
+    classes = [base for base in owner.__mro__ if base.__name__ == owner.__name__]
+    members = [member for base in classes for member in vars(base).values()]
     try:
-        return "".join(map(inspect.getsource, filter(inspect.isfunction, vars(owner).values())))
+        return "".join(map(inspect.getsource, filter(inspect.isfunction, members)))
     except (OSError, TypeError):
         return ""
 
@@ -379,7 +384,7 @@ def select_adapter_targets(
 ) -> list[str]:
     """Select the names of the linears that get an adapter.
 
-    targets: `lora.target_modules`: ends of names, PEFT's short names, or "all-linear".
+    targets: `lora.target_modules`: ends of names, PEFT's short names, or "all-linear"; empty: none.
     refused_reasons: name -> reason, of the linears that cannot have an adapter. Raises ConfigError
     for an end that no linear's name has, or that a name in `refused_reasons` has.
     """
@@ -402,8 +407,17 @@ def select_adapter_targets(
     return [
         name
         for name in linears
-        if name not in refused_reasons and (not ends or any(has_end(name, end) for end in ends))
+        if name not in refused_reasons
+        and ("all-linear" in targets or any(has_end(name, end) for end in ends))
     ]
+
+
+def list_linear_targets(cfg: LoraConfig, experts: Collection[str]) -> list[str]:
+    """Return the values of `lora.target_modules` but for `experts`, if the model has experts.
+
+    experts: names of the modules of experts whose layout is known.
+    """
+    return [name for name in cfg.target_modules if name != EXPERTS or not experts]
 
 
 def list_without_adapter(
@@ -441,10 +455,11 @@ def has_end(name: str, end: str) -> bool:
 def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None:
     """Put adapters on linears inside the layers, in place, and quantize as `lora.quantize_base`.
 
-    Linears of nn.Linear itself are quantized, also those without an adapter. Linears that a recipe
-    added to the model are left as they are. cfg: its `target_modules` and `quantize_base` are read.
-    settings: the adapters' rank and more. Raises ConfigError for a target that no linear matches or
-    that cannot have an adapter, and for a model whose layers have no linears for one.
+    Linears of nn.Linear itself and experts are quantized, also those without an adapter. Linears
+    that a recipe added to the model are left as they are. cfg: its `target_modules` and
+    `quantize_base` are read. settings: the adapters' rank and more. Raises ConfigError for a target
+    that no linear matches or that cannot have an adapter, and for a model whose layers have no
+    linears for one.
     """
     built = get_built_tensors(model)  # names of the class' own tensors; None: all are
     linears = {
@@ -452,14 +467,19 @@ def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None
         for name, base in list_layer_linears(model).items()
         if built is None or f"{name}.weight" in built
     }
+    experts = model.spec.layout().experts
+    if EXPERTS in cfg.target_modules and not experts:
+        reason = find_unknown_experts(model) or "no layer of the model has experts"
+        raise ConfigError(f"lora.target_modules: {EXPERTS}: {reason}; remove it from the list")
+    targets = list_linear_targets(cfg, experts)
     adapted_names = set(
         select_adapter_targets(
             linears,
-            cfg.target_modules,
+            targets,
             list_without_adapter(linears, find_uncalled_linears(model), model.spec.family),
         )
     )
-    if not adapted_names:
+    if targets and not adapted_names:
         raise ConfigError(
             "lora.target_modules: the model's layers have no linears that could have an adapter"
         )
@@ -471,3 +491,5 @@ def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None
         elif adapter is not None:
             base = AdaptedExternal(base, adapter)
         setattr(model.get_submodule(owner), child, base)
+    has_adapters = len(targets) < len(cfg.target_modules)
+    replace_experts(model, settings if has_adapters else None, cfg.quantize_base)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from recipe_lib.adapters.lora import build_adapter_settings
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
-from recipe_lib.errors import CheckpointError
+from recipe_lib.data import check_packing_isolation
+from recipe_lib.errors import CheckpointError, ConfigError, SetupError
 from recipe_lib.external import stage_parts
 from recipe_lib.external.build import ExternalModel
 from recipe_lib.external.checkpoint_layout import (
@@ -27,6 +28,7 @@ from recipe_lib.external.checkpoint_layout import (
     find_reading,
     find_written_layout,
 )
+from recipe_lib.external.document_batches import carries_state
 from recipe_lib.external.inspection import (
     TRANSFORMERS,
     add_adapters,
@@ -34,6 +36,7 @@ from recipe_lib.external.inspection import (
     find_embedding_and_head,
     format_one_line,
     is_encoder,
+    list_linear_targets,
     list_without_adapter,
     select_adapter_targets,
     spell_config,
@@ -42,6 +45,7 @@ from recipe_lib.external.modules import ModuleSource, find_needless_parts, make_
 from recipe_lib.external.proven_plan import infer_proven_plan
 from recipe_lib.external.tensor_parallel import shard_module
 from recipe_lib.external.tensor_plan.small_models import shrink
+from recipe_lib.models import allocate, build_meta, init_weights
 from recipe_lib.models.config_fields import check_sizes, refuse_quantized
 from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.models.meta_init import seed_host_generators
@@ -197,8 +201,13 @@ class ModuleSpec(ExternalSpec):
         """Shard a meta model over tensor-parallel ranks, in place, by a plan that is proven first.
 
         Returns name of a parameter -> "sharded", "full" or "partial": what its gradient on a rank
-        is.
+        is. Raises ConfigError for experts that are quantized or adapted.
         """
+        if model.tensor_names:
+            raise ConfigError(
+                f"parallel.tensor: found {parallel.tensor} for experts of {self.family} that are"
+                " quantized or have adapters, which ranks do not divide; set parallel.tensor=1"
+            )
         return shard_module(
             model, plan=infer_proven_plan(model, parallel, world), parallel=parallel, world=world
         )
@@ -219,10 +228,23 @@ class ModuleSpec(ExternalSpec):
         small = json.loads(
             config.to_json_string(use_diff=False),
             object_hook=lambda part: {
-                key: value for key, value in part.items() if key != "per_layer_config"
+                key: value
+                for key, value in part.items()
+                if key not in ("per_layer_config", "hybrid_layer_ids")
             },
         )
         return read_spec(small, self.family)
+
+    def check_packing(self, tensor_ranks: int, *, compiled: bool) -> None:
+        if self.source.implementation != TRANSFORMERS:
+            return
+        if _check_packing(self) and (tensor_ranks > 1 or compiled):
+            raise SetupError(
+                f"data.packing: {self.architecture} carries a state along a sequence, which"
+                " tensor-parallel ranks and compiled layers do not restart at a document; set"
+                " parallel.tensor=1 and compile=false, or data.packing=auto, which packs where the"
+                " run can"
+            )
 
     def list_layer_kinds(self) -> list[str]:
         model: Any = make_module(self.source)
@@ -253,7 +275,7 @@ class ModuleSpec(ExternalSpec):
         layout = self.layout()
         return select_adapter_targets(
             layout.linears,
-            cfg.target_modules,
+            list_linear_targets(cfg, layout.experts),
             list_without_adapter(layout.linears, layout.uncalled, self.family),
         )
 
@@ -262,6 +284,24 @@ class ModuleSpec(ExternalSpec):
 
     def find_stage_parts(self) -> StageParts:
         return stage_parts.find_parts(self)
+
+
+@lru_cache(maxsize=4)
+def _check_packing(spec: ModuleSpec) -> bool:
+    """Return True if a model has modules that carry a state; see `ExternalSpec.check_packing`."""
+    try:
+        small_spec = spec.build_shrunk()
+        model = build_meta(small_spec, torch.float32)
+        allocate(model, torch.device("cpu"))
+        init_weights(model, seed=0, spec=small_spec)
+        check_packing_isolation(model, small_spec, "cpu")
+    except (SetupError, CheckpointError) as error:
+        reason = str(error).removeprefix("data.packing: ").partition(";")[0]
+        raise SetupError(
+            f"data.packing: {spec.architecture} cannot keep documents of a row apart ({reason});"
+            " set data.packing=auto, which packs where the run can, or false"
+        ) from error
+    return carries_state(model)
 
 
 @lru_cache(maxsize=4)

@@ -14,6 +14,7 @@ from recipe_lib.models.families import (
     read_run_spec,
     read_spec,
     read_trained_spec,
+    settle_packing,
 )
 from recipe_lib.models.spec import (
     SCORE,
@@ -52,6 +53,7 @@ __all__ = [
     "read_config",
     "read_preset_config",
     "read_run_spec",
+    "settle_packing",
     "read_spec",
     "read_trained_spec",
 ]

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from recipe_lib.config.registry import import_owner
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.errors import CheckpointError
+from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.models.config_fields import (
     COMMON,
     Family,
@@ -567,6 +567,26 @@ def read_run_spec(cfg: FullFinetuneConfig, config: Mapping[str, Any], where: str
     if cfg.scores_sequences:
         return build_scored_spec(config, where, cfg.num_labels)
     return read_spec(config, where, cfg.model.implementation)
+
+
+def settle_packing(cfg: FullFinetuneConfig, spec: ModelSpec) -> list[str]:
+    """Replace `data.packing: auto` in the config by what the model can; return lines for the log.
+
+    A model whose documents would see each other trains on rows of one sequence each. Raises
+    SetupError for such a model if packing is on.
+    """
+    choice = cfg.data.packing
+    if choice and isinstance(spec, ExternalSpec):
+        try:
+            spec.check_packing(cfg.parallel.tensor, compiled=cfg.compile)
+        except SetupError as error:
+            if choice != "auto":
+                raise
+            cfg.data.packing = False
+            reason = str(error).removeprefix("data.packing: ").partition(";")[0]
+            return [f"data.packing=auto: one sequence in a row, with padding, as {reason}"]
+    cfg.data.packing = bool(choice)
+    return ["data.packing=auto: several sequences in a row"] if choice == "auto" else []
 
 
 def get_score_architecture(spec: DecoderSpec) -> str:

@@ -50,6 +50,9 @@ class LanguageModel(nn.Module):
     # Name -> runs, of parameters whose parts on the ranks are not in the order of the checkpoint's
     # tensor; see `list_local_parts`.
     runs: Mapping[str, Runs] = MappingProxyType({})
+    # Name of a weight -> name of the parameter that it is in another library's class, and in files.
+    # Experts are modules here.
+    tensor_names: Mapping[str, str] = MappingProxyType({})
     # Name -> mark of a tensor at the time it was given memory, for `check_written`.
     unwritten: Mapping[str, WriteMark] = MappingProxyType({})
     # Names of the parameters in host memory, which layer streaming copies to the device while their
@@ -166,6 +169,11 @@ def find_own_forwards(model: nn.Module) -> list[str]:
 def get_modules_elsewhere(model: nn.Module) -> frozenset[str]:
     """Return the names of the modules that other ranks of a pipeline have and this one has not."""
     return model.modules_elsewhere if isinstance(model, LanguageModel) else frozenset()
+
+
+def get_tensor_names(model: nn.Module) -> Mapping[str, str]:
+    """Return name of a weight -> that of its parameter in the model's class, where they differ."""
+    return model.tensor_names if isinstance(model, LanguageModel) else {}
 
 
 # A model's layers: the modules that sharding, checkpointing and compilation treat one by one.

@@ -22,6 +22,7 @@ from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.language_model import (
     LanguageModel,
     get_built_tensors,
+    get_tensor_names,
     iterate_tensors,
     list_local_parts,
     note_unwritten,
@@ -129,8 +130,9 @@ def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
     reset_extra(model, seed)
     vectors = spec.make_first_vectors(seed) if isinstance(spec, ExternalSpec) else {}
     stored = find_stored_weights(model)
+    names = get_tensor_names(model)
     for name, module in stored.items():
-        _fill_stored(module, f"{seed}/{name}", spec.init_std)
+        _fill_stored(module, f"{seed}/{names.get(name, name)}", spec.init_std)
     extras = find_extra_tensors(model)
     for name, parameter in model.named_parameters():
         # `weight_codes` and the like: parameters that stand for a stored weight, filled above.
@@ -144,9 +146,8 @@ def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
             elif name.endswith(".bias"):
                 local.zero_()
             else:
-                _fill_normal(
-                    local, offset, parameter.shape, key=f"{seed}/{name}", std=spec.init_std
-                )
+                key = f"{seed}/{names.get(name, name)}"
+                _fill_normal(local, offset, parameter.shape, key=key, std=spec.init_std)
 
 
 @torch.no_grad()

@@ -52,6 +52,7 @@ class ExpertLinear(nn.Module):
     """The linears of all E experts as one module: each row goes through that of its expert."""
 
     bias: nn.Parameter | None
+    transposed: bool = False  # the weight is `[E, i, o]`, as some classes of transformers have it
 
     def __init__(self, experts: int, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
@@ -67,7 +68,8 @@ class ExpertLinear(nn.Module):
         rows: `[m, i]`, sorted by expert; with `of_tokens` the tokens `[n, i]` that they are of.
         groups: the expert and the token of each row.
         """
-        return grouped_linear(rows, self.weight, groups, of_tokens=of_tokens)
+        weight = self.weight.transpose(1, 2) if self.transposed else self.weight
+        return grouped_linear(rows, weight, groups, of_tokens=of_tokens)
 
 
 class Experts(nn.Module):

@@ -82,6 +82,21 @@ class FileConversion(Conversion, Protocol):
 
 
 @dataclass(frozen=True)
+class ExpertsLayout:
+    """The way in which a module of experts keeps its matrices, and is called."""
+
+    inner: str  # name of the parameter that hidden states are multiplied by first
+    outer: str  # name of the parameter that the result is multiplied by
+    transposed: bool  # matrices are `[E, in, out]`; False: `[E, out, in]`
+    # True: it is called with rows `[E n, d]`, n for each expert, and multiplies by no scores
+    # (Llama 4); False: with tokens `[n, d]`, the indices `[n, k]` of their experts, and scores.
+    takes_rows: bool
+    # PEFT takes the matrices for `[E, out, in]`, though they are transposed: it goes by a mark of
+    # the class.
+    is_unmarked: bool = False
+
+
+@dataclass(frozen=True)
 class TensorLayout:
     """The tensors and modules of an external model, by their names in it."""
 
@@ -100,6 +115,8 @@ class TensorLayout:
     # Names in `shapes` that are of other such parts, which the class does not run without.
     frozen: frozenset[str] = frozenset()
     unread: tuple[str, ...] = ()  # patterns of names in files that the model's class does not read
+    # Name of a module -> its layout, of the experts in the layers.
+    experts: Mapping[str, ExpertsLayout] = field(default_factory=dict)
 
     def tied_names(self) -> dict[str, str]:
         """Return name -> parameter for all names of tied weights, with and without prefix.
@@ -230,6 +247,14 @@ class ExternalSpec(ABC):
 
         It has one layer of each kind, but at least `min_layers`. num_key_heads: of keys and
         values, in a model that has fewer of them than of queries.
+        """
+
+    @abstractmethod
+    def check_packing(self, tensor_ranks: int, *, compiled: bool) -> None:
+        """Raise SetupError if a small copy of the model does not keep packed documents apart.
+
+        Nothing is checked for a plugin's model, of which there is no small copy. tensor_ranks: the
+        size of tensor parallelism. compiled: layers are.
         """
 
     @abstractmethod

@@ -48,6 +48,9 @@ class RealTokens:
         """
         self.spans = tuple(spans)
         self.count = count
+        # Tokens of each packed document, row after row, the padding being one; (): rows are not
+        # packed.
+        self.documents: tuple[int, ...] = ()
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], row_length: int) -> "RealTokens":
@@ -144,7 +147,7 @@ def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> At
     """
     documents = torch.zeros(len(lengths), row_length, dtype=torch.int32)
     boundaries = [0]
-    longest = 1
+    all_lengths = list[int]()
     for row, row_lengths in enumerate(lengths):
         # The padding is a document of its own, so that boundaries cover every token.
         padding = row_length - sum(row_lengths)
@@ -157,13 +160,16 @@ def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> At
         sizes = torch.tensor(padded)
         documents[row] = torch.arange(len(padded), dtype=torch.int32).repeat_interleave(sizes)
         boundaries += (sizes.cumsum(0) + row * row_length).tolist()
-        longest = max(longest, *padded)
+        all_lengths += padded
+    longest = max([1, *all_lengths])
+    real = RealTokens.from_lengths([sum(row_lengths) for row_lengths in lengths], row_length)
+    real.documents = tuple(all_lengths)
     return AttentionInfo(
         documents=documents,
         boundaries=torch.tensor(boundaries, dtype=torch.int32),
         # A multiple of 128, so that few numbers occur: code is compiled anew for each.
         longest=-(-longest // 128) * 128,
-        real=RealTokens.from_lengths([sum(row_lengths) for row_lengths in lengths], row_length),
+        real=real,
     )
 
 

@@ -9,12 +9,11 @@ of a known family: a checkpoint may lack their values, and an export may lose th
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import reduce
 from operator import or_
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,17 +23,14 @@ from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.checkpoint.model_export import find_extra_fault
 from recipe_lib.config.local_files import ADAPTER_CONFIG, resolve_base_name
 from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
-from recipe_lib.data import check_packing_isolation
 from recipe_lib.errors import CheckpointError, ConfigError, SetupError
 from recipe_lib.logs import warn_on_first_rank
 from recipe_lib.models import (
     DecoderSpec,
     ExternalSpec,
     ModelSpec,
-    allocate,
     build_meta,
     build_scored_spec,
-    init_weights,
     read_config,
     read_preset_config,
     read_run_spec,
@@ -140,23 +136,8 @@ def check_local_model(cfg: FullFinetuneConfig, folder: Path | None, *, reads_wei
             f"checkpoint.carry: found false, expected true: transformers has no class for the text"
             f" model of {spec.architecture} alone; leave the key out"
         )
-    if cfg.data.packing:
-        check_packing(spec)
-
-
-@lru_cache(maxsize=4)
-def check_packing(spec: ExternalSpec) -> None:
-    """Raise SetupError if a small copy of a model does not keep packed documents apart.
-
-    Nothing is checked for a plugin's model, of which there is no small copy.
-    """
-    if spec.implementation != "transformers":
-        return
-    small_spec = spec.build_shrunk()
-    model = build_meta(small_spec, torch.float32)
-    allocate(model, torch.device("cpu"))
-    init_weights(model, seed=0, spec=small_spec)
-    check_packing_isolation(model, small_spec, "cpu")
+    if cfg.data.packing is True:  # not `auto`
+        spec.check_packing(cfg.parallel.tensor, compiled=cfg.compile)
 
 
 def collect_models(recipe: Any) -> dict[str, nn.Module]:

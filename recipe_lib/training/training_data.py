@@ -30,6 +30,7 @@ from recipe_lib.data import (
 from recipe_lib.errors import ConfigError, UserError
 from recipe_lib.generation.sample import Question, build_questions
 from recipe_lib.logs import get_logger, warn_on_first_rank
+from recipe_lib.models import settle_packing
 from recipe_lib.parallel.world import World, derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.tokenizers.template_process import DATE
@@ -186,16 +187,16 @@ class TrainingData:
 def prepare_data(cfg: FullFinetuneConfig) -> PreparedData | UserError:
     """Tokenize in parallel, or map the cache; called before there is a process group.
 
-    Replaces `data.format: auto` in `cfg` by the formats that the samples have. A UserError is
-    raised in a run of one rank, and returned in a run of several: `get_prepared` then raises it on
-    all of them.
+    Replaces `auto` in `cfg`: `data.packing` by whether the model packs, `data.format` by the
+    formats that the samples have. A UserError is raised in a run of one rank, and returned in a run
+    of several: `get_prepared` then raises it on all of them.
     """
     try:
         # The quick checks come first: none of them reads a sample.
         check_output(cfg)
         source = resolve_model(cfg.model, scored=cfg.scores_sequences, num_labels=cfg.num_labels)
         validate_parallelism(cfg, source.spec)
-        format_lines = settle_formats(cfg)
+        format_lines = settle_packing(cfg, source.spec) + settle_formats(cfg)
         prepared = build_datasets(cfg, load_tokenizer_for(cfg, source))
         for line in format_lines:
             get_logger().info(line)

@@ -421,4 +421,6 @@ def test_quantized_linears_are_counted_and_a_base_that_stays_as_it_is_refused() 
     assert str(caught.value).startswith(
         "lora.quantize_base=nf4: mlp.down_proj, mlp.gate_proj, mlp.up_proj ("
     )
-    assert "torch's own linears are quantized, with nf4 those of blocks of 64" in str(caught.value)
+    assert "torch's own linears and experts are quantized, with nf4 those of blocks of 64" in str(
+        caught.value
+    )

@@ -50,9 +50,29 @@ MULTIMODAL = (
 KINDS = (*EXTRAS, *MULTIMODAL)
 
 
+# Kind -> keys of a text model, without which its class has no experts or no layers.
+KEYS: dict[str, dict[str, Any]] = {
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "per_layer_config": None,
+        "hidden_size_per_layer_input": 0,
+    },
+    "lfm2_moe": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention"] * 2,
+        "num_dense_layers": 1,
+    },
+}
+
+
 def make_config(kind: str) -> Any:
     """Make the config of a tiny model of the class that is published, as config.json has it."""
-    small = shrink(CONFIG_MAPPING[kind]())
+    small = shrink(CONFIG_MAPPING[kind](**KEYS.get(kind, {})))
     settings = restore_numbers(json.loads(small.to_json_string(use_diff=False)))
     del settings["model_type"]
     config = CONFIG_MAPPING[kind](**settings)

@@ -25,7 +25,7 @@ from recipe_lib.units import convert_to_gib
 from tests.house.documents import list_blocks, list_documents, list_links
 from tests.house.files import ROOT, list_python_files
 from tests.house.test_configs import NAMES, flatten
-from tests.models.test_configs import WITHOUT_FULL, WITHOUT_QLORA
+from tests.models.test_configs import WITHOUT_FULL
 
 DOCUMENTS = list_documents()
 NAMED = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
@@ -139,7 +139,7 @@ def test_every_preset_is_in_the_table():
     } == shipped
     methods = ("full", "lora", "qlora", "dora", "dpo", "kto", "reward", "qat", "distill")
     assert {name for name in shipped if f"{name}_full" not in NAMES} == WITHOUT_FULL
-    assert {f"{name}_qlora" for name in shipped - WITHOUT_QLORA} <= set(NAMES)
+    assert {f"{name}_qlora" for name in shipped} <= set(NAMES)
     assert {name for name in NAMES if not name.startswith("demo/")} <= {
         f"{n}_{m}" for n in shipped for m in methods
     }

@@ -65,8 +65,6 @@ FAMILIES = [
     *("mixtral", "qwen2_moe", "qwen3_moe", "llama4_text"),
     *("granitemoehybrid", "nemotron_h", "falcon_h1", "qwen3_next", "mamba"),
 ]
-# Their documents cannot be kept apart, or only by attention.
-UNPACKED = ("granitemoehybrid", "nemotron_h", "falcon_h1", "qwen3_next", "mamba")
 DROPOUT = ("phi3", "granite", "gpt2")
 LORA = LoraConfig(rank=4, target_modules=["all-linear"], dropout=0.2)
 
@@ -136,8 +134,6 @@ def count_freed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_losses_and_gradients_are_the_same_bits(
     kind: str, lora: LoraConfig | None, packs: bool, count_freed: list[int]
 ) -> None:
-    if packs and kind in UNPACKED:
-        pytest.skip("a state space has no mask")
     if lora is not None and kind == "gpt2":
         pytest.skip("no linears: its matrices are transposed")
     actual, expected = (train(build(kind, on, lora=lora), packs) for on in (True, False))

@@ -87,8 +87,6 @@ WITHOUT_FULL = {
     "granite4/small_32B",
     "glm4/flash_30B",
 }
-# Experts of transformers' own classes are not quantized.
-WITHOUT_QLORA = {"granite4/small_32B", "glm4/flash_30B"}
 SHIPPED = sorted(name for name in list_presets() if not name.startswith("demo/"))
 
 
@@ -146,5 +144,4 @@ def test_every_config_outside_the_demo_has_a_preset() -> None:
     names = {str(file.relative_to(CONFIGS).with_suffix("")) for file in CONFIGS.glob("*/*.yaml")}
     full = {name for name in names if name.endswith("_full") and not name.startswith("demo/")}
     assert {name.removesuffix("_full") for name in full} == set(SHIPPED) - WITHOUT_FULL
-    assert {f"{name}_qlora" for name in set(SHIPPED) - WITHOUT_QLORA} <= names
-    assert {f"{name}_lora" for name in WITHOUT_QLORA} <= names
+    assert {f"{name}_qlora" for name in SHIPPED} <= names

@@ -20,6 +20,7 @@ from recipe_lib.plan.tracing.trace import ALLOC, FREE, Trace
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.collectives import let_collectives_go
 from tests.distributed.ranks import run_ranks
+from tests.external.hybrids import make_hybrid_config
 from tests.plan.mixtures import MIXTURES, write_mixture
 from tests.recipes.runs import (
     DISTILL,
@@ -48,6 +49,7 @@ BASE = (
 PAIRS = "data.format=preference"
 TEACHER = f"distill.teacher_preset={TIED}"
 KTO = ("dpo.loss=kto", "data.format=kto")
+HYBRID = ("model.implementation=transformers", "data.packing=true", "max_seq_len=256")
 ADAPTED = "lora.target_modules=[all-linear,experts,router]"
 # Recipe, wrapping, checkpointing and accumulation: each value with each recipe.
 GRID: dict[str, tuple[Any, ...]] = {
@@ -167,6 +169,16 @@ CASES = GRID | {
         "memory.activation_checkpointing=selective",
     ),
     "rounded weights, muon": (2, FULL, TIED, "qat=int4", "optimizer.name=muon"),
+    "packed, gated delta nets": (1, FULL, "qwen3_5_text", *HYBRID),
+    "packed, state spaces": (2, LORA, "bamba", *HYBRID, "dtype=bf16"),
+    "packed, convolutions": (
+        1,
+        FULL,
+        "lfm2",
+        *HYBRID,
+        "memory.activation_checkpointing=full",
+        "gradient_accumulation_steps=2",
+    ),
     "sinks": (2, FULL, "gpt_oss", "dtype=bf16", "memory.activation_checkpointing=selective"),
     "scaled residuals": (2, FULL, "granite4", "dtype=bf16"),
     "layers that do not rotate, adapters": (2, LORA, "smollm3", "parallel.tensor=2"),
@@ -179,6 +191,24 @@ CASES = GRID | {
         "dtype=bf16",
         "data.packing=true",
         "memory.activation_checkpointing=full",
+    ),
+    "a class' experts in nf4": (
+        1,
+        LORA,
+        "qwen3_moe",
+        "model.implementation=transformers",
+        "lora.target_modules=[all-linear]",
+        "lora.quantize_base=nf4",
+        "dtype=bf16",
+        "memory.activation_checkpointing=full",
+    ),
+    "a class' experts in 8 bits, sharded": (
+        2,
+        LORA,
+        "gpt_oss",
+        "model.implementation=transformers",
+        "lora.target_modules=[all-linear]",
+        "lora.quantize_base=int8",
     ),
 }
 
@@ -214,6 +244,8 @@ def runs(
 
     for name in MIXTURES:
         write_mixture(folder, name)
+    for name in ("qwen3_5_text", "bamba", "lfm2"):
+        (folder / f"{name}.json").write_text(json.dumps(make_hybrid_config(name)))
     for name, changed in DENSE.items():
         (folder / f"{name}.json").write_text(
             json.dumps(json.loads(Path(TIED).read_text()) | changed)

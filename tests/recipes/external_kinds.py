@@ -61,6 +61,14 @@ KINDS: dict[str, dict[str, Any]] = {
     # Files with one tensor per expert.
     "mixtral": EXPERTS,
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    # The experts' matrices are parameters of modules of their own.
+    "jetmoe": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "kv_channels": 8,
+        "num_attention_heads": None,
+        "head_dim": None,
+    },
     # A vision part beside the decoder.
     "gemma3": {
         "text_config": COMMON | {"layer_types": ["sliding_attention", "full_attention"]},

@@ -175,14 +175,21 @@ REFUSED = {
         "lora.target_modules=[out_proj]",
         "its layer reads the weight without calling",
     ),
-    "experts in 4 bits": (
-        "qwen3_moe",
+    "experts of an unknown layout in 4 bits": (
+        "jetmoe",
         "lora.quantize_base=nf4",
         (
-            "lora.quantize_base=nf4: experts.gate_up_proj, experts.down_proj, mlp.gate (67.1% of"
-            " the layers' weights) would stay in fp32: torch's own linears are quantized, with nf4"
-            " those of blocks of 64, and no parameters of 3 dimensions, as experts of other classes"
-            " are; set lora.quantize_base=none"
+            "would stay in fp32: torch's own linears and experts are quantized, with nf4 those of"
+            " blocks of 64, and JetMoeParallelExperts.weight is in no layout of experts that is"
+            " known; set lora.quantize_base=none"
+        ),
+    ),
+    "adapters of experts of an unknown layout": (
+        "jetmoe",
+        "lora.target_modules=[experts]",
+        (
+            "lora.target_modules: experts: JetMoeParallelExperts.weight is in no layout of experts"
+            " that is known; remove it from the list"
         ),
     ),
 }

@@ -164,7 +164,7 @@ CASES: dict[str, tuple[str, Change, tuple[str, ...], bool]] = {
     "adapters on some": ("mistral3", keep, ("lora.target_modules=[q_proj,v_proj]",), True),
     "four bits": ("mistral3", keep, ("lora.quantize_base=nf4",), True),
     "heads of several tokens": ("qwen3_5", keep, (), True),
-    "heads packed": ("qwen3_5", keep, ("data.packing=true",), False),
+    "heads packed": ("qwen3_5", keep, ("data.packing=true",), True),
     "vision of another shape": ("qwen3_5", reshape("visual", "weight"), (), True),
     "linear attention cut": ("qwen3_5", drop("linear_attn", "conv1d"), (), False),
     "a state-space model": ("nemotron_h", keep, (), True),

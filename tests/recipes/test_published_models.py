@@ -14,7 +14,6 @@ from recipe_lib.cli.main import main
 from recipe_lib.external.tensor_plan.small_models import shrink
 from recipe_lib.models import allocate, build_meta, read_config, read_spec
 from recipe_lib.models.spec import ExternalSpec
-from recipe_lib.training.resolve_model import check_packing
 from recipe_lib.units import pluralize
 from tests.external.published_layouts import (
     EXTRAS,
@@ -40,7 +39,7 @@ def compute_logits(model: Any) -> torch.Tensor:
         return model(input_ids=make_probe_tokens(), use_cache=False).logits
 
 
-@pytest.mark.parametrize("kind", mark_slow_except(KINDS, ("mistral3", "qwen3_5")))
+@pytest.mark.parametrize("kind", mark_slow_except(KINDS, ("qwen3_5",)))
 def test_what_is_not_trained_comes_out_as_it_went_in(kind: str, tmp_path: Path) -> None:
     base = tmp_path / kind
     published = write_published(base, kind, dtype=torch.bfloat16)
@@ -96,7 +95,32 @@ def test_packing_keeps_the_windows_of_a_text_model_inside(tmp_path: Path) -> Non
     write_published(tmp_path, "gemma3")
     spec = read_spec(read_config(tmp_path), str(tmp_path), "transformers")
     assert isinstance(spec, ExternalSpec)
-    check_packing(spec)  # raises where a document's logits differ from those of it alone
+    spec.check_packing(
+        1, compiled=False
+    )  # raises where a document's logits differ from those of it alone
+
+
+# Bloom's attention takes no mask for documents.
+@pytest.mark.parametrize("kind, packs", [("qwen3_5", True), ("bloom", False)])
+def test_packing_is_chosen_by_what_the_model_can(
+    kind: str, packs: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_published(tmp_path / kind, kind)
+    never = build_words(tmp_path / kind, tmp_path / "out", FULL)
+    words = ["data.packing=auto" if word == "data.packing=false" else word for word in never]
+    told = "data.packing=auto: " + (
+        "several sequences in a row" if packs else "one sequence in a row, with padding, as Bloom"
+    )
+    assert main(["plan", FULL, *words[words.index("--config") :], "--full"]) == 0
+    assert told in " ".join(capsys.readouterr().out.split())
+    run = run_here(words, recipe=FULL)
+    assert run.code == 0, run.said
+    assert [line for line in run.said if told in line], run.said
+    if not packs:
+        never = build_words(tmp_path / kind, tmp_path / "packed", FULL)
+        always = [word.replace("packing=false", "packing=true") for word in never]
+        run = run_here(always, recipe=FULL)
+        assert run.code == 2 and "set data.packing=" in run.said[-1]
 
 
 def test_a_small_copy_keeps_layers_that_share_keys() -> None:

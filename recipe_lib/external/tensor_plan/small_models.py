@@ -26,7 +26,8 @@ _SIZES = {
         " num_lightning_heads swa_num_attention_heads head_dim v_head_dim qk_nope_head_dim"
         " qk_rope_head_dim attention_head_dim linear_key_head_dim linear_value_head_dim"
         " mamba_head_dim mamba_d_head index_head_dim swa_head_dim global_head_dim d_kv"
-        " hidden_size_per_layer_input per_head_dim head_size rotary_dim"
+        " hidden_size_per_layer_input per_head_dim head_size rotary_dim mamba_headdim"
+        " linear_head_dim linear_num_heads"
     ),
     96: (
         "intermediate_size ffn_dim n_inner ffn_hidden_size inner_dim decoder_ffn_dim"
@@ -79,7 +80,8 @@ _NEEDED = frozenset(
 
 # Names of the number of heads of keys and values.
 _KEYS = (
-    "num_key_value_heads num_kv_heads n_kv_heads n_head_kv kv_n_heads multi_query_group_num".split()
+    "num_key_value_heads num_kv_heads n_kv_heads n_head_kv kv_n_heads multi_query_group_num"
+    " swa_num_key_value_heads".split()
 )
 
 
@@ -127,6 +129,10 @@ def shrink(config: Any, min_layers: int = 2, num_key_heads: int = 4) -> Any:
         and "head_dim" in settings
     ):
         settings["head_dim"] = settings["expand"] * _WIDTH // settings["num_heads"]
+    # Zamba's attention reads hidden states and embeddings side by side.
+    if getattr(config, "attention_hidden_size", None) == 2 * getattr(config, "hidden_size", 0):
+        settings["attention_hidden_size"] = 2 * _WIDTH
+        settings["attention_head_dim"] = 2 * _WIDTH // _HEADS
     if isinstance(settings.get("pad_token_id"), int):
         settings["pad_token_id"] = 0
     return small

@@ -28,7 +28,7 @@ from recipe_lib.config.suggest import find_nearest, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.files import replace_text
 from recipe_lib.models import ExternalSpec, ModelSpec, read_config, read_preset_config
-from recipe_lib.models.families import get_text_config, read_run_spec
+from recipe_lib.models.families import get_text_config, read_run_spec, settle_packing
 
 # What tells releases of one model from each other: kinds of training, and dates as 2507.
 _VARIANT = re.compile(
@@ -68,6 +68,8 @@ def make_plannable(cfg: Any) -> tuple[Any, list[str]]:
             setattr(section, preset_key.partition(".")[2], shape)
             setattr(section, path_name, None)
             assumptions += [assumption] if assumption else []
+    if cfg.data.packing:
+        assumptions += settle_packing(cfg, read_spec(cfg))
     cfg.output_dir = str(Path(_make_folder()) / "output")
     cfg.resume = None
     cfg.overwrite_output_dir = False

@@ -241,6 +241,9 @@ def dispatch_attention(
     query `[b, h, s, d]`, key and value `[b, h or fewer, t, d]`; arguments as of that function.
     """
     aten = torch.ops.aten
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        # As torch does before its kernels, in each layer: scores get 0 or -inf.
+        attn_mask = torch.where(attn_mask, query.new_zeros(()), query.new_full((), -torch.inf))
     if MODULE.kernels == "cpu" and query.shape[-1] == value.shape[-1] and dropout_p == 0.0:
         # The first result is the output, here and below; the others are for backward.
         return aten._scaled_dot_product_flash_attention_for_cpu(
