@@ -62,7 +62,12 @@ from tests.selection import mark_slow_except, select_cases
 
 # Values that no run here has: fp32 is the demo's; fp64 is tried in test_equality; `auto` is decided
 # by `tune run`; what else linears are rounded to, in tests/memory/test_qat and test_qat_worlds.
-ELSEWHERE = {"dtype": ["fp32", "fp64"], "parallel.strategy": ["auto"], "qat": ["int8", "fp8"]}
+ELSEWHERE = {
+    "data.packing": ["auto"],
+    "dtype": ["fp32", "fp64"],
+    "parallel.strategy": ["auto"],
+    "qat": ["int8", "fp8"],
+}
 PLAIN: Settings = ()
 SUMMED_IN_BF16: Settings = next(
     row for row in SINGLES if "parallel.reduce_dtype=bf16" in row[0].overrides

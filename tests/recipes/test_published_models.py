@@ -101,7 +101,10 @@ def test_packing_keeps_the_windows_of_a_text_model_inside(tmp_path: Path) -> Non
 
 
 # Bloom's attention takes no mask for documents.
-@pytest.mark.parametrize("kind, packs", [("qwen3_5", True), ("bloom", False)])
+@pytest.mark.parametrize(
+    ("kind", "packs"),
+    [pytest.param("qwen3_5", True, marks=pytest.mark.slow), ("bloom", False)],
+)
 def test_packing_is_chosen_by_what_the_model_can(
     kind: str, packs: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
