@@ -15,14 +15,19 @@ from typing import Any
 import torch
 
 from benchmarks.tp_memory import Tracker, build_spec_of_layers
-from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
+from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ModelConfig, ParallelConfig
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.memory.apply_levers import recompute_cheap_tensors
 from recipe_lib.models import build_meta, read_preset_config
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import shard_tensors
 from recipe_lib.plan.simulated_world.simulated_device import NAME
-from recipe_lib.plan.simulated_world.simulated_ranks import enter_simulated_world, use_fake_tensors
+from recipe_lib.plan.simulated_world.simulated_ranks import (
+    apply_patches,
+    enter_simulated_world,
+    patch_document_search,
+    use_fake_tensors,
+)
 from recipe_lib.units import MIB
 
 COMMAND = "python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md"
@@ -53,7 +58,13 @@ def measure_alive(
         spec = build_spec_of_layers(name, layers)
     parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=regather)
     memory = MemoryConfig(activation_checkpointing="none")
-    with enter_simulated_world(parallel, 0, size) as world, use_fake_tensors():
+    # A row is one document, for which transformers makes no mask where it can read positions.
+    unpacked = FullFinetuneConfig(model=ModelConfig(implementation=implementation))
+    with (
+        enter_simulated_world(parallel, 0, size) as world,
+        use_fake_tensors(),
+        apply_patches(patch_document_search(unpacked, 1)),
+    ):
         model: Any = build_meta(spec, torch.bfloat16)
         shard_tensors(model, parallel=parallel, memory=memory, world=world)
         recompute_cheap_tensors(model, FullFinetuneConfig(parallel=parallel, memory=memory))
