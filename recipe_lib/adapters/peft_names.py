@@ -120,9 +120,10 @@ def stack_expert_factors(
     lora_a: Tensor, lora_b: Tensor, module: FileModule
 ) -> tuple[Tensor, Tensor]:
     """Return PEFT's A `[E r, i]` and B `[o, r E]`, given A `[E, r, i]` and B `[E, o, r]`."""
+    factors = (lora_a, lora_b)
     if module.is_swapped:
-        lora_a, lora_b = lora_b.transpose(1, 2), lora_a.transpose(1, 2)
-    return lora_a.flatten(0, 1), lora_b.permute(1, 2, 0).flatten(1)
+        factors = (lora_b.transpose(1, 2), lora_a.transpose(1, 2))
+    return factors[0].flatten(0, 1), factors[1].permute(1, 2, 0).flatten(1)
 
 
 def get_target(module: str) -> str | None:
@@ -195,9 +196,8 @@ def _build_class_experts(
     inside = re.sub(r"^.*\.\d+\.", "", name)
     modules = []
     for leaf in (layout.inner, layout.outer):
-        experts, rows, columns = shapes[f"{name}.{leaf}"]
-        if layout.transposed:
-            rows, columns = columns, rows
+        experts, *sizes = shapes[f"{name}.{leaf}"]
+        rows, columns = reversed(sizes) if layout.transposed else sizes
         part = MergedRows(f"{name}.{leaf}", target=EXPERTS, start=0, rows=rows)
         modules.append(
             FileModule(

@@ -185,6 +185,8 @@ def show_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     from recipe_lib.data.inspect import show_item
 
     tokenizer, dataset, validation, _ = read_datasets(cfg, arguments)
+    if cfg.data.packing == "auto":  # no model is built here, which would decide
+        sys.stderr.write("data.packing=auto: shown as for a model that packs\n")
     if arguments.validation:
         if validation is None:
             raise ConfigError(

@@ -31,7 +31,7 @@ from recipe_lib.external.stage_parts import get_logits, keep_parts, run_alone, r
 from recipe_lib.logs import get_logger
 from recipe_lib.models import ExternalSpec, StageParts
 from recipe_lib.models.decoder import LinearHead, LogitTransform
-from recipe_lib.models.language_model import LanguageModel, replace_entries
+from recipe_lib.models.language_model import LanguageModel, mix_in, replace_entries
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 
@@ -108,10 +108,9 @@ class ExternalModel(LanguageModel):
         split_at_documents(model)
         is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         class_forward = model.forward
-        base = type(model)
         # No wrapper around the module, so that parameters keep the checkpoint's names. The new
         # class has `ExternalModel.forward` before that of its own class.
-        model.__class__ = type(base.__name__, (cls, base), {"__module__": base.__module__})
+        mix_in(cls, model)
         model.spec = spec
         model.class_forward = class_forward
         model.other_parts = tuple(list_other_parts(model))

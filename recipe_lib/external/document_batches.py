@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from recipe_lib.models.language_model import list_layer_names
+from recipe_lib.models.language_model import list_layer_names, mix_in
 from recipe_lib.ops.attention import AttentionInfo
 
 # What the source of a class with such a state has: methods of transformers' caches, or in older
@@ -167,11 +167,11 @@ def split_at_documents(model: nn.Module) -> None:
         is_inside = name.startswith(tuple(f"{outer}." for outer in stateful))
         if not is_inside and name and _has_state(type(module)):
             stateful.append(name)
-            _mix_in(_StatefulModule, module)
+            mix_in(_StatefulModule, module)
     for name in list_layer_names(model):
         if any(inner.startswith(f"{name}.") for inner in stateful):
             layer = model.get_submodule(name)
-            _mix_in(_StatefulLayer, layer)
+            mix_in(_StatefulLayer, layer)
             layer.register_forward_pre_hook(_pass_documents, with_kwargs=True)
 
 
@@ -205,18 +205,6 @@ def run_documents_apart(attention: AttentionInfo | None, tokens: Tensor) -> Iter
     )
     with _set_current(documents):
         yield
-
-
-def _mix_in(mixin: type, module: nn.Module) -> None:
-    """Put a mixin before a module's class, in place."""
-    kind: Any = type(module)
-    module.__class__ = _make_class(mixin, kind)
-
-
-@cache
-def _make_class(mixin: Any, base: Any) -> Any:
-    # Under its name, by which the class' source is found. Alike modules have one class.
-    return type(base.__name__, (mixin, base), {"__module__": base.__module__})
 
 
 def _has_state(kind: type) -> bool:

@@ -9,7 +9,6 @@ transformers' marks and their shapes, and proven on small copies of its modules.
 import copy
 import inspect
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recipe_lib.adapters.layers import AdapterSettings, adapt
-from recipe_lib.models.language_model import list_layer_names
+from recipe_lib.models.language_model import list_layer_names, mix_in
 from recipe_lib.models.mixture import ExpertLinear, compute_scored_bias, gather_row_biases
 from recipe_lib.models.spec import ExpertsLayout
 from recipe_lib.ops.kept_tensors import run_cheap
@@ -198,9 +197,8 @@ def _make_linears(module: nn.Module, layout: ExpertsLayout) -> dict[str, ExpertL
     linears = {}
     for name in (layout.inner, layout.outer):
         parameter = module.get_parameter(name)
-        experts, outputs, inputs = parameter.shape
-        if layout.transposed:
-            outputs, inputs = inputs, outputs
+        experts, *sizes = parameter.shape
+        outputs, inputs = reversed(sizes) if layout.transposed else sizes
         with torch.device("meta"):
             linear = ExpertLinear(experts, inputs, outputs, bias=False)
         linear.weight = parameter
@@ -216,14 +214,8 @@ def replace_matrices(
     for name, linear in linears.items():
         del module._parameters[name]
         module._modules[name] = linear
-    base: Any = type(module)
-    module.__class__ = _make_class(base)
+    mix_in(GroupedExperts, module)
     module.layout = layout  # type: ignore[assignment]  # a dataclass, which is no module
-
-
-@cache
-def _make_class(base: Any) -> type[nn.Module]:
-    return type(base.__name__, (GroupedExperts, base), {"__module__": base.__module__})
 
 
 def replace_experts(model: Any, adapter: AdapterSettings | None, quantize: str) -> None:

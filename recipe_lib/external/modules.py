@@ -34,7 +34,7 @@ from recipe_lib.external.inspection import (
     list_other_parts,
 )
 from recipe_lib.models import build_meta, build_spec
-from recipe_lib.models.language_model import Entry, replace_entries
+from recipe_lib.models.language_model import Entry, mix_in, replace_entries
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,7 @@ def _run_by_thinker(model: Any) -> None:
         def get_decoder(self: Any) -> Any:
             return self.thinker.get_decoder()
 
-    base = type(model)
-    model.__class__ = type(base.__name__, (Thinker, base), {"__module__": base.__module__})
+    mix_in(Thinker, model)
 
 
 def _choose_auto_class(model_config: Any, architectures: Any) -> Any:

@@ -8,6 +8,7 @@ its attributes, mostly by the functions below, which take any module.
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -298,6 +299,20 @@ def _get_write_mark(tensor: Tensor) -> WriteMark:
 
 
 Entry = tuple[dict[str, Any], str, Any]  # (a dict, a key in it, its value inside the block)
+
+
+def mix_in(mixin: type, module: nn.Module) -> None:
+    """Put a mixin's methods before those of a module's class, in place.
+
+    The class keeps its name, by which its source is found.
+    """
+    base: Any = type(module)
+    module.__class__ = _combine_classes(mixin, base)
+
+
+@cache  # so that alike modules have one class
+def _combine_classes(mixin: Any, base: Any) -> Any:
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__})
 
 
 @contextmanager

@@ -117,6 +117,10 @@ def test_show_packs(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     ]
     assert sorted(text[:3] for text in said) == ["fiv", "sev", "six"]
     assert [row["trained"] > 0 for row in documents] == [True] * 3
+    words[words.index("data.packing=true")] = "data.packing=auto"
+    code, out, err = tune(capsys, *words)
+    assert code == 0 and "in 3 documents" in out
+    assert "data.packing=auto: shown as for a model that packs\n" in err
 
 
 def test_pairs_are_told_apart_and_packed_in_twos(
