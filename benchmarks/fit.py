@@ -37,6 +37,15 @@ MODELS = {
     "gpt-oss-20b": "gpt_oss/20B",
     "Qwen3-30B-A3B": "qwen3_moe/30B",
 }
+# Hybrids and mixtures of experts by transformers' class, searched for QLoRA on one card alone.
+HYBRIDS = {
+    "Qwen3.5-9B": "qwen3_5/9B",
+    "LFM2-8B-A1B": "lfm2/8B",
+    "Gemma-4-26B-A4B": "gemma4/26B",
+    "GLM-4.7-Flash": "glm4/flash_30B",
+    "Nemotron-3-Nano": "nemotron3/nano_30B",
+}
+CONFIGS = MODELS | HYBRIDS
 LARGE = ("32B", "70B", "gpt-oss-20b", "Qwen3-30B-A3B")  # on a page of their own
 # By the configs' suffix: titles.
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
@@ -56,7 +65,7 @@ OFFLOADED = "memory.cpu_offload"  # parameters in host memory
 class Line:
     """Hold a line of a page: a cell and the fastest settings that fit it."""
 
-    model: str  # of MODELS
+    model: str  # of CONFIGS
     method: str  # of METHODS
     cards: int
     settings: list[str] | None  # overrides; empty: as shipped; None: nothing fits
@@ -96,11 +105,11 @@ def main() -> None:
     lines = {}
     if lines_file.exists():
         lines = {tuple(cell): Line(**fields) for cell, fields in json.loads(lines_file.read_text())}
-    cells = list(itertools.product(MODELS, METHODS, CARDS))
+    cells = list_cells()
     chosen_cells = [
         cell
         for cell in cells
-        if arguments.only in f"{MODELS[cell[0]]}_{cell[1]}" and cell[2] in arguments.cards
+        if arguments.only in f"{CONFIGS[cell[0]]}_{cell[1]}" and cell[2] in arguments.cards
     ]
     # A new process for each search: a simulated device cannot be removed from a process.
     spawn = multiprocessing.get_context("spawn")
@@ -119,6 +128,14 @@ def main() -> None:
         arguments.output.with_name(name).write_text(text)
 
 
+def list_cells() -> list[tuple[str, str, int]]:
+    """Return all cells: (model, method, number of cards)."""
+    return [
+        *itertools.product(MODELS, METHODS, CARDS),
+        *((model, "qlora", 1) for model in HYBRIDS),
+    ]
+
+
 def plan_line(cell: tuple[str, str, int]) -> Line:
     """Search for the fastest settings that fit a cell, in this process.
 
@@ -126,7 +143,7 @@ def plan_line(cell: tuple[str, str, int]) -> Line:
     """
     model, method, cards = cell
     line = Line(model, method=method, cards=cards, settings=None, is_older=False)
-    config = f"{MODELS[model]}_{method}"
+    config = f"{CONFIGS[model]}_{method}"
     cards_of_size = f"{cards}x24GB"
     plain_search = search_settings(config, cards_of_size)
     searches = [plain_search]
@@ -157,9 +174,10 @@ def format_pages(lines: list[Line], longest_lines: list[longest.Longest]) -> dic
     """Return the text of each page by its file's name."""
     small = [format_section(lines, model) for model in MODELS if model not in LARGE]
     large = [format_section(lines, model) for model in LARGE]
+    hybrids = [format_section(lines, model) for model in HYBRIDS]
     provenance = MADE_BY.format(command=COMMAND, torch=torch.__version__)
     return {
-        "fit.md": "\n\n".join([SMALL_TEXT + provenance, *small, HOW]) + "\n",
+        "fit.md": "\n\n".join([SMALL_TEXT + provenance, *small, *hybrids, HOW]) + "\n",
         "fit_large.md": "\n\n".join([LARGE_TEXT + provenance, *large]) + "\n",
         "fit_longest.md": longest.format_page(longest_lines) + "\n",
     }
@@ -172,7 +190,7 @@ def format_section(lines: list[Line], model: str) -> str:
         method_lines = [line for line in lines if (line.model, line.method) == (model, method)]
         if not method_lines:
             continue
-        config = f"{MODELS[model]}_{method}"
+        config = f"{CONFIGS[model]}_{method}"
         recipe = find_config_recipe(config)
         cfg = load_config(config, (), recipe.load_schema())
         sequences = cfg.batch_size * cfg.gradient_accumulation_steps
@@ -211,7 +229,7 @@ MADE_BY = (
 SMALL_TEXT = """# Recommended settings for 1-8 x 24 GB
 
 For those who want a command for a dense model of 1 to 14 billion parameters on 1, 2, 4 or 8 cards \
-of 24 GB.
+of 24 GB, or for a hybrid or mixture of experts of 2025 and 2026 on one.
 
 ```bash
 tune plan --fit 1x24GB --config llama3/8B_qlora

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from recipe_lib.adapters.lora import LINEARS, TARGETS_BY_MODULE
-from recipe_lib.config.schema import EXPERTS, MIXTURE_TARGETS, LoraConfig
+from recipe_lib.config.schema import EXPERTS, MIXTURE_TARGETS, ROUTER, LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec, ExpertsLayout, ExternalSpec, ModelSpec
 from recipe_lib.models.weight_names import (
@@ -135,19 +135,32 @@ def build_file_modules(spec: ModelSpec) -> dict[str, FileModule]:
     """Return every module that may have an adapter, by its name in a file, in model order."""
     if isinstance(spec, ExternalSpec):
         layout = spec.layout()
-        return {
-            name: FileModule(
-                name=name,
-                rows=rows,
-                columns=columns,
-                parts=(MergedRows(name, target=LINEAR, start=0, rows=rows),),
-            )
-            for name, (rows, columns) in layout.linears.items()
-        } | {
-            module.name: module
-            for name, experts in layout.experts.items()
-            for module in _build_class_experts(name, experts, layout.shapes)
-        }
+        return (
+            {
+                name: FileModule(
+                    name=name,
+                    rows=rows,
+                    columns=columns,
+                    parts=(MergedRows(name, target=LINEAR, start=0, rows=rows),),
+                )
+                for name, (rows, columns) in layout.linears.items()
+            }
+            | {
+                module.name: module
+                for name, experts in layout.experts.items()
+                for module in _build_class_experts(name, experts, layout.shapes)
+            }
+            | {
+                name: FileModule(
+                    name=name,
+                    rows=rows,
+                    columns=columns,
+                    parts=(MergedRows(name, target=ROUTER, start=0, rows=rows),),
+                    parameter=f"{_get_inner_name(name)}.weight",
+                )
+                for name, (rows, columns) in layout.routers.items()
+            }
+        )
     shapes = compute_parameter_shapes(spec)
     if spec.tied:  # the head has no parameter of its own, and yet may have an adapter
         shapes[f"{HEAD}.weight"] = shapes[f"{EMBEDDING}.weight"]
@@ -192,8 +205,7 @@ def _build_class_experts(
 
     name: of the module of experts. shapes: of the model's parameters.
     """
-    # PEFT finds parameters by the ends of their names: without the number of the layer.
-    inside = re.sub(r"^.*\.\d+\.", "", name)
+    inside = _get_inner_name(name)
     modules = []
     for leaf in (layout.inner, layout.outer):
         experts, *sizes = shapes[f"{name}.{leaf}"]
@@ -213,6 +225,11 @@ def _build_class_experts(
     return modules
 
 
+def _get_inner_name(name: str) -> str:
+    """Return a module's name inside its layer, by which PEFT finds parameters of all layers."""
+    return re.sub(r"^.*\.\d+\.", "", name)
+
+
 def _build_mixture_module(
     spec: DecoderSpec, part: MergedRows, shape: tuple[int, ...]
 ) -> FileModule:
@@ -220,7 +237,7 @@ def _build_mixture_module(
 
     shape: of our parameter: `[E, d]` of a router, `[E, rows, columns]` of experts.
     """
-    if part.target == "router":
+    if part.target == ROUTER:
         router = get_router_name(spec)
         return FileModule(
             name=part.module.removesuffix("router") + router,
@@ -253,7 +270,7 @@ def find_adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
         module
         for module in modules.values()
         if any(is_target(part, cfg) for part in module.parts)
-        and (module.name in linears or module.experts)
+        and (module.name in linears or module.parameter)
     ]
     without_dora = [module for module in adapted if module.parameter]
     if cfg.dora and without_dora:

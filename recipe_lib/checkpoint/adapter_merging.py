@@ -467,6 +467,8 @@ def _merge_external(
                 update = _read_update(adapter, adapted[module])
                 merged = _merge_matrix(weight.t() if is_transposed else weight, update)
                 weight = merged.t().contiguous() if is_transposed else merged
+        elif module in layout.routers and module in adapted:
+            weight = _merge_matrix(weight, _read_update(adapter, adapted[module]))
         elif name in experts:
             is_transposed = experts[name].transposed
             matrices = weight.transpose(1, 2) if is_transposed else weight

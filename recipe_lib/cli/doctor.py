@@ -227,6 +227,8 @@ KILL_SECONDS = 5.0
 # and into the object of --json.
 Step = tuple[str, Callable[[], Any]]
 
+# Those that have kernels for scans of hybrid models.
+SCAN_PACKAGES = ("flash-linear-attention", "causal-conv1d", "mamba-ssm")
 # Packages whose versions are reported.
 PACKAGES = (
     "torch",
@@ -254,6 +256,7 @@ def describe_machine(folders: Mapping[str, Path]) -> dict[str, Any]:
         "system": platform.platform(),
         "cores": count_cores(),
         "packages": {name: find_version(name) for name in PACKAGES},
+        "scan_kernels": {name: find_version(name) for name in SCAN_PACKAGES},
         # The order in which Triton looks for a C compiler.
         "compiler": os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc"),
         "driver": read_driver_version(),

@@ -6,7 +6,7 @@ and `links` (timed collectives, or None), as --json prints them; bytes, seconds,
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from recipe_lib.plan.measured.rates_file import LARGE_MATMUL, LOW_PRECISION
@@ -268,7 +268,22 @@ def _list_software(facts: dict[str, Any]) -> list[tuple[str, str]]:
             "packages",
             ", ".join(f"{name} {packages[name] or '-'}" for name in packages if name != "torch"),
         ),
+        (
+            "scans of hybrids",
+            _describe_scans(machine["scan_kernels"], has_gpu=bool(_list_gpus(facts))),
+        ),
     ]
+
+
+def _describe_scans(packages: Mapping[str, str | None], *, has_gpu: bool) -> str:
+    """Return what computes the scans of hybrids here: kernels of packages, or torch's loops."""
+    kernels = [f"{name} {version}" for name, version in packages.items() if version]
+    missing = [name for name, version in packages.items() if not version]
+    if not kernels or not has_gpu:
+        without = "a GPU" if kernels else f"the kernels of {', '.join(missing)}"
+        return f"torch's loops, without {without}"
+    rest = f"; torch's loops without {', '.join(missing)}" if missing else ""
+    return f"kernels of {', '.join(kernels)}{rest}"
 
 
 def _describe_gpus(facts: dict[str, Any]) -> list[tuple[str, str]]:

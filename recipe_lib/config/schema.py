@@ -414,7 +414,8 @@ PEFT_NAMES = {name: f"{name}_proj" for name in LINEARS} | {
 }
 # Parts of a mixture of experts, which PEFT finds by target_parameters, not by target_modules.
 EXPERTS = "experts"
-MIXTURE_TARGETS = ("router", EXPERTS)
+ROUTER = "router"
+MIXTURE_TARGETS = (ROUTER, EXPERTS)
 _SHORT_NAMES = {peft_name: name for name, peft_name in PEFT_NAMES.items()}
 
 
@@ -451,7 +452,7 @@ class LoraConfig:
         " embed_tokens, lm_head, which mean the same), of a mixture of experts router and experts"
         " (each expert's factors are its own), `all-linear`: every linear of the layers, which"
         " routers and experts are not; of a model that is not native, ends of its linears' names,"
-        " as `c_attn`, and experts.",
+        " as `c_attn`, router and experts.",
         needs=key_conditions.TRAINS_ADAPTERS,
         known_as="PEFT target_modules",
     )

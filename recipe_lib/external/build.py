@@ -27,6 +27,7 @@ from recipe_lib.external.inspection import (
     find_embedding_and_head,
     list_other_parts,
 )
+from recipe_lib.external.routers import note_real_tokens
 from recipe_lib.external.stage_parts import get_logits, keep_parts, run_alone, run_only
 from recipe_lib.logs import get_logger
 from recipe_lib.models import ExternalSpec, StageParts
@@ -159,7 +160,7 @@ class ExternalModel(LanguageModel):
         )
         # Not tried under no_grad first, as in `forward`: where ranks share tokens, hidden states
         # have another shape without gradients, and the next stage would receive that.
-        with run_documents_apart(attention, tokens):
+        with run_documents_apart(attention, tokens), note_real_tokens(attention):
             output = self._run_packed(attention, run)
         dtype = _get_dtype(self)
         if output.dtype != dtype:  # the next stage expects hidden states of the weights' type
@@ -341,7 +342,7 @@ class ExternalModel(LanguageModel):
                 " with one"
             )
         inputs = self.build_inputs(tokens, positions, attention)
-        with run_documents_apart(attention, tokens):
+        with run_documents_apart(attention, tokens), note_real_tokens(attention):
             # The first packed rows are tried without gradients, to find a class that takes no mask.
             if attention is not None and attention.documents is not None and not division.packs:
                 with torch.no_grad():

@@ -24,7 +24,8 @@ from recipe_lib.external.inspection import (
     list_layer_linears,
     list_other_parts,
 )
-from recipe_lib.external.modules import ModuleSource, find_needless_parts, make_module
+from recipe_lib.external.modules import ModuleSource, find_needless_parts, get_module
+from recipe_lib.external.routers import find_router_weights
 from recipe_lib.models.meta_init import list_persistent_buffers
 from recipe_lib.models.spec import TensorLayout, WrittenLayout
 
@@ -126,7 +127,7 @@ def _is_stacking(operations: list[Any]) -> bool:
 @lru_cache(maxsize=8)
 def build_layout(source: ModuleSource) -> TensorLayout:
     """Build the list of a model's tensors, linears and modules, by one build of its class."""
-    model = _build_module(source)
+    model = get_module(source)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -152,6 +153,7 @@ def build_layout(source: ModuleSource) -> TensorLayout:
         frozen=frozenset(name for name in parameters | buffers if name.startswith(frozen_parts)),
         unread=tuple(sorted(unread)),
         experts=find_experts(model),
+        routers=find_router_weights(model),
     )
 
 
@@ -161,7 +163,7 @@ def _list_left_out_modules(source: ModuleSource) -> tuple[str, ...]:
     prefixes = tuple(f"{part}." for part in find_needless_parts(source))
     if not prefixes:
         return ()
-    full_model = _build_module(replace(source, has_all_parts=True))
+    full_model = get_module(replace(source, has_all_parts=True))
     return tuple(name for name, _ in full_model.named_modules() if f"{name}.".startswith(prefixes))
 
 
@@ -183,7 +185,7 @@ def find_reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | 
     table = _get_conversion_table(source, legacy=True)
     if table is None:
         return None
-    module = _build_module(source)
+    module = get_module(source)
     from transformers import core_model_loading as loading
 
     renamings, converters, by_pattern = _split_table(table)
@@ -224,7 +226,7 @@ def find_written_layout(source: ModuleSource) -> WrittenLayout | None:
     table = _get_conversion_table(source, legacy=False)
     if not table:
         return None
-    module = _build_module(source)
+    module = get_module(source)
     layout = build_layout(source)
     from transformers import core_model_loading as loading
 
@@ -284,10 +286,6 @@ def _can_read_back(source: ModuleSource, written: WrittenLayout) -> bool:
     return True
 
 
-# Builds the class' module on meta and keeps it; conversions read its shapes and config.
-_build_module = lru_cache(maxsize=4)(make_module)
-
-
 def _get_conversion_table(source: ModuleSource, *, legacy: bool) -> list[Any] | None:
     """Return the entries of transformers' table for a model's files, in the order of reading.
 
@@ -300,7 +298,7 @@ def _get_conversion_table(source: ModuleSource, *, legacy: bool) -> list[Any] | 
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # a release before 5
         return None
-    return list(get_model_conversion_mapping(_build_module(source), add_legacy=legacy))
+    return list(get_model_conversion_mapping(get_module(source), add_legacy=legacy))
 
 
 def _split_table(table: list[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:

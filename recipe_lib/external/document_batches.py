@@ -14,14 +14,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from recipe_lib.external.scan_kernels import takes_documents
 from recipe_lib.models.language_model import list_layer_names, mix_in
 from recipe_lib.ops.attention import AttentionInfo
 
@@ -35,6 +36,7 @@ _MASK_ARGUMENTS = re.compile(r"\bmask_kwargs = \{.*?\}", re.DOTALL)
 # Documents run together whose lengths, rounded up to a multiple of so many tokens, are equal. Gated
 # delta nets pad to it themselves. Batches are few: the sum of their lengths is the rows' at most.
 _ROUNDING = 64
+_Value = TypeVar("_Value")
 _DOCUMENTS = "document_batches"  # the argument by which a layer gets a `DocumentBatches`
 
 
@@ -50,6 +52,8 @@ class DocumentBatches:
         lengths: tokens of all documents, row after row; they fill the rows. rows: how many.
         """
         self.rows = rows
+        self.lengths = lengths
+        self.device = device
         self.row_length = sum(lengths) // rows
         starts = [0, *accumulate(lengths)]
         batches = defaultdict[int, list[int]](list)  # rounded length -> indices of documents
@@ -72,6 +76,37 @@ class DocumentBatches:
         self.from_rows = _make_index(from_rows, device)
         self.from_batches = _make_index(from_batches, device)
 
+    @cached_property
+    def bounds(self) -> Tensor:
+        """The places in one row of all at which documents begin, and the end of the last one."""
+        return torch.tensor([0, *accumulate(self.lengths)], device=self.device)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """The number of each token's document, `[1, b * s]`."""
+        counts = torch.tensor(self.lengths, device=self.device)
+        documents = torch.arange(len(self.lengths), dtype=torch.int32, device=self.device)
+        return documents.repeat_interleave(counts, output_size=self.rows * self.row_length)[None]
+
+    def run_by_kernels(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a module's forward on one row of all documents, whose kernels get their bounds."""
+        tokens = self.rows * self.row_length
+
+        def join_rows(value: Any) -> Any:
+            if not self._is_of_tokens(value):
+                return value
+            rest = value.shape[2:]
+            return value.expand(self.rows, self.row_length, *rest).reshape(1, tokens, *rest)
+
+        def part_rows(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.shape[:2] != (1, tokens):
+                return value
+            return value.view(self.rows, self.row_length, *value.shape[2:])
+
+        args, kwargs = tree_map(join_rows, (args, kwargs))
+        bounds = {"cu_seq_lens_q": self.bounds, "seq_idx": self.numbers}
+        return tree_map(part_rows, forward(*args, **kwargs, **bounds))
+
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module's forward on each batch; return its output for the rows.
 
@@ -86,14 +121,17 @@ class DocumentBatches:
             outputs.append(forward(*batch_args, **batch_kwargs))
         return tree_map(self._join, outputs[0], *outputs[1:])
 
+    def _is_of_tokens(self, value: Any) -> bool:
+        return (
+            isinstance(value, Tensor)
+            and value.dim() >= 2
+            and value.shape[0] in (1, self.rows)
+            and value.shape[1] == self.row_length
+        )
+
     def _split(self, value: Any) -> Sequence[Any]:
         """Return a value of the rows for each batch."""
-        if (
-            not isinstance(value, Tensor)
-            or value.dim() < 2
-            or value.shape[0] not in (1, self.rows)
-            or value.shape[1] != self.row_length
-        ):
+        if not self._is_of_tokens(value):
             return [value] * len(self.shapes)
         rest = value.shape[2:]
         # `[1, s]` is for all rows.
@@ -131,7 +169,12 @@ class _StatefulModule(nn.Module):
         documents = _current.get()
         if documents is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        return documents.run(super().forward, args, kwargs)  # type: ignore[misc]
+        run = (
+            documents.run_by_kernels
+            if takes_documents(self, documents.from_rows)
+            else documents.run
+        )
+        return run(super().forward, args, kwargs)  # type: ignore[misc]
 
 
 class _StatefulLayer(nn.Module):
@@ -142,7 +185,7 @@ class _StatefulLayer(nn.Module):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _set_current(kwargs.pop(_DOCUMENTS, None)):
+        with set_inside(_current, kwargs.pop(_DOCUMENTS, None)):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -152,12 +195,13 @@ def _pass_documents(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _set_current(documents: DocumentBatches | None) -> Iterator[None]:
-    token = _current.set(documents)
+def set_inside(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
+    """Give a context variable a value inside the block."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _current.reset(token)
+        variable.reset(token)
 
 
 def split_at_documents(model: nn.Module) -> None:
@@ -203,7 +247,7 @@ def run_documents_apart(attention: AttentionInfo | None, tokens: Tensor) -> Iter
         if any(length != row_length for length in lengths)
         else None
     )
-    with _set_current(documents):
+    with set_inside(_current, documents):
         yield
 
 

@@ -18,16 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipe_lib.adapters.adapted_product import add_scaled
 from recipe_lib.adapters.layers import AdaptedMatrix, AdapterSettings, adapt
 from recipe_lib.adapters.lora import find_unknown_experts
 from recipe_lib.config.local_files import check_transformers
-from recipe_lib.config.schema import EXPERTS, PEFT_NAMES, LoraConfig
+from recipe_lib.config.schema import EXPERTS, PEFT_NAMES, ROUTER, LoraConfig
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.external.experts import replace_experts
 from recipe_lib.logs import silence_torchao
 from recipe_lib.models.config_fields import NEWER
 from recipe_lib.models.config_spelling import spell_both
-from recipe_lib.models.language_model import get_built_tensors, list_layer_names
+from recipe_lib.models.language_model import (
+    combine_classes,
+    get_built_tensors,
+    list_layer_names,
+    replace_entries,
+)
+from recipe_lib.models.spec import TensorLayout
 
 TRANSFORMERS = "transformers"  # the value of `model.implementation` for this library
 # model_type of decoders whose config has `is_decoder` False, which their class does not read.
@@ -379,6 +386,27 @@ class AdaptedExternal(AdaptedMatrix):
         return self.kind.forward(self, hidden)
 
 
+class AdaptedClassRouter(AdaptedMatrix):
+    """A mixin for a router, whose class reads the parameter `weight`, with an adapter of it.
+
+    PEFT adapts such a parameter as this does: the class computes with the sum.
+    """
+
+    def __init__(self, base: Any, settings: AdapterSettings) -> None:
+        super().__init__(base, settings, tuple(base.weight.shape))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the class' own forward returns, of the weight with the adapter's product."""
+        run = super(AdaptedMatrix, self).forward
+        if self.is_off:
+            return run(*args, **kwargs)
+        product = self.lora_B.weight @ self.lora_A.weight
+        frozen: Any = self.weight
+        weight = add_scaled(frozen, product, self.settings.scaling).to(frozen.dtype)
+        with replace_entries([(self._parameters, "weight", weight)]):
+            return run(*args, **kwargs)
+
+
 def select_adapter_targets(
     linears: Collection[str], targets: Collection[str], refused_reasons: Mapping[str, str]
 ) -> list[str]:
@@ -412,21 +440,21 @@ def select_adapter_targets(
     ]
 
 
-def list_linear_targets(cfg: LoraConfig, experts: Collection[str]) -> list[str]:
-    """Return the values of `lora.target_modules` but for `experts`, if the model has experts.
+def list_linear_targets(cfg: LoraConfig, layout: TensorLayout) -> list[str]:
+    """Return the values of `lora.target_modules` but for `experts` and `router`.
 
-    experts: names of the modules of experts whose layout is known.
+    Where the model has none that are known, these are ends of names like others.
     """
-    return [name for name in cfg.target_modules if name != EXPERTS or not experts]
+    words = {EXPERTS: layout.experts, ROUTER: layout.routers}
+    return [name for name in cfg.target_modules if not words.get(name)]
 
 
 def list_without_adapter(
-    linears: Collection[str], uncalled: Mapping[str, str], family: str
+    layout: TensorLayout, uncalled: Mapping[str, str], family: str
 ) -> dict[str, str]:
-    """Return the linears that cannot have an adapter: name -> the reason.
+    """Return the linears and routers that cannot be named as linears: name -> the reason.
 
-    linears: names. uncalled: name -> reason, of those that the model does not call as linears.
-    family: model_type.
+    uncalled: name -> reason, of those that the model does not call as linears. family: model_type.
     """
     # model_type -> the kind of mixture whose conversions transformers uses for it.
     kinds: dict[str, str] = {}
@@ -438,7 +466,11 @@ def list_without_adapter(
         )
     expert_names = _FUSED_EXPERTS.get(kinds.get(family, ""), frozenset())
     why = f"PEFT takes the name for the experts of {family}, and would not open the adapter"
-    return dict(uncalled) | {name: why for name in linears if get_leaf_name(name) in expert_names}
+    return (
+        dict(uncalled)
+        | dict.fromkeys(layout.routers, "it is no linear, and is named by the word router")
+        | {name: why for name in layout.linears if get_leaf_name(name) in expert_names}
+    )
 
 
 def get_leaf_name(name: str) -> str:
@@ -467,16 +499,16 @@ def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None
         for name, base in list_layer_linears(model).items()
         if built is None or f"{name}.weight" in built
     }
-    experts = model.spec.layout().experts
-    if EXPERTS in cfg.target_modules and not experts:
+    layout = model.spec.layout()
+    if EXPERTS in cfg.target_modules and not layout.experts:
         reason = find_unknown_experts(model) or "no layer of the model has experts"
         raise ConfigError(f"lora.target_modules: {EXPERTS}: {reason}; remove it from the list")
-    targets = list_linear_targets(cfg, experts)
+    targets = list_linear_targets(cfg, layout)
     adapted_names = set(
         select_adapter_targets(
             linears,
             targets,
-            list_without_adapter(linears, find_uncalled_linears(model), model.spec.family),
+            list_without_adapter(layout, find_uncalled_linears(model), model.spec.family),
         )
     )
     if targets and not adapted_names:
@@ -491,5 +523,11 @@ def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None
         elif adapter is not None:
             base = AdaptedExternal(base, adapter)
         setattr(model.get_submodule(owner), child, base)
-    has_adapters = len(targets) < len(cfg.target_modules)
+    for name in layout.routers if ROUTER in cfg.target_modules else ():
+        owner, _, child = name.rpartition(".")
+        router = model.get_submodule(name)
+        kind: Any = type(router)
+        adapted_router = combine_classes(AdaptedClassRouter, kind)(router, settings)
+        setattr(model.get_submodule(owner), child, adapted_router)
+    has_adapters = EXPERTS in cfg.target_modules
     replace_experts(model, settings if has_adapters else None, cfg.quantize_base)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters.lora import build_adapter_settings
-from recipe_lib.config.schema import LoraConfig, ParallelConfig
+from recipe_lib.config.schema import ROUTER, LoraConfig, ParallelConfig
 from recipe_lib.data import check_packing_isolation
 from recipe_lib.errors import CheckpointError, ConfigError, SetupError
 from recipe_lib.external import stage_parts
@@ -31,6 +31,7 @@ from recipe_lib.external.checkpoint_layout import (
 from recipe_lib.external.document_batches import carries_state
 from recipe_lib.external.inspection import (
     TRANSFORMERS,
+    AdaptedClassRouter,
     add_adapters,
     build_transformers_config,
     find_embedding_and_head,
@@ -41,14 +42,21 @@ from recipe_lib.external.inspection import (
     select_adapter_targets,
     spell_config,
 )
-from recipe_lib.external.modules import ModuleSource, find_needless_parts, make_module
+from recipe_lib.external.modules import ModuleSource, find_needless_parts, get_module, make_module
 from recipe_lib.external.proven_plan import infer_proven_plan
+from recipe_lib.external.routers import record_routers, refuse_frozen_routers
+from recipe_lib.external.scan_kernels import (
+    check_scan_kernels,
+    describe_scans,
+    list_scan_packages,
+)
 from recipe_lib.external.tensor_parallel import shard_module
 from recipe_lib.external.tensor_plan.small_models import shrink
 from recipe_lib.models import allocate, build_meta, init_weights
 from recipe_lib.models.config_fields import check_sizes, refuse_quantized
 from recipe_lib.models.language_model import list_layer_names
 from recipe_lib.models.meta_init import seed_host_generators
+from recipe_lib.models.mixture import Routers
 from recipe_lib.models.spec import (
     ExternalSpec,
     StageParts,
@@ -79,6 +87,8 @@ class ModuleSpec(ExternalSpec):
     """A model of transformers or of a plugin, as the library asks for it."""
 
     source: ModuleSource  # the implementation's name, the config and the kind of attention
+    # (package, version) of the kernels that its scans have; "": it is not here.
+    scan_packages: tuple[tuple[str, str], ...] = ()
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """Build the model on meta, with parameters of `dtype` and our call signature.
@@ -201,12 +211,14 @@ class ModuleSpec(ExternalSpec):
         """Shard a meta model over tensor-parallel ranks, in place, by a plan that is proven first.
 
         Returns name of a parameter -> "sharded", "full" or "partial": what its gradient on a rank
-        is. Raises ConfigError for experts that are quantized or adapted.
+        is. Raises ConfigError for experts that are quantized or adapted, and adapted routers.
         """
-        if model.tensor_names:
+        has_routers = any(isinstance(module, AdaptedClassRouter) for module in model.modules())
+        if model.tensor_names or has_routers:
             raise ConfigError(
                 f"parallel.tensor: found {parallel.tensor} for experts of {self.family} that are"
-                " quantized or have adapters, which ranks do not divide; set parallel.tensor=1"
+                " quantized, or experts or routers with adapters, which ranks do not divide; set"
+                " parallel.tensor=1"
             )
         return shard_module(
             model, plan=infer_proven_plan(model, parallel, world), parallel=parallel, world=world
@@ -246,8 +258,11 @@ class ModuleSpec(ExternalSpec):
                 " run can"
             )
 
+    def describe_scans(self, device_type: str) -> str:
+        return describe_scans(self.scan_packages, device_type)
+
     def list_layer_kinds(self) -> list[str]:
-        model: Any = make_module(self.source)
+        model: Any = get_module(self.source)
         types = getattr(getattr(model, "config", None), "layer_types", None)
         kinds = []
         for index, name in enumerate(list_layer_names(model)):
@@ -275,15 +290,20 @@ class ModuleSpec(ExternalSpec):
         layout = self.layout()
         return select_adapter_targets(
             layout.linears,
-            list_linear_targets(cfg, layout.experts),
-            list_without_adapter(layout.linears, layout.uncalled, self.family),
+            list_linear_targets(cfg, layout),
+            list_without_adapter(layout, layout.uncalled, self.family),
         )
 
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
+        if ROUTER in cfg.target_modules and self.layout().routers:
+            refuse_frozen_routers(self)
         add_adapters(model, cfg, build_adapter_settings(cfg, dtype))
 
     def find_stage_parts(self) -> StageParts:
         return stage_parts.find_parts(self)
+
+    def record_routers(self, model: Any, tensor_ranks: int) -> Routers:
+        return record_routers(model, tensor_ranks)
 
 
 @lru_cache(maxsize=4)
@@ -382,6 +402,7 @@ def read_spec(
             " nn.Linear outside the layers"
         )
     embedding, head = embedding_and_head
+    check_scan_kernels(model)
     return ModuleSpec(
         family=family,
         vocab_size=embedding.weight.shape[0],
@@ -394,6 +415,7 @@ def read_spec(
         implementation=implementation,
         architecture=type(model).__name__,
         source=source,
+        scan_packages=list_scan_packages(model),
     )
 
 
@@ -409,7 +431,7 @@ def _build_source(
     for attention in ("sdpa", "eager"):
         source = ModuleSource(implementation, config, attention)
         try:
-            return source, make_module(source)
+            return source, get_module(source)
         except CheckpointError as error:
             raise CheckpointError(f"{where}: config.json: {error}") from None
         except (ValueError, ImportError) as error:  # a class without sdpa says so by one of these

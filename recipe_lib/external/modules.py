@@ -33,6 +33,7 @@ from recipe_lib.external.inspection import (
     list_auto_classes,
     list_other_parts,
 )
+from recipe_lib.external.scan_kernels import choose_scans_by_device
 from recipe_lib.models import build_meta, build_spec
 from recipe_lib.models.language_model import Entry, mix_in, replace_entries
 
@@ -74,6 +75,12 @@ def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.
     if not source.has_all_parts:
         _leave_out(model, find_needless_parts(source))
     return model
+
+
+@lru_cache(maxsize=4)
+def get_module(source: ModuleSource) -> nn.Module:
+    """Return a module as of `make_module`, for all who only read its shapes and its config."""
+    return make_module(source).to("meta")  # its buffers, too: it is kept
 
 
 def _leave_out(model: nn.Module, parts: Iterable[str]) -> None:
@@ -191,6 +198,7 @@ def build_transformers_module(
     auto_class = _choose_auto_class(model_config, config.get("architectures"))
     model: Any = auto_class.from_config(model_config, attn_implementation=attention, dtype=dtype)
     model.tie_weights()
+    choose_scans_by_device(model)
     if type(model).forward is nn.Module.forward and hasattr(model, "thinker"):
         _run_by_thinker(model)
     return cast(nn.Module, model)

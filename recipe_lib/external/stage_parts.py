@@ -287,7 +287,7 @@ def _find_small_parts(model: Any) -> StageParts:
         raise make_refusal(model.spec.family, f"it has {len(lists)} lists of layers, not one")
     owners = _list_owners(model, layers, not_text_parts)
     with torch.no_grad():
-        _, outputs = _run_whole(model, _make_random_tokens(model, 0), (*owners, *layers))
+        _, outputs = _run_whole(model, make_random_tokens(model, 0), (*owners, *layers))
     order = [name for name, _ in outputs]
     if [name for name in order if name in layers] != layers:
         raise make_refusal(
@@ -347,7 +347,8 @@ def _list_owners(model: Any, layers: list[str], not_text_parts: tuple[str, ...])
     return owners
 
 
-def _make_random_tokens(model: Any, seed: int) -> Tensor:
+def make_random_tokens(model: Any, seed: int) -> Tensor:
+    """Make token ids `[b, s]` for a small model."""
     vocab_size = model.spec.vocab_size
     # Not the first three ids: one may be padding, of which classes warn.
     return torch.randint(
@@ -383,12 +384,12 @@ def _prove(model: Any, parts: StageParts) -> None:
     Raises ConfigError where a layer's hidden states, or the logits, are not the same bit for bit.
     """
     family = model.spec.family
-    tokens = _make_random_tokens(model, 0)
+    tokens = make_random_tokens(model, 0)
     logits, outputs = _run_whole(model, tokens, parts.layers)
     hidden_states = [_get_hidden_states(output) for _, output in outputs]
     # Another forward runs in between, and layers run from the last to the first: what a forward
     # leaves in the model must not make up for what a stage does not get.
-    _run_whole(model, _make_random_tokens(model, 1))
+    _run_whole(model, make_random_tokens(model, 1))
     with run_only(model, parts=parts, hidden=hidden_states[-1], tokens=tokens, layers=None):
         if not torch.equal(_run_whole(model, tokens)[0], logits):
             raise make_refusal(

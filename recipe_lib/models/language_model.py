@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.errors import SetupError
+from recipe_lib.models.mixture import Routers
 from recipe_lib.models.spec import ExternalSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.device import holds_values
@@ -62,6 +63,8 @@ class LanguageModel(nn.Module):
     # `fn(layer name, backend)` compiles a layer, for models whose layers' forwards torch.compile
     # does not take as they are; None: it takes them.
     compile_layer: Callable[[str, Any], None] | None = None
+    # The routers whose choices are counted in training.
+    routers: Routers = Routers()
     # Name -> the base model's parameter, where an adapter's file has a whole parameter in its place
     # (PEFT's `modules_to_save`).
     base_weights: Mapping[str, nn.Parameter] = MappingProxyType({})
@@ -307,11 +310,12 @@ def mix_in(mixin: type, module: nn.Module) -> None:
     The class keeps its name, by which its source is found.
     """
     base: Any = type(module)
-    module.__class__ = _combine_classes(mixin, base)
+    module.__class__ = combine_classes(mixin, base)
 
 
 @cache  # so that alike modules have one class
-def _combine_classes(mixin: Any, base: Any) -> Any:
+def combine_classes(mixin: Any, base: Any) -> Any:
+    """Return a class with a mixin's methods before those of a class, whose name it keeps."""
     return type(base.__name__, (mixin, base), {"__module__": base.__module__})
 
 

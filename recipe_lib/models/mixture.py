@@ -6,7 +6,9 @@ k of E experts; a row is a token for one of its experts, and the m = n k rows ar
 matrices one tensor, whatever the files have. The router computes in fp32.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -168,7 +170,9 @@ def _keep_scores(scores: Tensor, loss: Tensor, balance: BalanceLoss) -> Tensor:
 
 
 def _differentiate_loss(gradient: Tensor, balance: BalanceLoss) -> tuple[Tensor, Tensor]:
-    return gradient, gradient.new_full((), balance.weight)
+    # Scores of classes of transformers are in the weights' dtype, the loss in fp32.
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    return gradient, gradient.new_full((), balance.weight, dtype=dtype)
 
 
 class ExpertLoad:
@@ -207,32 +211,26 @@ class ExpertLoad:
         self.expected = self.calls = 0
 
 
-class Mixture(nn.Module):
-    """A router and its experts, called as an MLP is: `[b, s, d]` to `[b, s, d]`."""
+def compute_sigmoid_shares(logits: Tensor) -> Tensor:
+    """Return the sigmoids of logits `[n, E]`, divided by their sum for each token."""
+    scores = logits.sigmoid()
+    return scores / scores.sum(dim=-1, keepdim=True)
+
+
+# What a router's probabilities may be -> the function that makes them of its logits `[n, E]`.
+PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": partial(torch.softmax, dim=-1),
+    "sigmoid": compute_sigmoid_shares,
+    "as the router returns them": lambda probabilities: probabilities,
+}
+
+
+class ChoiceCounter:
+    """Counts what a router chooses in training forwards, and adds its balance loss."""
 
     load: ExpertLoad | None = None  # counts the choices of training forwards; None: not counted
     balance: BalanceLoss | None = None  # the auxiliary loss; None: there is none
-
-    def __init__(self, spec: DecoderSpec) -> None:
-        super().__init__()
-        mixture = spec.mixture
-        assert mixture is not None
-        self.router = Router(spec.width, mixture.num_experts, bias=mixture.router_bias)
-        self.experts = Experts(mixture, spec.width)
-        self.top_k = mixture.top_k  # experts of a token
-        self.normalized = mixture.normalized  # True: the scores of a token's experts add up to 1
-
-    def forward(self, hidden: Tensor, real: RealTokens | None = None) -> Tensor:
-        """Return the sum of each token's experts, `[b, s, d]`, of hidden states `[b, s, d]`.
-
-        real: the tokens that are no padding, which load and balance loss count; None: all.
-        """
-        tokens = hidden.flatten(0, -2)
-        logits = self.router(tokens)
-        scores, chosen = self.choose(logits)
-        groups = group_tokens(chosen, logits.shape[1])
-        scores = self.record_choices(logits, scores, groups, real=real, own_real=real)
-        return cast(Tensor, self.experts(tokens, scores, chosen, groups)).view_as(hidden)
+    kind: str = "softmax"  # of the router's probabilities, a key of `PROBABILITIES`
 
     def record_choices(
         self,
@@ -258,11 +256,12 @@ class Mixture(nn.Module):
         if self.balance is not None:
             sequences = self.balance.sequences
             total_rows = rows if sequences is None else all_reduce(rows, "sum", sequences)
+            wide_logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             # A token has k rows, so that the rows of all ranks give the number of tokens; at least
             # 1, as there may be padding alone.
-            num_tokens = (total_rows.sum() / groups.choices).clamp(min=1)
+            num_tokens = (total_rows.sum() / groups.choices).clamp(min=1).to(wide_logits.dtype)
             # Scores save a result of their own: backward makes both of the same logits.
-            probabilities = note_cheap(logits.softmax(dim=-1), torch.softmax, logits, -1)
+            probabilities = run_cheap(PROBABILITIES[self.kind], wide_logits)
             if own_real is not None:
                 is_padding = ~own_real.make_mask(logits.device)
                 probabilities = probabilities.masked_fill(is_padding.unsqueeze(1), 0)
@@ -280,6 +279,43 @@ class Mixture(nn.Module):
             num_choices = groups.tokens.shape[0] if real is None else real.total * groups.choices
             self.load.add(rows, loss, num_choices)
         return scores
+
+
+@dataclass(frozen=True)
+class Routers:
+    """The routers of a model whose choices are counted."""
+
+    # Name of a module -> number of its experts, of the whole model: also of layers that other ranks
+    # of a pipeline have.
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    counters: Mapping[str, ChoiceCounter] = field(default_factory=dict)  # of the same modules
+    # What the P of the balance loss are, and how the class' own loss differs, for the log.
+    convention: str = "softmax"
+
+
+class Mixture(nn.Module, ChoiceCounter):
+    """A router and its experts, called as an MLP is: `[b, s, d]` to `[b, s, d]`."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        mixture = spec.mixture
+        assert mixture is not None
+        self.router = Router(spec.width, mixture.num_experts, bias=mixture.router_bias)
+        self.experts = Experts(mixture, spec.width)
+        self.top_k = mixture.top_k  # experts of a token
+        self.normalized = mixture.normalized  # True: the scores of a token's experts add up to 1
+
+    def forward(self, hidden: Tensor, real: RealTokens | None = None) -> Tensor:
+        """Return the sum of each token's experts, `[b, s, d]`, of hidden states `[b, s, d]`.
+
+        real: the tokens that are no padding, which load and balance loss count; None: all.
+        """
+        tokens = hidden.flatten(0, -2)
+        logits = self.router(tokens)
+        scores, chosen = self.choose(logits)
+        groups = group_tokens(chosen, logits.shape[1])
+        scores = self.record_choices(logits, scores, groups, real=real, own_real=real)
+        return cast(Tensor, self.experts(tokens, scores, chosen, groups)).view_as(hidden)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores of each token's experts, and the experts' indices, `[n, k]` each.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from recipe_lib.models.mixture import Routers
     from recipe_lib.models.weight_names import FileView
 
 
@@ -117,6 +118,8 @@ class TensorLayout:
     unread: tuple[str, ...] = ()  # patterns of names in files that the model's class does not read
     # Name of a module -> its layout, of the experts in the layers.
     experts: Mapping[str, ExpertsLayout] = field(default_factory=dict)
+    # Name of a module -> shape `[E, d]` of its parameter `weight`, of the routers that have one.
+    routers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def tied_names(self) -> dict[str, str]:
         """Return name -> parameter for all names of tied weights, with and without prefix.
@@ -258,10 +261,25 @@ class ExternalSpec(ABC):
         """
 
     @abstractmethod
+    def describe_scans(self, device_type: str) -> str:
+        """Return a line on what computes its scans on a device; empty for a model without scans.
+
+        Scans carry a state along a sequence: kernels compute them, or loops in torch's operators.
+        """
+
+    @abstractmethod
     def find_stage_parts(self) -> StageParts:
         """Return the names of the parts that pipeline stages are made of.
 
         Raises ConfigError for a model that cannot be cut into stages.
+        """
+
+    @abstractmethod
+    def record_routers(self, model: Any, tensor_ranks: int) -> "Routers":
+        """Let the routers of a model record their choices in training, in place; return them.
+
+        tensor_ranks: the size of tensor parallelism. Raises ConfigError, with the reason why not,
+        for routers whose choices cannot be read. There are none in a model without experts.
         """
 
     @abstractmethod

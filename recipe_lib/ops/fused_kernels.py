@@ -9,6 +9,7 @@ is being compiled, the function runs as it is. The file also makes autograd node
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
@@ -312,6 +313,20 @@ def _run_sample(tensor: Tensor) -> Tensor:
 # `tune plan` simulates such a function once for each set of shapes and settings, and repeats its
 # records of that call (allocations, operators) for the others. It replaces the function by one that
 # takes no keywords: give all arguments by position.
+
+
+@dataclass
+class Unfinished:
+    """Hold what a piece of shaped work leaves to the one that ends it, as a graph for backward.
+
+    It is the last result of a piece, and the first argument of the other, whose operators follow
+    from what decides those of the first.
+    """
+
+    value: Any = None  # the other piece sets it to None, after which nothing keeps it alive
+    # Set by a plan: what decided the operators, and the indices of the storages that are left.
+    key: Any = None
+    storages: list[int] = field(default_factory=list)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -22,9 +22,9 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.apply_levers import MemoryLevers, apply_memory_levers
-from recipe_lib.models import Decoder, DecoderSpec, find_extra_tensors
+from recipe_lib.models import Decoder, ExternalSpec, find_extra_tensors
 from recipe_lib.models.language_model import LanguageModel, find_own_forwards
-from recipe_lib.models.mixture import BalanceLoss, ExpertLoad, Mixture
+from recipe_lib.models.mixture import BalanceLoss, ExpertLoad, Mixture, Routers
 from recipe_lib.ops.deferred import linear
 from recipe_lib.parallel.context import refuse_for_context, shard_sequences
 from recipe_lib.parallel.ddp import Replicas, find_replicas, sum_replica_gradients
@@ -132,6 +132,8 @@ def parallelize(
         refuse_for_tensor(model)
     if world.context is not None:
         refuse_for_context(model)
+    if for_training:
+        model.routers = _find_routers(model, cfg)
     # In this order: each call takes the modules as those before it have left them.
     pipeline = split_pipeline(model, cfg, world)
     tensor_gradients = shard_tensors(model, parallel=cfg.parallel, memory=cfg.memory, world=world)
@@ -151,10 +153,10 @@ def parallelize(
         world=world,
         whole_layers=cfg.compile or cfg.memory.mlp_tiles > 1,
     )
-    if for_training and not cfg.compile:  # compiled layers do not count tokens by expert
-        for module in model.modules():
-            if isinstance(module, Mixture):
-                module.load = ExpertLoad(module.router.out_features, world.device)
+    modules = {name for name, _ in model.named_modules()}
+    for name, counter in model.routers.counters.items():
+        if name in modules:  # others are on other ranks of a pipeline
+            counter.load = ExpertLoad(model.routers.sizes[name], world.device)
     replicas = find_replicas(cfg.parallel, cfg.memory, world)
     accumulation = None
     if for_training:
@@ -170,33 +172,52 @@ def parallelize(
         replicas=replicas,
         levers=levers,
         accumulation=accumulation,
-        balance=_add_balance_loss(model, cfg, world) if for_training else None,
+        balance=_add_balance_loss(model.routers, cfg, world) if for_training else None,
         data_ranks=world.data_ranks,
         token_ranks=count_token_ranks(cfg.parallel),
     )
 
 
+def _find_routers(model: LanguageModel, cfg: FullFinetuneConfig) -> Routers:
+    """Find the routers whose choices are counted, before levers and ranks replace forwards.
+
+    Raise ConfigError if `router_aux_loss_coef` is set and their choices cannot be counted.
+    """
+    spec = model.spec
+    if cfg.compile:  # compiled layers do not count
+        return Routers()
+    if isinstance(spec, ExternalSpec):
+        try:
+            return spec.record_routers(model, cfg.parallel.tensor)
+        except ConfigError:
+            if cfg.router_aux_loss_coef:
+                raise
+            return Routers()
+    counters = {
+        name: module for name, module in model.named_modules() if isinstance(module, Mixture)
+    }
+    return Routers(
+        {name: module.router.out_features for name, module in counters.items()}, counters
+    )
+
+
 def _add_balance_loss(
-    model: nn.Module, cfg: FullFinetuneConfig, world: World
+    routers: Routers, cfg: FullFinetuneConfig, world: World
 ) -> BalanceLoss | None:
     """Give each layer's router the auxiliary loss of `router_aux_loss_coef`, and return the loss.
 
-    Return None for a coefficient of 0. Raise ConfigError for a model without routers, and for an
-    external model.
+    Return None for a coefficient of 0. Raise ConfigError for a model without routers.
     """
     if not cfg.router_aux_loss_coef:
         return None
-    spec = getattr(model, "spec", None)
-    if not isinstance(spec, DecoderSpec) or spec.mixture is None:
+    if not routers.sizes:
         raise ConfigError(
-            f"router_aux_loss_coef: found {cfg.router_aux_loss_coef:g} for a model without experts"
-            " of ours, expected 0; remove router_aux_loss_coef"
+            f"router_aux_loss_coef: found {cfg.router_aux_loss_coef:g} for a model without experts,"
+            " or whose class does not name its routers, expected 0; remove router_aux_loss_coef"
         )
-    # `mixture.layers`: True for each layer that has experts.
-    balance = BalanceLoss(cfg.router_aux_loss_coef, sum(spec.mixture.layers), world.context)
-    for module in model.modules():
-        if isinstance(module, Mixture):
-            module.balance = balance
+    balance = BalanceLoss(cfg.router_aux_loss_coef, len(routers.sizes), world.context)
+    for counter in routers.counters.values():
+        counter.balance = balance
     return balance
 
 

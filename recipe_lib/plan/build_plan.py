@@ -15,6 +15,7 @@ import recipe_lib
 from recipe_lib.config.mesh import compute_micro_batches
 from recipe_lib.config.precision import describe_stalled_means, find_capability_faults
 from recipe_lib.errors import ConfigError
+from recipe_lib.models import ExternalSpec
 from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.gradient_accumulation import list_collectives_once_a_step
 from recipe_lib.plan.allocation.caching_allocator import LAUNCH_QUEUE
@@ -31,6 +32,7 @@ from recipe_lib.plan.plan_schema import (
 )
 from recipe_lib.plan.simulated_world.compiled_code import NotCompiled
 from recipe_lib.plan.simulated_world.planned_data import PlannedSequence
+from recipe_lib.plan.simulated_world.shape_only_model import read_spec
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.summary.communication import (
     build_communication_rows,
@@ -387,6 +389,16 @@ def list_assumptions(cfg: Any, settings: PlanSettings, simulated: Simulated) -> 
             f"of {settings.ranks} ranks, {ranks_text} simulated; first ranks hold the larger part"
             " of uneven shards"
         )
+    spec = read_spec(cfg)
+    if isinstance(spec, ExternalSpec):
+        device_type = "cpu" if settings.hardware.architecture == "cpu" else "cuda"
+        lines += [
+            f"{line}; kernels of scans are planned by the products of their algorithms, with which"
+            " no run was compared"
+            if line.startswith("scans: kernels")
+            else line
+            for line in filter(None, [spec.describe_scans(device_type)])
+        ]
     if cfg.parallel.pipeline > 1:
         lines += _list_pipeline_assumptions(cfg, len(traced))
     if host_verdict := judge_host(cfg, settings.hardware, simulated.trace):

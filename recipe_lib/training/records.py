@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import recipe_lib
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.files import LineFile, replace_text, report_storage_faults
-from recipe_lib.models.mixture import Mixture
+from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.mixture import Routers
 from recipe_lib.parallel.world import World
 from recipe_lib.reading import parse_json, read_bytes, read_object, read_text
 from recipe_lib.redaction import redact
@@ -101,30 +102,26 @@ def compute_expert_load(
 ) -> dict[str, Tensor]:
     """Return the step's numbers on experts, on the device, and reset their counters. Collective.
 
-    Empty for a model without experts, or with compiled layers, which do not count. All ranks get
+    Empty for a model without routers that count, as compiled layers do not. All ranks get
     the same numbers, in a pipeline too.
 
     `expert_load_max_over_mean`: tokens of the busiest expert over those of the average one, the
     maximum over layers. `dropped_tokens`: choices of the router that no expert computed.
     `router_aux_loss`: mean over layers and micro-batches, if `router_aux_loss_coef` is set.
     """
-    mixture = getattr(getattr(model, "spec", None), "mixture", None)
-    if mixture is None or cfg.compile:
+    routers = model.routers if isinstance(model, LanguageModel) else Routers()
+    if not routers.sizes:
         return {}
-    # Tokens that each expert computed, [layers, experts]. Layers without experts stay 0.
-    rows = torch.zeros(
-        len(mixture.layers), mixture.num_experts, dtype=torch.int64, device=world.device
-    )
+    # Tokens that each expert computed, of all layers one after the other.
+    rows = torch.zeros(sum(routers.sizes.values()), dtype=torch.int64, device=world.device)
+    rows_by_name = dict(zip(routers.sizes, rows.split(list(routers.sizes.values())), strict=True))
     # [sum of the balance losses, choices of the router, forwards that these losses are of]
     totals = torch.zeros(3, dtype=torch.float64, device=world.device)
-    for name, module in model.named_modules():
-        if not isinstance(module, Mixture) or module.load is None:
+    for name, counter in routers.counters.items():
+        load = counter.load
+        if load is None:
             continue
-        load = module.load
-        layer = next(
-            part for part in name.split(".") if part.isdecimal()
-        )  # of `model.layers.3.mlp`
-        rows[int(layer)] = load.rows
+        rows_by_name[name].copy_(load.rows)
         loss = load.loss.clone()  # the sum below must not change the counter
         if world.tensor is not None:
             # Each tensor-parallel rank has computed a part of the loss.
@@ -135,10 +132,12 @@ def compute_expert_load(
     world.sum_over_sequence(totals[:2])  # each rank of a sequence has as many calls
     world.all_reduce_sum(rows)
     world.all_reduce_sum(totals)
-    layer_rows = rows[list(mixture.layers)].double()
-    load_ratios = layer_rows.amax(dim=1) / layer_rows.mean(dim=1).clamp(min=1e-9)
+    load_ratios = [
+        layer_rows.max() / layer_rows.double().mean().clamp(min=1e-9)
+        for layer_rows in rows_by_name.values()
+    ]
     metrics = {
-        "expert_load_max_over_mean": load_ratios.max(),
+        "expert_load_max_over_mean": torch.stack(load_ratios).max(),
         "dropped_tokens": totals[1] - rows.sum(),
     }
     if cfg.router_aux_loss_coef:

@@ -23,6 +23,7 @@ from recipe_lib.data import DataPlan, Dataset
 from recipe_lib.memory.activation_offload import OffloadedActivations
 from recipe_lib.memory.layer_stream import list_streamed_parameters
 from recipe_lib.memory.peaks import check_host_needs, find_free_host_memory, round_up_to_pinned
+from recipe_lib.models import ExternalSpec
 from recipe_lib.models.decoder import Decoder, describe_attention
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import find_stored_weights
@@ -73,6 +74,8 @@ def list_derived_numbers(
             else []
         ),
         *([levers.kernels] if levers.kernels else []),
+        *_describe_scans(model, world.device.type),
+        *_describe_balance_loss(cfg, model),
         *describe_best(cfg),
         *([f"checkpointing: {levers.checkpointing}"] if levers.checkpointing else []),
         *([levers.quantization.describe()] if levers.quantization else []),
@@ -210,6 +213,12 @@ def _describe_model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Paralle
     ]
 
 
+def _describe_scans(model: nn.Module, device_type: str) -> list[str]:
+    spec = getattr(model, "spec", None)
+    line = spec.describe_scans(device_type) if isinstance(spec, ExternalSpec) else ""
+    return [line] if line else []
+
+
 def _describe_other_parts(model: nn.Module) -> list[str]:
     """Return a line on the parts of a multimodal model that text does not run through.
 
@@ -224,6 +233,16 @@ def _describe_other_parts(model: nn.Module) -> list[str]:
     return [
         f"parameters not trained: {format_count(count)} of {', '.join(names)}, which text does not"
         " run through; they are in an exported model as they are"
+    ]
+
+
+def _describe_balance_loss(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
+    if not cfg.router_aux_loss_coef or not isinstance(model, LanguageModel):
+        return []
+    return [
+        f"balance loss: {cfg.router_aux_loss_coef:g} x E sum_e f_e P_e, the mean over"
+        f" {pluralize(len(model.routers.sizes), 'layer')} and the micro-batches (f_e: choices of"
+        f" expert e per token; P_e: its mean {model.routers.convention})"
     ]
 
 

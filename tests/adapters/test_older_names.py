@@ -125,7 +125,4 @@ def test_what_cannot_be_mapped_is_refused_with_the_reason(
         check_fits(experts, spec)
     if implementation == "transformers":
         router = read_adapter(write_older(tmp_path / "router", base, family, ["gate"]))
-        with pytest.raises(
-            CheckpointError, match=r"mlp\.gate and \d more are no linear of this model"
-        ):
-            check_fits(router, spec)
+        check_fits(router, spec)  # the same matrix in both releases

@@ -126,6 +126,24 @@ def test_of_a_healthy_machine_nothing_is_found() -> None:
     assert re.search(r"4 KiB +10\.4 us +0\.39 GB/s +10\.4 us +0\.20 GB/s", text)
 
 
+def test_what_computes_the_scans_of_hybrids() -> None:
+    facts = build_healthy()
+    packages = facts["machine"]["scan_kernels"]
+
+    def find_line() -> str:
+        line = next(line for line in format_report(facts, []).splitlines() if "scans of" in line)
+        return line.split("hybrids")[1].strip()
+
+    assert find_line().startswith("torch's loops, without the kernels of flash-linear-attention,")
+    packages["flash-linear-attention"] = "0.6.0"
+    expected = (
+        "kernels of flash-linear-attention 0.6.0; torch's loops without causal-conv1d, mamba-ssm"
+    )
+    assert find_line() == expected
+    facts["steps"]["torch"]["gpus"] = []
+    assert find_line() == "torch's loops, without a GPU"
+
+
 @pytest.mark.parametrize("share", [None, 0.9])
 def test_the_two_rates_of_a_card_are_of_one_product_cold_and_loaded(share: float | None) -> None:
     """The first compares cards, the second is what a plan takes; neither is called the best of

@@ -5,9 +5,12 @@ build_hybrid("qwen3_5_text") is one with random weights; HYBRIDS has all, CANNOT
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -23,6 +26,7 @@ from recipe_lib.adapters import add_adapters
 from recipe_lib.config.schema import LoraConfig, MemoryConfig
 from recipe_lib.external.inspection import restore_numbers
 from recipe_lib.external.module_spec import ModuleSpec, read_spec
+from recipe_lib.external.recomputed_scans import Scan
 from recipe_lib.external.tensor_plan.small_models import randomize, shrink
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.memory.layer_stream import stream_layers
@@ -166,3 +170,16 @@ class InDouble(TorchFunctionMode):
             for key, value in (kwargs or {}).items()
         }
         return function(*args, **kwargs)
+
+
+@contextmanager
+def compute_in_double() -> Iterator[None]:
+    """Run a block `InDouble`, with the scans that backward runs, where a mode is not entered."""
+    run_scan = Scan.__call__
+
+    def run_in_double(scan: Scan, *tensors: Tensor) -> Tensor:
+        with InDouble():
+            return run_scan(scan, *tensors)
+
+    with InDouble(), patch.object(Scan, "__call__", run_in_double):
+        yield

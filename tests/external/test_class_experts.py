@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.adapters.lora import quantize_frozen
+from recipe_lib.adapters.lora import add_adapters, quantize_frozen
 from recipe_lib.adapters.quantized import QuantizedLinear, fake_quantize_weight
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.checkpoint.tensor_matching import read_headers
-from recipe_lib.models import allocate, build_meta, read_config, read_spec
+from recipe_lib.config.schema import LoraConfig, ParallelConfig
+from recipe_lib.errors import ConfigError
+from recipe_lib.models import ExternalSpec, allocate, build_meta, read_config, read_spec
 from tests.distributed.ranks import run_ranks
 from tests.external.published_layouts import open_published, read_tensors, write_published
 from tests.recipes.runs import (
@@ -99,6 +101,7 @@ def train(base: Path, output: Path, *overrides: str) -> Any:
 
 
 WITH_EXPERTS = "lora.target_modules=[all-linear,experts]"
+WITH_ALL = "lora.target_modules=[all-linear,experts,router]"
 
 
 @pytest.mark.parametrize("kind", mark_slow_except(KINDS, ("nemotron_h",)))
@@ -129,6 +132,67 @@ def test_peft_opens_adapters_of_experts_and_a_run_reads_them(kind: str, tmp_path
         assert (again.recipe.model.eval()(tokens) - ours).abs().max() <= 1e-5 * scale
 
 
+# Each balances, so that its choices are counted beside the adapter.
+ROUTED = ("max_steps=2", "router_aux_loss_coef=0.1")
+
+
+@pytest.mark.parametrize("targets", ("router", "all-linear,router", "all-linear,experts,router"))
+@pytest.mark.parametrize(
+    "kind",
+    mark_slow_except(
+        ("qwen3_moe", "glm4_moe_lite", "lfm2_moe", "llama4", "gpt_oss", "granitemoehybrid"),
+        ("qwen3_moe",),
+    ),
+)
+def test_peft_opens_adapters_of_routers(kind: str, targets: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    write_published(base, kind)
+    words = (f"lora.target_modules=[{targets}]", *ROUTED)
+    run = train(base, tmp_path / "run", *words, "lora.merge_on_save=true")
+    assert run.code == 0, run.said
+    run = train(base, tmp_path / "run2", *words)
+    assert run.code == 0, run.said
+    adapter = tmp_path / "run2" / "adapter"
+    adapted = peft.PeftModel.from_pretrained(open_published(base)[0], str(adapter)).eval()
+    in_model = {name for name, _ in adapted.named_parameters() if ".lora_" in name}
+    assert {name.replace(".default", "") for name in in_model} == set(read_tensors(adapter))
+    tokens = make_probe_tokens()
+    with torch.no_grad():
+        ours = run.recipe.model.eval()(tokens)
+        theirs = adapted(input_ids=tokens, use_cache=False).logits
+        plain = open_published(base)[0](input_ids=tokens, use_cache=False).logits
+        merged = open_published(tmp_path / "run" / "model")[0]
+        of_merged = merged(input_ids=tokens, use_cache=False).logits
+    scale = theirs.abs().max()
+    assert (ours - theirs).abs().max() <= 1e-5 * scale
+    assert (ours - of_merged).abs().max() <= 1e-4 * scale
+    assert (ours - plain).abs().max() > 1e-4 * scale
+
+
+ROUTER_FAULTS = {
+    "lora.target_modules=[mlp.gate]": "is named by the word router; remove it",
+    "lora.target_modules=[router] lora.dora=true": "set lora.dora=false (LoRA), or remove router",
+    "lora.target_modules=[router] lora.dropout=0.1": "set lora.dropout=0, or remove router",
+}
+
+
+@pytest.mark.parametrize("words", ROUTER_FAULTS)
+def test_adapters_of_routers_are_refused_in_one_line(words: str, tmp_path: Path) -> None:
+    write_published(tmp_path / "base", "qwen3_moe")
+    run = train(tmp_path / "base", tmp_path / "run", *words.split())
+    assert run.code == 2 and ROUTER_FAULTS[words] in run.said[-1]
+
+
+def test_tensor_parallel_ranks_take_no_adapted_router(tmp_path: Path) -> None:
+    write_published(tmp_path, "qwen3_moe")
+    spec = read_spec(read_config(tmp_path), str(tmp_path), "transformers")
+    assert isinstance(spec, ExternalSpec)
+    model = build_meta(spec, torch.float32)
+    add_adapters(model, LoraConfig(rank=4, target_modules=["router"]), torch.float32)
+    with pytest.raises(ConfigError, match="or routers with adapters, .*; set parallel.tensor=1$"):
+        spec.shard_tensors(model, ParallelConfig(tensor=2), None)
+
+
 QUANTIZED = ("lora.quantize_base=nf4", "max_steps=2")
 
 
@@ -139,7 +203,7 @@ def test_two_ranks_lose_what_one_does(kind: str, tmp_path: Path) -> None:
 
     def run(ranks: int) -> list[float]:
         output = tmp_path / str(ranks)
-        words = (WITH_EXPERTS, *QUANTIZED, f"batch_size={2 // ranks}")
+        words = (WITH_ALL, *QUANTIZED, f"batch_size={2 // ranks}")
         found = train(tmp_path / "base", output, *words)
         assert found.code == 0, found.said
         return read_losses(output)

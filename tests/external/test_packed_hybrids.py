@@ -17,8 +17,8 @@ from tests.external.hybrids import (
     CANNOT_PACK,
     HYBRIDS,
     WRAPPERS,
-    InDouble,
     build_hybrid,
+    compute_in_double,
     list_stateful_types,
     make_hybrid_spec,
 )
@@ -49,7 +49,7 @@ def compute(model: Any, dtype: torch.dtype, *, packed: bool) -> Result:
         for index, length in enumerate(lengths)
     ]
     model.zero_grad()
-    with InDouble() if dtype == torch.float64 else nullcontext():
+    with compute_in_double() if dtype == torch.float64 else nullcontext():
         if packed:
             rows = model(tokens, positions, info)
             # Another forward before backward: each layer is computed again on its own documents.

@@ -26,6 +26,7 @@ TRANSFORMERS = {
     "use_cache",
     "get_text_config",
     "get_decoder",
+    "_can_record_outputs",
     "_init_weights",
     "_keys_to_ignore_on_load_unexpected",
     "base_model_prefix",

@@ -62,6 +62,7 @@ PUBLISHED = {
     "smollm3/3B": 3_075_098_624,
     "phi4/mini_4B": 3_836_021_760,
     "olmo3/7B": 7_298_011_136,
+    "lfm2/8B": 8_339_929_856,
     "glm4/flash_30B": 29_943_393_920 - 46 * 64,  # without its MTP layer, and routers' buffers
 }
 # Text parts whose count is published nowhere: it is near the size in the name (billions).
@@ -75,6 +76,10 @@ SIZED = {
     "qwen3_5/4B": 4.2,
     "qwen3_5/9B": 9,
     "qwen3_6/27B": 27,
+    "qwen3_6/35B": 35,
+    "gemma4/26B": 25.2,
+    "nemotron3/nano_30B": 31.6,
+    "qwen3_next/80B": 79.7,  # without its MTP layer
 }
 # What takes more than 8 cards of 24 GB or, of earlier families, 16 of 80 GB to be trained whole,
 # and has no config for that.
@@ -84,6 +89,10 @@ WITHOUT_FULL = {
     "llama3_3/70B",
     "qwen2_5/72B",
     "qwen3_6/27B",
+    "qwen3_6/35B",
+    "qwen3_next/80B",
+    "gemma4/26B",
+    "nemotron3/nano_30B",
     "granite4/small_32B",
     "glm4/flash_30B",
 }

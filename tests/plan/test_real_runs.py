@@ -20,7 +20,7 @@ from recipe_lib.plan.tracing.trace import ALLOC, FREE, Trace
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.collectives import let_collectives_go
 from tests.distributed.ranks import run_ranks
-from tests.external.hybrids import make_hybrid_config
+from tests.external.hybrids import HYBRIDS, make_hybrid_config
 from tests.plan.mixtures import MIXTURES, write_mixture
 from tests.recipes.runs import (
     DISTILL,
@@ -49,7 +49,15 @@ BASE = (
 PAIRS = "data.format=preference"
 TEACHER = f"distill.teacher_preset={TIED}"
 KTO = ("dpo.loss=kto", "data.format=kto")
-HYBRID = ("model.implementation=transformers", "data.packing=true", "max_seq_len=256")
+CLASS = "model.implementation=transformers"
+HYBRID = (CLASS, "data.packing=true", "max_seq_len=256")
+NF4 = (
+    "lora.target_modules=[all-linear]",
+    "lora.quantize_base=nf4",
+    "dtype=bf16",
+    "memory.activation_checkpointing=full",
+)
+BALANCED = "router_aux_loss_coef=0.01"
 ADAPTED = "lora.target_modules=[all-linear,experts,router]"
 # Recipe, wrapping, checkpointing and accumulation: each value with each recipe.
 GRID: dict[str, tuple[Any, ...]] = {
@@ -171,6 +179,23 @@ CASES = GRID | {
     "rounded weights, muon": (2, FULL, TIED, "qat=int4", "optimizer.name=muon"),
     "packed, gated delta nets": (1, FULL, "qwen3_5_text", *HYBRID),
     "packed, state spaces": (2, LORA, "bamba", *HYBRID, "dtype=bf16"),
+    "scans, checkpointed": (
+        1,
+        FULL,
+        "qwen3_5_text",
+        *HYBRID,
+        "memory.activation_checkpointing=full",
+        "gradient_accumulation_steps=2",
+    ),
+    "scans, selective": (
+        1,
+        LORA,
+        "granitemoehybrid",
+        *HYBRID,
+        "data.packing=false",
+        "dtype=bf16",
+        "memory.activation_checkpointing=selective",
+    ),
     "packed, convolutions": (
         1,
         FULL,
@@ -179,6 +204,18 @@ CASES = GRID | {
         "memory.activation_checkpointing=full",
         "gradient_accumulation_steps=2",
     ),
+    "gated delta nets whole": (2, FULL, "olmo_hybrid", CLASS, "dtype=bf16"),
+    "adapters of state spaces and attention": (
+        1,
+        LORA,
+        "falcon_h1",
+        CLASS,
+        "memory.activation_checkpointing=selective",
+    ),
+    "gated delta nets in nf4": (2, LORA, "qwen3_5_text", CLASS, *NF4),
+    "packed, gated delta nets and experts in nf4": (1, LORA, "qwen3_5_moe_text", *HYBRID, *NF4),
+    "state spaces and experts in nf4": (1, LORA, "nemotron_h", CLASS, *NF4),
+    "packed, convolutions and experts in nf4": (1, LORA, "lfm2_moe", *HYBRID, *NF4),
     "sinks": (2, FULL, "gpt_oss", "dtype=bf16", "memory.activation_checkpointing=selective"),
     "scaled residuals": (2, FULL, "granite4", "dtype=bf16"),
     "layers that do not rotate, adapters": (2, LORA, "smollm3", "parallel.tensor=2"),
@@ -210,6 +247,34 @@ CASES = GRID | {
         "lora.target_modules=[all-linear]",
         "lora.quantize_base=int8",
     ),
+    "a class' routers, balanced": (
+        2,
+        FULL,
+        "qwen3_next",
+        "model.implementation=transformers",
+        BALANCED,
+        "dtype=bf16",
+        "gradient_accumulation_steps=2",
+        "memory.activation_checkpointing=full",
+    ),
+    "a class' routers, balanced beside adapters": (
+        1,
+        LORA,
+        "mixtral",
+        "model.implementation=transformers",
+        BALANCED,
+        ADAPTED,
+        "lora.quantize_base=int8",
+    ),
+    "a class' routers of sigmoids, balanced": (
+        1,
+        FULL,
+        "lfm2_moe",
+        *HYBRID,
+        BALANCED,
+        "memory.activation_checkpointing=selective",
+    ),
+    "routers, balanced": (1, FULL, "mixtral", BALANCED),
 }
 
 COMPARED = [name for name in GRID if name.endswith(" 1")]
@@ -244,7 +309,7 @@ def runs(
 
     for name in MIXTURES:
         write_mixture(folder, name)
-    for name in ("qwen3_5_text", "bamba", "lfm2"):
+    for name in {case[2] for case in CASES.values()} & HYBRIDS.keys():
         (folder / f"{name}.json").write_text(json.dumps(make_hybrid_config(name)))
     for name, changed in DENSE.items():
         (folder / f"{name}.json").write_text(

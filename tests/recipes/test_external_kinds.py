@@ -167,8 +167,8 @@ REFUSED = {
     ),
     "a router": (
         "llama4_text",
-        "lora.target_modules=[router]",
-        "router cannot have an adapter: a Llama4Router returns",
+        "lora.target_modules=[feed_forward.router]",
+        "cannot have an adapter: it is no linear, and is named by the word router",
     ),
     "read by a kernel": (
         "falcon_h1",

@@ -18,7 +18,7 @@ from recipe_lib.config.compatibility.rule import (
 )
 from recipe_lib.config.key_conditions import get_trained_dtype
 from recipe_lib.config.mesh import SCHEDULES
-from recipe_lib.config.schema import EXPERTS, LINEARS, MIXTURE_TARGETS
+from recipe_lib.config.schema import LINEARS, MIXTURE_TARGETS
 from recipe_lib.config.suggest import did_you_mean, quote
 
 MODEL_RULES: tuple[Rule, ...] = (
@@ -163,8 +163,7 @@ def _find_unknown_target(cfg: Any) -> str | None:
 
 
 def _adapts_mixture(cfg: Any) -> bool:
-    names = (EXPERTS,) if is_external_model(cfg) else MIXTURE_TARGETS
-    return any(name in names for name in cfg.lora.target_modules)
+    return any(name in MIXTURE_TARGETS for name in cfg.lora.target_modules)
 
 
 UNKNOWN_TARGET = Rule(

@@ -44,7 +44,7 @@ _SIZES = {
     ),
     2: (
         "num_experts_per_tok num_experts_per_token moe_top_k moe_topk num_experts_per_topk moe_k"
-        " expand mamba_expand"
+        " top_k_experts expand mamba_expand"
     ),
     1: (
         "n_group topk_group num_expert_group num_nextn_predict_layers n_shared_experts"

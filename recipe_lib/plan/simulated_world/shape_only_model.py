@@ -44,6 +44,9 @@ SIBLINGS = {
     "deepseek-r1-distill-qwen-14b": "qwen2.5-14b",
     "deepseek-r1-distill-qwen-32b": "qwen2.5-32b",
     "deepseek-r1-0528-qwen3-8b": "qwen3-8b",
+    "qwen3.5-27b": "qwen3.6-27b",
+    "qwen3.5-35b-a3b": "qwen3.6-35b-a3b",
+    "qwen3-coder-next": "qwen3-next-80b-a3b",
 }
 _SIZE = re.compile(r"(?<![\d.])\d+(?:\.\d+)?[bm]\b")  # parameters, as 1.5b in a lower-case name
 

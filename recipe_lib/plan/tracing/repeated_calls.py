@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from recipe_lib.ops.fused_kernels import SHAPED_WORK
+from recipe_lib.ops.fused_kernels import SHAPED_WORK, Unfinished
 from recipe_lib.ops.kept_tensors import list_tensors
 from recipe_lib.plan.simulated_world.cached_fake_mode import (
     CachedCall,
@@ -27,12 +27,14 @@ from recipe_lib.plan.simulated_world.simulated_ranks import Patch, apply_patches
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP
 from recipe_lib.plan.tracing.tracer import Tracer
 
+_END = "end"  # begins the key of a call that ends the work which another left
 _LONGEST_LOOP = 48  # events in one iteration; longer loops are not looked for
 
 # An event of a call: (ALLOC, (order, `Storage`)), (FREE, order of the allocation) or (OP, `Op`).
 # The order of an allocation is its index among the allocations of the call.
 Note = tuple[int, Any]
-Returned: TypeAlias = Tensor | tuple[Tensor, ...] | None  # what the functions return
+# What the functions return. A tuple may end with an `Unfinished`.
+Returned: TypeAlias = Tensor | tuple[Any, ...] | None
 _Function: TypeAlias = Callable[..., Returned]
 
 
@@ -43,6 +45,9 @@ class _Notes:
     notes: list[Note]  # in the order of the trace, with loops cut to two iterations
     call: CachedCall  # makes new tensors like the results
     outputs: list[int]  # for each result the order of its allocation
+    # Orders of allocations that the call leaves to the one that ends it; None: it leaves no
+    # `Unfinished`. That other call has them as its first allocations.
+    left: list[int] | None
 
 
 @contextmanager
@@ -58,18 +63,27 @@ def repeat_shaped_work(tracer: Tracer) -> Iterator[None]:
         def run(*args: Any) -> Returned:
             if tracer.muted:  # the trace is to show nothing of this call
                 return original(*args)
+            ended = args[0] if isinstance(args[0], Unfinished) else None
             try:
-                key = (original, make_key(decisive(*args) if decisive else args, []))
+                decisive_args = decisive(*args) if decisive else args
+                key = (_END, ended.key) if ended else (original, make_key(decisive_args, []))
             except NotCacheable:
                 return original(*args)
+            # A call that is known not to be repeatable runs again.
             notes = known.get(key)
-            # A call that is known not to be repeatable runs again, and takes no notes.
-            if notes is not None:
-                return _repeat(notes, tracer)
+            is_repeated = notes is not None
+            if ended is not None:
+                is_repeated = ended.value is None
+            elif notes is not None and notes.left is not None:
+                # What it leaves can be ended from notes alone.
+                is_repeated = known.get((_END, key)) is not None
+            if notes is not None and is_repeated:
+                return _repeat(notes, tracer, ended=ended, key=key)
             begin = len(tracer.trace.events)
             result = original(*args)
-            if key not in known:
-                known[key] = _take_notes(result, tracer, begin)
+            # Of work that is left the storages are noted, too, which are others each time.
+            if key not in known or (notes is not None and notes.left is not None):
+                known[key] = _take_notes(result, tracer, begin, ended=ended, key=key)
             return result
 
         return run
@@ -85,13 +99,17 @@ def repeat_shaped_work(tracer: Tracer) -> Iterator[None]:
         yield
 
 
-def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None:
+def _take_notes(
+    returned: Returned, tracer: Tracer, begin: int, ended: Unfinished | None, key: Any
+) -> _Notes | None:
     """Return notes of a call; None if it cannot be repeated.
 
-    returned: the results of the call. begin: number of events in the trace before it.
+    returned: the results of the call. begin: number of events in the trace before it. ended: work
+    that the call ended. key: of the call, for the work that it leaves.
     """
     trace = tracer.trace
-    order: dict[int, int] = {}  # index of a storage -> its order among those of the call
+    # Index of a storage -> its order among those of the call, behind those that it ends.
+    order = {index: number for number, index in enumerate(ended.storages if ended else [])}
     notes: list[Note] = []
     for kind, index in trace.events[begin:]:
         if kind == ALLOC:
@@ -104,21 +122,35 @@ def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None
         else:
             # It waits for a stream, or frees memory of before the call.
             return None
+    unfinished = None
+    if isinstance(returned, tuple) and isinstance(returned[-1], Unfinished):
+        *results, unfinished = returned
+        returned = tuple(results)
     indices = [tracer.find_storage_index(result) for result in list_tensors(returned)]
-    num_left = len(order) - sum(kind == FREE for kind, _ in notes)
+    freed = {number for kind, number in notes if kind == FREE}
+    left = [
+        index for index, number in order.items() if number not in freed and index not in indices
+    ]
     call = remember(returned, [])
-    # All memory that is left has to be the results', each with its own. A call that keeps other
-    # memory, such as a cache, would not keep it a second time.
+    # All memory that is left has to be the results', each with its own, or be left to a later call.
+    # A call that keeps other memory, such as a cache, would not keep it a second time.
     if (
         call is None
-        or num_left != len(set(indices))
-        or num_left != len(indices)
-        or any(index not in order for index in indices)
+        or (left and unfinished is None)
+        or len(indices) != len(set(indices))
+        or any(order.get(index) in {None, *freed} for index in indices)
     ):
         return None
+    outputs = [order[index] for index in indices]
+    if unfinished is not None:
+        unfinished.key = key
+        unfinished.storages = left
+        return _Notes(notes, call, outputs, [order[index] for index in left])
+    if ended is not None:
+        return _Notes(notes, call, outputs, None)
     short, renamed = shorten(notes)
     # A result that a later iteration made is that of the second one.
-    return _Notes(short, call, [renamed.get(order[index], order[index]) for index in indices])
+    return _Notes(short, call, [renamed.get(number, number) for number in outputs], None)
 
 
 def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
@@ -191,14 +223,16 @@ def _find_loop(tokens: list[tuple[Any, ...]], start: int) -> tuple[int, int]:
     return best
 
 
-def _repeat(notes: _Notes, tracer: Tracer) -> Returned:
+def _repeat(notes: _Notes, tracer: Tracer, ended: Unfinished | None, key: Any) -> Returned:
     """Add a call's notes to the trace once more, and return new results.
 
-    The events get the part of the step, module, phase and stream that run now.
+    The events get the part of the step, module, phase and stream that run now. ended, key: as in
+    `_take_notes`.
     """
     assert tracer.cached_mode is not None
     part, module = tracer.locate()
-    indices: dict[int, int] = {}  # order of an allocation -> index of its storage in the trace
+    # Order of an allocation -> index of its storage in the trace.
+    indices = dict(enumerate(ended.storages if ended else []))
     for kind, entry in notes.notes:
         if kind == ALLOC:
             order, storage = entry
@@ -215,4 +249,7 @@ def _repeat(notes: _Notes, tracer: Tracer) -> Returned:
     result: Returned = notes.call.make([], tracer.cached_mode.mode)
     for tensor, output in zip(list_tensors(result), notes.outputs, strict=True):
         tracer.follow_storage(tensor.untyped_storage(), indices[output])
-    return result
+    if notes.left is None:
+        return result
+    assert isinstance(result, tuple)
+    return *result, Unfinished(key=key, storages=[indices[number] for number in notes.left])
