@@ -109,6 +109,8 @@ def build_rank_forward(
 class _Execution(TorchFunctionMode):
     """The mode that runs one model by its plan: it counts calls, and exchanges at boundaries."""
 
+    follows_calls = True  # a scan is its operators, one by one
+
     def __init__(
         self, model: nn.Module, plan: ShardingPlan, ranks: Ranks, gathers_again: bool
     ) -> None:

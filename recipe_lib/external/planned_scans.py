@@ -1,8 +1,8 @@
 """Stand for kernels of scans in plans, which have no values for them to run on.
 
-`plan_scan` returns what a kernel does. Its forward and backward are an operator each, with the
-memory that kernels of flash-linear-attention 0.6 and mamba-ssm 2.3 keep and take for a while, and
-the products of their algorithms, by chunks of the sequence. No run on a GPU was compared with them.
+`PLANNED` has a function for each kernel. Its forward and backward are an operator each, with the
+memory that kernels of flash-linear-attention 0.6 and mamba-ssm 2 keep and take for a while, and the
+products of their algorithms, by chunks of the sequence. No run on a GPU was compared with them.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,12 @@ _Shape = tuple[tuple[int, ...], torch.dtype]
 class _Work:
     """The memory and the products of a kernel in forward."""
 
-    kept: list[_Shape]  # for backward, beside the arguments; the output is shaped as the values
+    kept: list[_Shape]  # for backward; the output is shaped as the values
     states: _Shape  # of all chunks; backward has their gradients too
     freed: list[_Shape]  # the rest of what it takes for a while
     products: int  # floating point operations of matmuls
+    # (index of an argument, that of what is kept in its place); other arguments are kept too.
+    replaced: tuple[tuple[int, int], ...] = ()
 
 
 def _work_gated_delta(tensors: Sequence[Tensor], chunk: int) -> _Work:
@@ -53,6 +55,7 @@ def _work_gated_delta(tensors: Sequence[Tensor], chunk: int) -> _Work:
         states=((batch, chunks, value_heads, width, value_width), dtype),
         freed=[((*start, value_heads, size), dtype) for size in (width, value_width, value_width)],
         products=batch * chunks * value_heads * (by_keys + by_values + by_states + chunk**3),
+        replaced=((1, 0), (2, 1), (3, 4)),
     )
 
 
@@ -125,8 +128,14 @@ class _Planned(torch.autograd.Function):
     def forward(ctx: Any, name: str, chunk: int, *tensors: Tensor) -> Tensor:
         ctx.name, ctx.chunk, ctx.count = name, chunk, len(tensors)
         output, *others = getattr(torch.ops.tune_recipes, name)(tensors, chunk)
-        kept = others[: len(_count_work[name](tensors, chunk).kept)]
-        ctx.save_for_backward(*tensors, *kept)
+        work = _count_work[name](tensors, chunk)
+        kept = others[: len(work.kept)]
+        arguments = list(tensors)
+        for place, index in work.replaced:
+            arguments[place] = kept[index]
+        replacing = {index for _, index in work.replaced}
+        others = [tensor for index, tensor in enumerate(kept) if index not in replacing]
+        ctx.save_for_backward(*arguments, *others)
         return output  # type: ignore[no-any-return]
 
     @staticmethod

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import _get_current_function_mode_stack
 
 from recipe_lib.ops.fused_kernels import Unfinished, register_shaped_work
 from recipe_lib.ops.kept_tensors import is_keeping_results
@@ -129,6 +130,12 @@ class _Recomputed(torch.autograd.Function):
         return (None, *(next(gradients) if is_needed else None for is_needed in needs))
 
 
+def _follows_calls() -> bool:
+    """Return True where tensor parallelism follows the calls of a class by a plan of them."""
+    modes = _get_current_function_mode_stack()
+    return any(getattr(mode, "follows_calls", False) for mode in modes)
+
+
 def recompute_scan(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a scan of `SCANS` that keeps its arguments alone, and computes the same bits."""
     signature = inspect.signature(function)
@@ -141,7 +148,8 @@ def recompute_scan(function: Callable[..., Any]) -> Callable[..., Any]:
         is_generating = any(arguments.get(name) not in (None, False) for name in _STATES)
         is_compiling = torch.compiler.is_compiling()
         # Selective checkpointing counts operators, of which a graph has a few more.
-        if is_generating or is_compiling or is_keeping_results() or not torch.is_grad_enabled():
+        is_counted = is_keeping_results() or _follows_calls()
+        if is_generating or is_compiling or is_counted or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         settings = tuple(item for item in arguments.items() if item[0] not in tensors)

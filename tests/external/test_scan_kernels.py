@@ -369,6 +369,7 @@ def test_what_a_planned_delta_rule_keeps() -> None:
         inverses = 2 * tokens * value_heads * 64
         kept = [tensor for tensor in saved if all(tensor is not x for x in arguments.values())]
         assert sum(tensor.nbytes for tensor in kept) == 2 * normalized + sums + inverses
-        assert len(saved) == len(kept) + 5
+        # Values and betas themselves; of the others what the kernel makes of them.
+        assert len(saved) == len(kept) + 2
         output.sum().backward()
         assert all(tensor.grad is not None for tensor in arguments.values())

@@ -49,6 +49,8 @@ class _Watch(TorchFunctionMode):
     when it runs the plan (`RunningForward`), so a change here has to be made there, too.
     """
 
+    follows_calls = True  # a scan is its operators, one by one
+
     def __init__(
         self,
         model: torch.nn.Module,
