@@ -8,7 +8,6 @@ judges the facts and formats them. Copies between GPUs were tested on CPU alone 
 
 import argparse
 import gc
-import importlib.metadata
 import json
 import os
 import platform
@@ -30,6 +29,7 @@ from typing import Any
 from recipe_lib.cli.arguments import SWITCH, Parser, check_output, find_low_numbers
 from recipe_lib.cli.launch import count_cores, end_with_parent, list_local_gpus
 from recipe_lib.config.local_files import get_cache_root
+from recipe_lib.config.scan_packages import SCAN_PACKAGES, find_version
 from recipe_lib.errors import DONE, ConfigError, get_first_line, raise_faults, send_nowhere
 from recipe_lib.files import replace_text
 from recipe_lib.report.phases import phase
@@ -227,8 +227,6 @@ KILL_SECONDS = 5.0
 # and into the object of --json.
 Step = tuple[str, Callable[[], Any]]
 
-# Those that have kernels for scans of hybrid models.
-SCAN_PACKAGES = ("flash-linear-attention", "causal-conv1d", "mamba-ssm")
 # Packages whose versions are reported.
 PACKAGES = (
     "torch",
@@ -264,14 +262,6 @@ def describe_machine(folders: Mapping[str, Path]) -> dict[str, Any]:
         "shared_memory": probe_folder(Path("/dev/shm")),
         "folders": [{"use": use, **probe_folder(path)} for use, path in folders.items()],
     }
-
-
-def find_version(package: str) -> str | None:
-    """Return the version of a package, without importing it; None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def read_driver_version() -> str | None:

@@ -6,9 +6,10 @@ and `links` (timed collectives, or None), as --json prints them; bytes, seconds,
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from recipe_lib.config.scan_packages import describe_scans
 from recipe_lib.plan.measured.rates_file import LARGE_MATMUL, LOW_PRECISION
 from recipe_lib.plan.timing.cost import OPERATIONS, count_wire_bytes
 from recipe_lib.report.terminal import (
@@ -270,20 +271,9 @@ def _list_software(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "scans of hybrids",
-            _describe_scans(machine["scan_kernels"], has_gpu=bool(_list_gpus(facts))),
+            describe_scans(machine["scan_kernels"], "cuda" if _list_gpus(facts) else "cpu"),
         ),
     ]
-
-
-def _describe_scans(packages: Mapping[str, str | None], *, has_gpu: bool) -> str:
-    """Return what computes the scans of hybrids here: kernels of packages, or torch's loops."""
-    kernels = [f"{name} {version}" for name, version in packages.items() if version]
-    missing = [name for name, version in packages.items() if not version]
-    if not kernels or not has_gpu:
-        without = "a GPU" if kernels else f"the kernels of {', '.join(missing)}"
-        return f"torch's loops, without {without}"
-    rest = f"; torch's loops without {', '.join(missing)}" if missing else ""
-    return f"kernels of {', '.join(kernels)}{rest}"
 
 
 def _describe_gpus(facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -16,14 +16,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, cached_property
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from recipe_lib.external.layer_values import carry_values, make_variable, set_inside
 from recipe_lib.external.scan_kernels import takes_documents
-from recipe_lib.models.language_model import list_layer_names, mix_in
+from recipe_lib.models.language_model import mix_in
 from recipe_lib.ops.attention import AttentionInfo
 
 # What the source of a class with such a state has: methods of transformers' caches, or in older
@@ -36,8 +37,6 @@ _MASK_ARGUMENTS = re.compile(r"\bmask_kwargs = \{.*?\}", re.DOTALL)
 # Documents run together whose lengths, rounded up to a multiple of so many tokens, are equal. Gated
 # delta nets pad to it themselves. Batches are few: the sum of their lengths is the rows' at most.
 _ROUNDING = 64
-_Value = TypeVar("_Value")
-_DOCUMENTS = "document_batches"  # the argument by which a layer gets a `DocumentBatches`
 
 
 class DocumentBatches:
@@ -159,7 +158,7 @@ def _make_index(numbers: list[int], device: torch.device) -> Tensor:
 
 
 # Of the forward that runs; None: its rows are one document each.
-_current: ContextVar[DocumentBatches | None] = ContextVar("_current", default=None)
+_current: ContextVar[DocumentBatches | None] = make_variable("document_batches")
 
 
 class _StatefulModule(nn.Module):
@@ -177,33 +176,6 @@ class _StatefulModule(nn.Module):
         return run(super().forward, args, kwargs)  # type: ignore[misc]
 
 
-class _StatefulLayer(nn.Module):
-    """A mixin for layers that have such modules.
-
-    The documents are an argument of the forward, so that a checkpointed layer is computed again on
-    the same ones.
-    """
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with set_inside(_current, kwargs.pop(_DOCUMENTS, None)):
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-
-def _pass_documents(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    documents = _current.get()
-    return None if documents is None else (args, kwargs | {_DOCUMENTS: documents})
-
-
-@contextmanager
-def set_inside(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
-    """Give a context variable a value inside the block."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
 def split_at_documents(model: nn.Module) -> None:
     """Let modules with a state run on each document by itself, in place."""
     stateful = list[str]()
@@ -212,11 +184,7 @@ def split_at_documents(model: nn.Module) -> None:
         if not is_inside and name and _has_state(type(module)):
             stateful.append(name)
             mix_in(_StatefulModule, module)
-    for name in list_layer_names(model):
-        if any(inner.startswith(f"{name}.") for inner in stateful):
-            layer = model.get_submodule(name)
-            mix_in(_StatefulLayer, layer)
-            layer.register_forward_pre_hook(_pass_documents, with_kwargs=True)
+    carry_values(model, stateful)
 
 
 def carries_state(model: nn.Module) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters.lora import build_adapter_settings
+from recipe_lib.config.scan_packages import describe_scans
 from recipe_lib.config.schema import ROUTER, LoraConfig, ParallelConfig
 from recipe_lib.data import check_packing_isolation
 from recipe_lib.errors import CheckpointError, ConfigError, SetupError
@@ -47,7 +48,6 @@ from recipe_lib.external.proven_plan import infer_proven_plan
 from recipe_lib.external.routers import record_routers, refuse_frozen_routers
 from recipe_lib.external.scan_kernels import (
     check_scan_kernels,
-    describe_scans,
     list_scan_packages,
 )
 from recipe_lib.external.tensor_parallel import shard_module
@@ -87,8 +87,8 @@ class ModuleSpec(ExternalSpec):
     """A model of transformers or of a plugin, as the library asks for it."""
 
     source: ModuleSource  # the implementation's name, the config and the kind of attention
-    # (package, version) of the kernels that its scans have; "": it is not here.
-    scan_packages: tuple[tuple[str, str], ...] = ()
+    # (package, version) of the kernels that its scans have; None: it is not here.
+    scan_packages: tuple[tuple[str, str | None], ...] = ()
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """Build the model on meta, with parameters of `dtype` and our call signature.
@@ -259,7 +259,7 @@ class ModuleSpec(ExternalSpec):
             )
 
     def describe_scans(self, device_type: str) -> str:
-        return describe_scans(self.scan_packages, device_type)
+        return describe_scans(dict(self.scan_packages), device_type) if self.scan_packages else ""
 
     def list_layer_kinds(self) -> list[str]:
         model: Any = get_module(self.source)

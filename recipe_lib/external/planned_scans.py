@@ -78,7 +78,7 @@ def _work_mamba(tensors: Sequence[Tensor], chunk: int) -> _Work:
     )
 
 
-_count_work = {"gated_delta_rule": _work_gated_delta, "mamba_scan": _work_mamba}
+_WORK = {"gated_delta_rule": _work_gated_delta, "mamba_scan": _work_mamba}
 
 
 def _make(like: Tensor, shapes: Sequence[_Shape]) -> list[Tensor]:
@@ -92,20 +92,20 @@ def _define(name: str) -> None:
     """
 
     def run(tensors: list[Tensor], chunk: int) -> list[Tensor]:
-        work = _count_work[name](tensors, chunk)
+        work = _WORK[name](tensors, chunk)
         shapes = [*work.kept, work.states, *work.freed]
         return [torch.empty_like(tensors[0]), *_make(tensors[0], shapes)]
 
     def run_backward(tensors: list[Tensor], chunk: int) -> list[Tensor]:
-        work = _count_work[name](tensors, chunk)
+        work = _WORK[name](tensors, chunk)
         shapes = [work.states, work.states, *work.freed]
         return [*map(torch.empty_like, tensors), *_make(tensors[0], shapes)]
 
     def count(tensors: list[Tensor], chunk: int, **_: Any) -> int:
-        return _count_work[name](tensors, chunk).products
+        return _WORK[name](tensors, chunk).products
 
     def count_backward(tensors: list[Tensor], chunk: int, **_: Any) -> int:
-        return 3 * _count_work[name](tensors, chunk).products  # forward's, and two of each
+        return 3 * _WORK[name](tensors, chunk).products  # forward's, and two of each
 
     for operator, function, counter in (
         (name, run, count),
@@ -117,7 +117,7 @@ def _define(name: str) -> None:
         register_flop_formula(packet, get_raw=True)(counter)
 
 
-for _name in _count_work:
+for _name in _WORK:
     _define(_name)
 
 
@@ -126,9 +126,11 @@ class _Planned(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str, chunk: int, *tensors: Tensor) -> Tensor:
-        ctx.name, ctx.chunk, ctx.count = name, chunk, len(tensors)
+        ctx.name = name
+        ctx.chunk = chunk
+        ctx.count = len(tensors)
         output, *others = getattr(torch.ops.tune_recipes, name)(tensors, chunk)
-        work = _count_work[name](tensors, chunk)
+        work = _WORK[name](tensors, chunk)
         kept = others[: len(work.kept)]
         arguments = list(tensors)
         for place, index in work.replaced:

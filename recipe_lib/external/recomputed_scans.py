@@ -79,7 +79,8 @@ def begin(scan: Scan, needs: Sequence[bool], *tensors: Tensor) -> tuple[Tensor, 
 @register_shaped_work()
 def finish(unfinished: Unfinished, gradient: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients of the tensors that need one. gradient: of the output, contiguous."""
-    (wanted, edge), unfinished.value = unfinished.value, None
+    wanted, edge = unfinished.value
+    unfinished.value = None
     return torch.autograd.grad((edge,), wanted, (gradient,))
 
 

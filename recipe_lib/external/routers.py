@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.external.document_batches import set_inside
 from recipe_lib.external.inspection import TRANSFORMERS, format_one_line, list_other_parts
+from recipe_lib.external.layer_values import carry_values, make_variable, set_inside
 from recipe_lib.external.stage_parts import get_logits, make_random_tokens
 from recipe_lib.external.tensor_plan.small_models import SMALL_MODEL, randomize
 from recipe_lib.models import allocate, build_meta
@@ -33,9 +33,8 @@ from recipe_lib.ops.mlp import group_tokens
 if TYPE_CHECKING:
     from recipe_lib.external.module_spec import ModuleSpec  # which imports this module
 
-_REAL = "real_tokens"  # the argument by which a layer gets the tokens that are no padding
 # Of the forward that runs; None: all tokens are.
-_real: ContextVar[RealTokens | None] = ContextVar("_real", default=None)
+_real: ContextVar[RealTokens | None] = make_variable("real_tokens")
 
 
 @dataclass(frozen=True)
@@ -88,15 +87,6 @@ def note_real_tokens(attention: AttentionInfo | None) -> Iterator[None]:
         yield
 
 
-def _pass_real_tokens(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    return args, kwargs | {_REAL: _real.get()}
-
-
-def _run_layer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with set_inside(_real, kwargs.pop(_REAL)):
-        return forward(*args, **kwargs)
-
-
 def record_routers(model: Any, tensor_ranks: int) -> Routers:
     """Let the routers of a model record their choices, in place: `ExternalSpec.record_routers`."""
     indices = _list_routers(model)
@@ -119,12 +109,7 @@ def record_routers(model: Any, tensor_ranks: int) -> Routers:
         sizes[name] = _count_experts(spec, name)
         counters[name] = _RecordedRouter(router.forward, reading)
         router.forward = counters[name]
-    for name in list_layer_names(model):
-        if any(router_name.startswith(f"{name}.") for router_name in sizes):
-            # As an argument, so that a checkpointed layer is computed again on the same tokens.
-            layer = model.get_submodule(name)
-            layer.register_forward_pre_hook(_pass_real_tokens, with_kwargs=True)
-            layer.forward = partial(_run_layer, layer.forward)
+    carry_values(model, sizes)
     return Routers(sizes, counters, convention)
 
 

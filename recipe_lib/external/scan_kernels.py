@@ -7,12 +7,10 @@ are for GPUs, run there alone, and `check_scan_kernels` refuses packages that la
 argument.
 """
 
-import importlib.metadata
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from recipe_lib.config.scan_packages import SCAN_PACKAGES, find_version
 from recipe_lib.errors import SetupError
 from recipe_lib.external.planned_scans import PLANNED
 from recipe_lib.external.recomputed_scans import SCANS, recompute_scan
@@ -35,12 +34,6 @@ _MODELS = "transformers.models."  # how the names of files with its classes begi
 _GENERATION = re.compile("update|recurrent")
 # Arguments of the loops that do not change what they compute.
 _NEEDLESS = {"chunk_size", "use_mambapy", "use_associative_scan"}
-# Package that is imported -> the distribution that has it.
-_DISTRIBUTIONS = {
-    "fla": "flash-linear-attention",
-    "causal_conv1d": "causal-conv1d",
-    "mamba_ssm": "mamba-ssm",
-}
 
 
 @dataclass(frozen=True)
@@ -52,6 +45,12 @@ class ScanKernel:
     function: Callable[..., Any]  # as the class calls it: the kernel, or else the loop
     loop: Callable[..., Any]
     kernel: Callable[..., Any] | None  # None: the package is not here, or has none
+
+    @property
+    def distribution(self) -> str:
+        """The name by which the package is installed."""
+        names = (name for name, package in SCAN_PACKAGES.items() if package == self.package)
+        return next(names, self.package)
 
     def explain_fault(self) -> str:
         """Return why an installed package does not serve; empty: it does, or is not installed."""
@@ -110,7 +109,7 @@ def _read_scan(function: Any) -> ScanKernel | None:
 
 
 def choose_scans_by_device(model: nn.Module) -> None:
-    """Let kernels compute scans on a GPU, and loops elsewhere and in plans.
+    """Let kernels compute scans on a GPU, and loops elsewhere.
 
     The functions are replaced where the classes of a model's modules find them, once in a process.
     """
@@ -176,47 +175,20 @@ def check_scan_kernels(model: nn.Module) -> None:
     """Raise SetupError if an installed package does not serve the classes of a model's modules."""
     for scan in find_scans(model):
         if fault := scan.explain_fault():
-            name = _DISTRIBUTIONS.get(scan.package, scan.package)
-            version = _find_version(scan.package)
+            name = scan.distribution
             raise SetupError(
-                f"{name}: found version {version or 'unknown'}, which {type(model).__name__} cannot"
-                f" use, as {fault}; `pip install --upgrade {name}`, or uninstall it to run torch's"
-                " loop"
+                f"{name}: found version {find_version(name) or 'unknown'}, which"
+                f" {type(model).__name__} cannot use, as {fault}; `pip install --upgrade {name}`,"
+                " or uninstall it to run torch's loop"
             )
 
 
-def list_scan_packages(model: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return (package, version) of the kernels that a model's scans have; "": it is not here."""
+def list_scan_packages(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
+    """Return (package, version) of the kernels that a model's scans have; None: it is not here."""
     versions = {
-        _DISTRIBUTIONS.get(scan.package, scan.package): (
-            _find_version(scan.package) or "of no version" if scan.kernel else ""
-        )
+        scan.distribution: (find_version(scan.distribution) or "of no version")
+        if scan.kernel
+        else None
         for scan in find_scans(model)
     }
     return tuple(versions.items())
-
-
-def describe_scans(packages: Sequence[tuple[str, str]], device_type: str) -> str:
-    """Return a line on what computes a model's scans on a device; empty for a model without scans.
-
-    packages: of `list_scan_packages`. device_type: such as `cuda`.
-    """
-    if not packages:
-        return ""
-    kernels = [f"{name} {version}" for name, version in packages if version]
-    missing = " and ".join(name for name, version in packages if not version)
-    if not kernels:
-        return f"scans: torch's loops, without the kernels of {missing}"
-    if device_type != "cuda":
-        return f"scans: torch's loops, as the kernels of {', '.join(kernels)} run on a GPU alone"
-    return f"scans: kernels of {', '.join(kernels)}" + (
-        f", and torch's loops without {missing}" if missing else ""
-    )
-
-
-def _find_version(package: str) -> str | None:
-    """Return the version of a package's distribution; None: it is not installed as one."""
-    for name in (_DISTRIBUTIONS.get(package, package), package):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return str(getattr(sys.modules.get(package), "__version__", "")) or None

@@ -262,7 +262,7 @@ class ExternalSpec(ABC):
 
     @abstractmethod
     def describe_scans(self, device_type: str) -> str:
-        """Return a line on what computes its scans on a device; empty for a model without scans.
+        """Return a text on what computes its scans on a device; empty for a model without scans.
 
         Scans carry a state along a sequence: kernels compute them, or loops in torch's operators.
         """

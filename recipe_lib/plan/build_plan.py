@@ -392,13 +392,12 @@ def list_assumptions(cfg: Any, settings: PlanSettings, simulated: Simulated) -> 
     spec = read_spec(cfg)
     if isinstance(spec, ExternalSpec):
         device_type = "cpu" if settings.hardware.architecture == "cpu" else "cuda"
-        lines += [
-            f"{line}; kernels of scans are planned by the products of their algorithms, with which"
-            " no run was compared"
-            if line.startswith("scans: kernels")
-            else line
-            for line in filter(None, [spec.describe_scans(device_type)])
-        ]
+        if scans := spec.describe_scans(device_type):
+            lines.append(f"scans: {scans}")
+            if scans.startswith("kernels"):
+                lines[-1] += (
+                    ", planned by the products of their algorithms, with which no run was compared"
+                )
     if cfg.parallel.pipeline > 1:
         lines += _list_pipeline_assumptions(cfg, len(traced))
     if host_verdict := judge_host(cfg, settings.hardware, simulated.trace):

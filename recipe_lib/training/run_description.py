@@ -215,8 +215,8 @@ def _describe_model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Paralle
 
 def _describe_scans(model: nn.Module, device_type: str) -> list[str]:
     spec = getattr(model, "spec", None)
-    line = spec.describe_scans(device_type) if isinstance(spec, ExternalSpec) else ""
-    return [line] if line else []
+    text = spec.describe_scans(device_type) if isinstance(spec, ExternalSpec) else ""
+    return [f"scans: {text}"] if text else []
 
 
 def _describe_other_parts(model: nn.Module) -> list[str]:

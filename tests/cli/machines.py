@@ -7,7 +7,7 @@ Sizes are in bytes, rates in bytes a second and for matmuls in operations a seco
 import copy
 from typing import Any
 
-from recipe_lib.cli import doctor
+from recipe_lib.config.scan_packages import SCAN_PACKAGES
 from recipe_lib.units import GIB
 
 RANGE = ("all_reduce", "all_gather", "reduce_scatter")  # the collectives that are measured
@@ -56,7 +56,7 @@ def build_healthy() -> dict[str, Any]:
             "python": "3.12.3",
             "system": "Linux",
             "cores": 32,
-            "scan_kernels": dict.fromkeys(doctor.SCAN_PACKAGES),
+            "scan_kernels": dict.fromkeys(SCAN_PACKAGES),
             "packages": dict.fromkeys(("safetensors", "peft", "triton"), "1.0")
             | {"torch": "2.13.0+cu130", "torchao": "0.18.0"},
             "compiler": "/usr/bin/gcc",

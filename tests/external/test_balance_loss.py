@@ -300,7 +300,8 @@ def test_routers_that_their_class_freezes_are_refused(
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
     kind: Any = modeling_qwen3_moe.Qwen3MoeTopKRouter
-    constructor, forward = kind.__init__, kind.forward
+    constructor = kind.__init__
+    forward = kind.forward
 
     def construct(self: Any, config: Any) -> None:
         constructor(self, config)

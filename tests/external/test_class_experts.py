@@ -104,17 +104,21 @@ WITH_EXPERTS = "lora.target_modules=[all-linear,experts]"
 WITH_ALL = "lora.target_modules=[all-linear,experts,router]"
 
 
+def open_by_peft(base: Path, adapter: Path) -> Any:
+    """Open an adapter with PEFT, which has to have a place for each of its tensors."""
+    adapted = peft.PeftModel.from_pretrained(open_published(base)[0], str(adapter)).eval()
+    in_model = {name for name, _ in adapted.named_parameters() if ".lora_" in name}
+    assert {name.replace(".default", "") for name in in_model} == set(read_tensors(adapter))
+    return adapted
+
+
 @pytest.mark.parametrize("kind", mark_slow_except(KINDS, ("nemotron_h",)))
 def test_peft_opens_adapters_of_experts_and_a_run_reads_them(kind: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     write_published(base, kind)
     run = train(base, tmp_path / "run", WITH_EXPERTS, "max_steps=2")
     assert run.code == 0, run.said
-    adapter = tmp_path / "run" / "adapter"
-    published, _ = open_published(base)
-    adapted = peft.PeftModel.from_pretrained(published, str(adapter)).eval()
-    in_model = {name for name, _ in adapted.named_parameters() if ".lora_" in name}
-    assert {name.replace(".default", "") for name in in_model} == set(read_tensors(adapter))
+    adapted = open_by_peft(base, tmp_path / "run" / "adapter")
     tokens = make_probe_tokens()
     with torch.no_grad():
         ours = run.recipe.model.eval()(tokens)
@@ -152,10 +156,7 @@ def test_peft_opens_adapters_of_routers(kind: str, targets: str, tmp_path: Path)
     assert run.code == 0, run.said
     run = train(base, tmp_path / "run2", *words)
     assert run.code == 0, run.said
-    adapter = tmp_path / "run2" / "adapter"
-    adapted = peft.PeftModel.from_pretrained(open_published(base)[0], str(adapter)).eval()
-    in_model = {name for name, _ in adapted.named_parameters() if ".lora_" in name}
-    assert {name.replace(".default", "") for name in in_model} == set(read_tensors(adapter))
+    adapted = open_by_peft(base, tmp_path / "run2" / "adapter")
     tokens = make_probe_tokens()
     with torch.no_grad():
         ours = run.recipe.model.eval()(tokens)

@@ -22,13 +22,13 @@ from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from recipe_lib.config import scan_packages
 from recipe_lib.errors import SetupError
 from recipe_lib.external import scan_kernels
 from recipe_lib.external.planned_scans import PLANNED
 from recipe_lib.external.scan_kernels import (
     ScanKernel,
     choose_scans_by_device,
-    describe_scans,
     find_scans,
 )
 from recipe_lib.plan.tracing.trace_rank import STEADY
@@ -270,7 +270,7 @@ def test_a_package_that_does_not_serve_is_refused(
 ) -> None:
     spec = make_hybrid_spec("qwen3_5_text")
     install(modeling_qwen3_5, monkeypatch, make)
-    monkeypatch.setitem(scan_kernels._DISTRIBUTIONS, PACKAGE, "flash-linear-attention")
+    monkeypatch.setitem(scan_packages.SCAN_PACKAGES, "flash-linear-attention", PACKAGE)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.0")
     with pytest.raises(SetupError) as error:
         make_hybrid_spec("qwen3_5_text")
@@ -278,25 +278,20 @@ def test_a_package_that_does_not_serve_is_refused(
     assert text.startswith("flash-linear-attention: found version 0.1.0, which Qwen3_5ForCausalLM")
     assert fault in text and "pip install --upgrade flash-linear-attention" in text
     assert "\n" not in text
-    assert spec.scan_packages == (("causal-conv1d", ""), ("flash-linear-attention", ""))
+    assert spec.scan_packages == (("causal-conv1d", None), ("flash-linear-attention", None))
 
 
 @pytest.mark.parametrize(
-    "packages, device, line",
+    "versions, device, text",
     (
-        ((), "cuda", ""),
-        ((("a", ""), ("b", "")), "cuda", "scans: torch's loops, without the kernels of a and b"),
-        ((("a", "1.2"),), "cuda", "scans: kernels of a 1.2"),
-        ((("a", "1.2"), ("b", "")), "cuda", "scans: kernels of a 1.2, and torch's loops without b"),
-        (
-            (("a", "1.2"),),
-            "cpu",
-            "scans: torch's loops, as the kernels of a 1.2 run on a GPU alone",
-        ),
+        ({"a": None, "b": None}, "cuda", "torch's loops, without the kernels of a and b"),
+        ({"a": "1.2"}, "cuda", "kernels of a 1.2"),
+        ({"a": "1.2", "b": None}, "cuda", "kernels of a 1.2, and torch's loops without b"),
+        ({"a": "1.2"}, "cpu", "torch's loops, as the kernels of a 1.2 run on a GPU alone"),
     ),
 )
-def test_the_line_on_scans(packages: tuple[tuple[str, str], ...], device: str, line: str) -> None:
-    assert describe_scans(packages, device) == line
+def test_the_text_on_scans(versions: dict[str, str | None], device: str, text: str) -> None:
+    assert scan_packages.describe_scans(versions, device) == text
 
 
 SCANS = {"qwen3_5_text": "gated_delta_rule", "nemotron_h": "mamba_scan"}
@@ -346,13 +341,17 @@ def test_kernels_are_planned_on_a_gpu(name: str, tmp_path: Path) -> None:
 
 def test_what_a_planned_delta_rule_keeps() -> None:
     """By the list of what fla 0.6 saves for backward, in bytes."""
-    batch, length, heads, value_heads, width = 1, 256, 2, 4, 128
+    batch = 1
+    length = 256
+    heads = 2
+    value_heads = 4
+    width = 128
     with FakeTensorMode():
-        queries, keys = (torch.empty(batch, length, heads, width) for _ in range(2))
-        values = torch.empty(batch, length, value_heads, width, dtype=torch.bfloat16)
-        queries, keys = queries.bfloat16(), keys.bfloat16()
-        gates, betas = (torch.empty(batch, length, value_heads) for _ in range(2))
-        arguments = {"query": queries, "key": keys, "value": values, "g": gates, "beta": betas}
+        sizes = dict.fromkeys(("query", "key"), (heads, width)) | {"value": (value_heads, width)}
+        arguments = {
+            name: torch.empty(batch, length, *size, dtype=torch.bfloat16)
+            for name, size in sizes.items()
+        } | {name: torch.empty(batch, length, value_heads) for name in ("g", "beta")}
         for tensor in arguments.values():
             tensor.requires_grad_()
         saved: list[Tensor] = []

@@ -112,6 +112,8 @@ def test_an_unknown_model_is_one_line(path: str, said: str):
         ("unsloth/gemma-3-27b-it", "gemma3/27B"),
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistral/7B_v0.3"),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2_5/7B"),
+        ("Qwen/Qwen3.5-35B-A3B", "qwen3_6/35B"),
+        ("Qwen/Qwen3-Coder-Next", "qwen3_next/80B"),
     ],
 )
 def test_siblings_have_the_shape_of_a_shipped_config(path: str, preset: str) -> None:
