@@ -293,7 +293,7 @@ def test_routers_that_cannot_be_read_are_refused(kind: str) -> None:
         spec.record_routers(build_meta(spec, torch.float32), 1)
 
 
-@pytest.mark.parametrize("fault", ["parameters", "logits", "scores"])
+@pytest.mark.parametrize("fault", ["parameters", "weight", "logits", "scores"])
 def test_routers_that_their_class_freezes_are_refused(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,7 +309,9 @@ def test_routers_that_their_class_freezes_are_refused(
 
     def run(self: Any, hidden: Any) -> Any:
         outputs = list(forward(self, hidden))
-        if fault != "parameters":
+        if fault == "weight":  # logits have a gradient, which is none of the router's
+            outputs[0] = hidden @ self.weight.detach().t()
+        elif fault != "parameters":
             index = 0 if fault == "logits" else 1
             outputs[index] = outputs[index].detach()
         return tuple(outputs)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from recipe_lib.data.batches import compute_document_positions
 from recipe_lib.errors import SetupError
+from recipe_lib.external.module_spec import read_spec
 from recipe_lib.memory import layer_stream
+from recipe_lib.models import read_preset_config
 from recipe_lib.ops.attention import make_attention_info
 from tests.external.hybrids import (
     CANNOT_PACK,
@@ -124,6 +126,15 @@ def test_levers_compute_the_same(kind: str, lever: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("kind", mark_slow_except(HYBRIDS, QUICK))
 def test_the_check_at_the_start_passes(kind: str) -> None:
     make_hybrid_spec(kind).check_packing(1, compiled=False)
+
+
+# Shipped models of other classes whose small copies have fewer experts than the whole ones.
+PRESETS = ("gemma4/26B", "glm4/flash_30B", "nemotron3/nano_30B", "qwen3_6/35B", "lfm2/8B")
+
+
+@pytest.mark.parametrize("name", mark_slow_except(PRESETS, PRESETS[:1]))
+def test_small_copies_of_shipped_mixtures_pack(name: str) -> None:
+    read_spec(read_preset_config(name), name).check_packing(1, compiled=False)
 
 
 @pytest.mark.parametrize("kind", CANNOT_PACK)
