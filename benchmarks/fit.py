@@ -44,6 +44,9 @@ HYBRIDS = {
     "Gemma-4-26B-A4B": "gemma4/26B",
     "GLM-4.7-Flash": "glm4/flash_30B",
     "Nemotron-3-Nano": "nemotron3/nano_30B",
+    "Granite-4-small": "granite4/small_32B",
+    "Qwen3.6-35B-A3B": "qwen3_6/35B",
+    "Qwen3-Next-80B-A3B": "qwen3_next/80B",
 }
 CONFIGS = MODELS | HYBRIDS
 LARGE = ("32B", "70B", "gpt-oss-20b", "Qwen3-30B-A3B")  # on a page of their own

@@ -97,6 +97,8 @@ class _OpenGraphs:
         if torch._C._current_graph_task_id() < 0:  # torch has no public way to ask for a backward
             self.graphs.clear()  # of a backward that an error ended
             return compute(scan, *tensors)
+        if not any(needs):  # the first layer's, below all that is trained: it has no backward
+            return compute(scan, *tensors)
         output, self.graphs[_locate(tensors)] = begin(scan, needs, *tensors)
         return output
 

@@ -209,3 +209,27 @@ def test_what_an_error_leaves_is_freed_by_the_next_forward(monkeypatch: pytest.M
     assert len(graphs) == 1
     run_scan(wrapped, arguments)
     assert not graphs
+
+
+@pytest.mark.parametrize("kind", SCANS)
+def test_a_scan_below_all_that_is_trained_has_no_backward(kind: str) -> None:
+    original, _ = make_wrapped(kind)
+    arguments = SCANS[kind][2]
+
+    def train_above(scan: Callable[..., Any]) -> torch.Tensor:
+        """Return the gradient of a factor of the scan's output, in a checkpointed layer."""
+        factor = torch.full((), 0.5, requires_grad=True)
+
+        def run_layer(factor: torch.Tensor) -> torch.Tensor:
+            output = scan(**arguments)
+            # The product saves the output, so that the recomputation does not end before that.
+            return (output[0] if isinstance(output, tuple) else output) * factor
+
+        checkpoint(run_layer, factor, use_reentrant=False).square().sum().backward()
+        assert factor.grad is not None
+        return factor.grad
+
+    counted = CountedScan(original)
+    assert torch.equal(train_above(recompute_scan(counted)), train_above(original))
+    assert counted.calls == 2
+    assert not recomputed_scans.open_graphs.graphs
