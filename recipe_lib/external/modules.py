@@ -197,6 +197,8 @@ def build_transformers_module(
     model_config.get_text_config().use_cache = False
     auto_class = _choose_auto_class(model_config, config.get("architectures"))
     model: Any = auto_class.from_config(model_config, attn_implementation=attention, dtype=dtype)
+    if dtype == torch.float64:  # which torch multiplies for no groups of experts
+        model.set_experts_implementation("batched_mm")
     model.tie_weights()
     choose_scans_by_device(model)
     if type(model).forward is nn.Module.forward and hasattr(model, "thinker"):

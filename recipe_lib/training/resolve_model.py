@@ -105,6 +105,12 @@ def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
         quantize = "none" if adapters is None else adapters.quantize_base
         check_tensor(spec, cfg.parallel, quantize)
         check_context(spec, cfg.parallel)
+    elif cfg.dtype == "fp64" and cfg.parallel.tensor > 1 and spec.layout().experts:
+        # Their class multiplies by other calls then than those that a tensor plan follows.
+        raise ConfigError(
+            f"dtype=fp64: tensor-parallel ranks do not divide experts of {spec.family} in it; set"
+            " dtype=fp32 or parallel.tensor=1"
+        )
     if cfg.parallel.pipeline > 1:
         # Raises for fewer layers than stages, and for pipeline_layers_per_stage that do not fit.
         split_layers(spec, cfg)

@@ -1,6 +1,7 @@
 """Run random combinations of settings on 1, 2 and 4 ranks, and compare them with one process.
 
     python -m tests.fuzz [--seed 1000] [--cases 30] [--only SEED] [--keep FOLDER]
+        [--classes]
 
 One process is also compared with training written by hand. Prints a line for each combination; for
 a wrong one what differs, and the command that runs it. Exit code 1 if any is wrong.
@@ -20,7 +21,7 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ |= {"TUNE_PLAN": "off", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 from tests.distributed.ranks import import_compiler  # noqa: E402
-from tests.fuzz.cases import draw_case  # noqa: E402
+from tests.fuzz.cases import CLASSES, MODELS, TEACHER, draw_case  # noqa: E402
 from tests.fuzz.compare import Outcome, try_case, write_models_and_samples  # noqa: E402
 
 
@@ -38,7 +39,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--keep", type=Path, help="where to leave models, rows and what the runs write"
     )
+    parser.add_argument(
+        "--classes", action="store_true", help="hybrids and mixtures of transformers' classes"
+    )
     args = parser.parse_args(argv)
+    models = tuple(CLASSES) if args.classes else MODELS
     if args.only is not None:
         args.seed = args.only
         args.cases = 1
@@ -47,11 +52,11 @@ def main(argv: list[str] | None = None) -> int:
     with nullcontext(args.keep) if args.keep else TemporaryDirectory(prefix="fuzz-") as name:
         folder = Path(name).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        write_models_and_samples(folder)
+        write_models_and_samples(folder, dict.fromkeys((*models, TEACHER), 4))
         print(f"fuzz: seeds from {args.seed} on, {args.cases} cases, in {folder}", flush=True)
         seed = args.seed
         while sum(outcome.verdict != "refused" for outcome in outcomes) < args.cases:
-            outcomes.append(try_case(draw_case(seed), folder))
+            outcomes.append(try_case(draw_case(seed, models), folder))
             show(outcomes[-1])
             seed += 1
             if args.only is not None:  # though it may be refused

@@ -52,6 +52,7 @@ class ByHand:
         self.frozen = {
             name: parameter.detach() for name, parameter in self.model.named_parameters()
         }
+        self.quantized = _list_matrices(self.model)
         if hasattr(cfg, "reward"):  # a new head in place of the model's
             self.frozen.pop("lm_head.weight", None)
             self.frozen["score.weight"] = start["score.weight"].to(self.dtype)
@@ -121,18 +122,14 @@ class ByHand:
         return {name: formula.round_weights() for name, formula in self.formulas.items()}
 
     def _quantize_base(self) -> None:
-        """Round all matrices of the layers as the run quantizes them, adapted or not.
-
-        Routers are not quantized.
-        """
+        """Round all matrices of the layers as the run quantizes them, adapted or not."""
         if self.cfg.lora.quantize_base == "none":
             return
-        for name, value in self.frozen.items():
-            is_router = name.endswith(".mlp.gate.weight")
-            if ".layers." in name and value.dim() >= 2 and not is_router:
-                matrix = value.flatten(0, -2)  # experts `[E, o, i]` are one matrix
-                quantized = fake_quantize_weight(matrix, self.cfg.lora.quantize_base)
-                self.frozen[name] = quantized.view_as(value)
+        for name in self.quantized:
+            value = self.frozen[name]
+            matrix = value.flatten(0, -2)  # experts `[E, o, i]` are one matrix
+            quantized = fake_quantize_weight(matrix, self.cfg.lora.quantize_base)
+            self.frozen[name] = quantized.view_as(value)
 
     def _merge_adapters(self, trained: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights that the model computes with: adapters merged into frozen weights.
@@ -150,8 +147,11 @@ class ByHand:
                 weights[name] = trained[name]
             if suffix != ".weight":
                 continue
-            key = f"{prefix}.weight"
+            # Of a linear `[o, i]`, or of the matrices of experts, `[E, o, i]` or `[E, i, o]`.
+            key = prefix if prefix in self.frozen else f"{prefix}.weight"
             update = trained[f"{prefix}.lora_B.weight"] @ trained[name]
+            if update.shape != self.frozen[key].shape:
+                update = update.mT
             weight = self.frozen[key] + scaling * update
             magnitude = trained.get(f"{prefix}.lora_magnitude_vector")
             if magnitude is not None:  # DoRA
@@ -287,6 +287,32 @@ class ByHand:
         # The square of the temperature keeps gradients of one size (section 2 of the paper).
         distillation = distill.weight * distill.temperature**2 * divergence
         return distillation + (1 - distill.weight) * cross_entropy
+
+
+# Ends of linears that are not quantized: routers, and those whose weight a kernel reads by itself.
+_NOT_QUANTIZED = (
+    ".mlp.gate",
+    ".router.proj",
+    ".router.layer",
+    ".mixer.out_proj",
+    ".mamba.out_proj",
+)
+
+
+def _list_matrices(model: Any) -> list[str]:
+    """List the weights of the layers' linears, of torch's own class, and of their experts."""
+    names = []
+    for prefix, module in model.named_modules():
+        for name, value in module.named_parameters(recurse=False):
+            is_linear = type(module) is torch.nn.Linear and name == "weight"
+            is_expert = value.dim() == 3 and not isinstance(module, torch.nn.Conv1d)
+            if (
+                ".layers." in prefix
+                and (is_linear or is_expert)
+                and not prefix.endswith(_NOT_QUANTIZED)
+            ):
+                names.append(f"{prefix}.{name}")
+    return names
 
 
 def swap_answer(row: Row, answered_row: Row) -> Row:

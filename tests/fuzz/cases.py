@@ -22,11 +22,26 @@ from tests.recipes.runs import DISTILL, DPO, FULL, LORA, REWARD, ROOT
 STEPS = 3  # of each run
 SLOTS = 8  # sequences, pairs or packs of a step, over all ranks
 LEAST = 3  # settings that a combination has drawn at least, of both parts
+RANK = 8  # of adapters
 LENGTH = 64  # max_seq_len: tokens of the longest row
 MIXTURES = ("qwen3moe", "mixtral")  # mixtures of experts: adapters change their attention alone
 # Names of folders that `tests.fuzz.compare` writes: a family, and `_tied` for one whose head is the
 # embedding (Gemma's always is).
 MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2", "gemma3", *MIXTURES)
+# Classes of transformers: hybrids, whose layers carry a state along the sequence, and mixtures. Each
+# with what its adapters may be put on beside the default, all linears of its layers.
+CLASSES = {
+    "qwen3_next": ("q_proj, o_proj", "in_proj_qkvz, experts", "experts", "v_proj, router"),
+    "lfm2_moe": ("q_proj, v_proj", "in_proj, experts", "experts, router"),
+    "nemotron_h": ("q_proj, o_proj", "in_proj, experts", "experts, router"),
+    "granitemoehybrid": ("q_proj, o_proj", "in_proj, experts", "experts"),
+    "falcon_h1": ("q_proj, v_proj", "in_proj, down_proj"),
+    "qwen3_5_text": ("q_proj, v_proj", "in_proj_qkv, down_proj"),
+    "gemma4_text": ("q_proj, o_proj", "experts", "experts, proj"),
+    "glm4_moe_lite": ("kv_b_proj, o_proj", "experts", "experts, router"),
+    "gpt_oss": ("q_proj, v_proj", "experts", "experts, router"),
+    "olmoe": ("q_proj, v_proj", "experts", "experts, router"),
+}
 # A model of its own: one that is distilled from itself would learn nothing. Its head is tied.
 TEACHER = "qwen3_teacher"
 CONFIGS = {  # recipe -> its schema
@@ -99,6 +114,8 @@ class Case:
             words.append("data.template=plain")
         if KEEP_BEST in self.numerics:
             words += [f"validation.source={folder.parent / samples}.jsonl", *_VALIDATION]
+        if self.model in CLASSES:
+            words.append("model.implementation=transformers")
         if self.recipe == DISTILL:
             words.append(f"distill.teacher={folder.parent / TEACHER}")
         words += [
@@ -128,14 +145,15 @@ class Case:
         return f"tune run {ranks}{self.recipe} {' '.join(quoted)}"
 
 
-def draw_case(seed: int) -> Case:
+def draw_case(seed: int, models: Sequence[str] = MODELS) -> Case:
     """Return the combination of a seed: the first drawn one that the config's checks accept.
 
-    Raises AssertionError if none of 1000 is accepted.
+    models: those to draw from: MODELS, or of CLASSES. Raises AssertionError if none of 1000 is
+    accepted.
     """
     chance = random.Random(seed)
     for redrawn in range(1000):
-        case = _draw(chance, seed, redrawn)
+        case = _draw(chance, seed, redrawn, models)
         if case is None:
             continue
         try:
@@ -168,18 +186,23 @@ class _Draw:
         return self.choose(options)
 
 
-def _draw(chance: random.Random, seed: int, redrawn: int) -> Case | None:
+def _draw(
+    chance: random.Random, seed: int, redrawn: int, models: Sequence[str] = MODELS
+) -> Case | None:
     """Draw a combination; return None if it has too few settings or its mesh does not fit.
 
     chance: the generator of the seed, so that every call draws another combination.
     """
     draw = _Draw(chance)
     recipe = draw.choose(_RECIPES)
-    model = draw.choose(MODELS)
+    model = draw.choose(models)
     dtype = draw.choose(["fp64", "fp64", "fp64", "fp32", "fp32", "bf16"])
     ranks = draw.choose([1, 2, 2, 4, 4])
     numerics = [f"dtype={dtype}", *_draw_numerics(draw, recipe, model, dtype)]
-    if model in MIXTURES and "lora.rank=8" not in numerics:  # mixtures run with adapters alone
+    if model in CLASSES and recipe == REWARD:  # its file would need another class to be read
+        return None
+    is_adapted = f"lora.rank={RANK}" in numerics
+    if model in MIXTURES and not is_adapted:  # mixtures run with adapters alone
         return None
     in_backward = draw.choose_or_skip(0.2, [["memory.optimizer_in_backward=true"]])
     if in_backward:
@@ -242,21 +265,25 @@ def _draw_numerics(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str
 
 
 def _draw_adapters(draw: _Draw, model: str, dtype: str) -> list[str]:
-    """Draw overrides of the adapters, rank 8 always among them."""
+    """Draw overrides of the adapters, their rank always among them."""
     is_mixture = model in MIXTURES
-    overrides = ["lora.rank=8"]
+    overrides = [f"lora.rank={RANK}"]
     overrides += draw.choose_or_skip(0.3, [["lora.dora=true"]])
     bases = [["lora.quantize_base=nf4"], ["lora.quantize_base=int8"]]
     overrides += draw.choose_or_skip(0.8 if is_mixture else 0.35, bases)
+    target_sets: Sequence[str]
     if is_mixture:
         target_sets = ["q, v", "q, k, v, o"]
+    elif model in CLASSES:
+        target_sets = CLASSES[model]
     elif model.endswith("tied") or model.startswith("gemma"):  # whose head is the embedding
         target_sets = ["q, v, down"]
     else:
         target_sets = ["q, v, down", "o, head"]
     targets = draw.choose(target_sets)
     overrides += draw.choose_or_skip(
-        1 if is_mixture else 0.3, [[f"lora.target_modules=[{targets}]"]]
+        1 if is_mixture else 0.7 if model in CLASSES else 0.3,
+        [[f"lora.target_modules=[{targets}]"]],
     )
     overrides += draw.choose_or_skip(0.2, [["lora.rslora=true"]])
     if dtype == "bf16":
