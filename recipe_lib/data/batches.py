@@ -116,7 +116,8 @@ def make_step(
 
     slots: those of the step, in order, from `DataPlan.list_slots`. Micro-batch m of rank r takes
     `batch_size` slots from (m * data_ranks + r) * batch_size on, so that the items of a step do not
-    depend on how they are divided. Ranks do not communicate.
+    depend on how they are divided. Ranks do not communicate. Without packs the longest come first:
+    rows of a micro-batch are about as long, those of all ranks too, and little is padded.
 
     data_rank, data_ranks: this rank of data parallelism, and how many there are. batch_size: slots
     of a micro-batch. accumulation: micro-batches of a rank. pad_id: token of the padding; None: 0.
@@ -135,9 +136,12 @@ def make_step(
             f"{len(slots)} slots for {data_ranks} ranks x {accumulation} micro-batches x"
             f" {batch_size}"
         )
+    ordered_slots = [np.atleast_1d(slot) for slot in slots]
+    if pack_length is None:
+        ordered_slots.sort(key=lambda items: -dataset.item_lengths[items].sum())
     return _StepBuilder(
         dataset=dataset,
-        slots=[np.atleast_1d(slot) for slot in slots],
+        slots=ordered_slots,
         batch_size=batch_size,
         pad_id=pad_id or 0,
         multiple=multiple,

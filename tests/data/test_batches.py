@@ -71,8 +71,15 @@ def test_a_step_has_the_same_rows_however_it_is_divided(dataset, ranks, accumula
     assert steps[0].padded_tokens == sum(b.tokens.numel() for s in steps for b in s.micro_batches)
 
 
+def sort_by_length(dataset, slots):
+    """Return the slots of a step, the longest first; equal ones in the order of the step."""
+    slots = [np.atleast_1d(slot) for slot in slots]
+    return sorted(slots, key=lambda slot: dataset.item_lengths[slot].sum(), reverse=True)
+
+
 def test_micro_batch_m_of_rank_r_takes_the_agreed_rows(dataset):
     rows = list_global_rows(len(dataset), seed=3, epoch=0, step=0, rows_per_step=12, shuffle=True)
+    ordered = np.concatenate(sort_by_length(dataset, rows))
     for rank in range(2):
         step = make_step(
             dataset,
@@ -84,7 +91,7 @@ def test_micro_batch_m_of_rank_r_takes_the_agreed_rows(dataset):
             pad_id=PAD,
         )
         for number, batch in enumerate(step.micro_batches):
-            own = rows[(number * 2 + rank) * 3 :][:3]
+            own = ordered[(number * 2 + rank) * 3 :][:3]
             assert [
                 t[: len(dataset[int(i)].tokens)]
                 for t, i in zip(batch.tokens.tolist(), own, strict=True)
@@ -99,11 +106,26 @@ def test_padding_is_on_the_right_and_has_no_labels(dataset):
     assert batch.tokens.dtype == batch.labels.dtype == torch.int64
     assert batch.positions is None and batch.attention.documents is None
     assert batch.tokens.shape == batch.labels.shape == (4, max(dataset.lengths[:4]))
-    for at, length in enumerate(dataset.lengths[:4]):
+    for at, (row,) in enumerate(sort_by_length(dataset, rows)):
+        length = dataset.lengths[row]
         assert (batch.tokens[at, length:] == PAD).all() and (
             batch.labels[at, length:] == -100
         ).all()
-        assert (batch.tokens[at, :length] == torch.from_numpy(dataset[at].tokens.copy())).all()
+        assert (batch.tokens[at, :length] == torch.from_numpy(dataset[row].tokens.copy())).all()
+
+
+def test_rows_of_a_micro_batch_are_about_as_long(dataset):
+    rows = list_global_rows(len(dataset), seed=3, epoch=0, step=0, rows_per_step=24, shuffle=True)
+    steps = [
+        make_step(dataset, slots=rows, data_rank=rank, data_ranks=2, batch_size=3, accumulation=4)
+        for rank in range(2)
+    ]
+    widths = [step.micro_batches[number].tokens.shape[1] for number in range(4) for step in steps]
+    assert widths == sorted(widths, reverse=True)
+    lengths = np.sort(dataset.lengths[np.concatenate([np.atleast_1d(row) for row in rows])])
+    assert [step.padded_tokens for step in steps] == [3 * lengths[2::3].sum()] * 2
+    in_order = dataset.lengths[rows].reshape(8, 3).max(axis=1).sum() * 3
+    assert steps[0].padded_tokens < 0.8 * in_order
 
 
 def test_a_token_that_is_the_pad_id_is_trained(dataset):
@@ -378,7 +400,8 @@ def test_pairs_stay_together_and_their_tokens_know_their_row(packing):
             assert made.num_items == sum(map(len, slots))
             (batch,) = made.micro_batches
             assert batch.tokens.shape[0] == (2 if packing else 4)
-            own = np.concatenate(slots[2 * rank : 2 * rank + 2])
+            ordered = slots if packing else sort_by_length(pairs, slots)
+            own = np.concatenate(ordered[2 * rank : 2 * rank + 2])
             assert batch.num_sequences == 2 * len(own)
             for segment in range(batch.num_sequences):
                 row = pairs[2 * int(own[segment // 2]) + segment % 2]
