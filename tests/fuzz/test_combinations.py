@@ -1,4 +1,4 @@
-"""Six of the random combinations that `make fuzz` runs, and what is drawn at all."""
+"""Ten of the random combinations that `make fuzz` runs, and what is drawn at all."""
 
 import random
 from dataclasses import replace
@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from tests.fuzz import cases, compare
-from tests.fuzz.cases import FULL, LEAST, TEACHER, Case, draw_case
+from tests.fuzz.cases import CLASSES, FULL, LEAST, TEACHER, Case, draw_case
 from tests.recipes.levers import LEVERS
 
 SEEDS = (4, 10, 16, 20, 77, 2161)
+# Of hybrids and mixtures: experts and routers adapted over streamed NF4; packs of short convolutions
+# in a pipeline, and of gated delta nets in fp64; Gemma's adapters on four ranks.
+CLASS_SEEDS = (7, 18, 26, 36)
 # Keys of the levers' table that are not drawn, each with why.
 NOT_DRAWN = {
     "compile": "takes seconds; test_levers",
@@ -43,6 +46,22 @@ def test_a_random_combination_is_equal_to_one_process_and_to_training_by_hand(
 ) -> None:
     outcome = compare.try_case(draw_case(seed), folder)
     assert outcome.verdict == "equal", "\n".join([str(outcome.case), *outcome.said])
+
+
+@pytest.fixture(scope="module")
+def class_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("classes")
+    models = {draw_case(seed, tuple(CLASSES)).model for seed in CLASS_SEEDS}
+    compare.write_models_and_samples(found, dict.fromkeys((*sorted(models), TEACHER), 2))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", CLASS_SEEDS)
+def test_a_random_combination_of_a_class_is_equal_too(class_folder: Path, seed: int) -> None:
+    outcome = compare.try_case(draw_case(seed, tuple(CLASSES)), class_folder)
+    assert outcome.verdict == "equal", "\n".join([str(outcome.case), *outcome.said])
+    assert outcome.far["ranks"] and (outcome.case.dtype == "bf16" or outcome.far["by hand"])
 
 
 def test_the_six_are_of_all_kinds() -> None:
