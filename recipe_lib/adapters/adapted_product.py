@@ -6,7 +6,7 @@ in forward and in backward. As nodes of their own each would write a tensor of t
 would read both: with matrices of 16 channels that is most of what an adapter costs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from recipe_lib.ops.fused_kernels import call_with_gradient
+from recipe_lib.ops.fused_kernels import call_with_gradient, register_shaped_work
 from recipe_lib.ops.kept_tensors import has_others_function, is_keeping_results
 from recipe_lib.ops.mlp import linear_in_dtype
 
@@ -57,19 +57,29 @@ def multiply_adapted(
     lora_a: A `[r, in]`. lora_b: B `[out, r]`. All of one dtype; see `can_add_in_place`. Hidden and
     `[..., r]` are saved for backward.
     """
-    with torch.no_grad():
-        narrow = F.linear(hidden, lora_a).mul_(scaling)
+    narrow = _narrow(hidden, lora_a, scaling)
     return call_with_gradient(
         partial(_multiply, frozen.multiply),
         *(hidden, lora_a, lora_b, narrow, *frozen.arguments),
         # Not `frozen` itself: its tensors are saved, so that hooks see them, and not held.
-        differentiate=partial(
-            _differentiate, frozen.differentiate, scaling, trains_hidden=hidden.requires_grad
-        ),
+        differentiate=partial(_differentiate, frozen.differentiate, scaling, hidden.requires_grad),
         kept=range(4 + len(frozen.arguments)),
     )
 
 
+@register_shaped_work()
+@torch.no_grad()
+def _narrow(hidden: Tensor, lora_a: Tensor, scaling: float) -> Tensor:
+    """Return `[..., r]`: `scaling * hidden A^T`."""
+    return F.linear(hidden, lora_a).mul_(scaling)
+
+
+def _decide(function: Callable[..., Any], *arguments: Any) -> Sequence[Any]:
+    """Return what decides the operators of a product: its function by name, and all arguments."""
+    return (f"{function.__module__}.{function.__qualname__}", *arguments)
+
+
+@register_shaped_work(_decide)
 def _multiply(
     multiply: Callable[..., Tensor],
     hidden: Tensor,
@@ -83,16 +93,17 @@ def _multiply(
     return product
 
 
+@register_shaped_work(_decide)
 def _differentiate(
     differentiate: Callable[..., Tensor],
     scaling: float,
+    trains_hidden: bool,
     out_grad: Tensor,
     hidden: Tensor,
     lora_a: Tensor,
     lora_b: Tensor,
     narrow: Tensor,
     *arguments: Any,
-    trains_hidden: bool,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of hidden, A and B."""
     out_rows = out_grad.reshape(-1, out_grad.shape[-1])

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import has_torch_function
 
-from recipe_lib.adapters import nf4
 from recipe_lib.adapters.adapted_product import (
     FrozenProduct,
     add_scaled,
@@ -31,11 +30,11 @@ from recipe_lib.adapters.quantized import (
     count_rows,
     dequantize,
     differentiate_quantized,
-    make_frozen_parameter,
     multiply_quantized,
 )
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.mixture import ExpertLinear, Router
+from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.fused_kernels import make_opaque_node
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 from recipe_lib.ops.kept_tensors import drop_out, note_cheap, run_cheap
@@ -371,9 +370,6 @@ class QuantizedExperts(QuantizedLinear):
     of all experts together.
     """
 
-    # (rank, size) of the tensor-parallel group, see `take_part_of_runs`; None: not divided
-    cut: tuple[int, int] | None = None
-
     def __init__(self, base: ExpertLinear, kind: str) -> None:
         """Take the place of `base`, on the meta device, and take over its bias.
 
@@ -390,48 +386,8 @@ class QuantizedExperts(QuantizedLinear):
         self.num_experts = base.num_experts
         self.expert_rows = base.out_features  # rows of one expert
         self.transposed = base.transposed  # in files; rows and columns here are those of `[o, i]`
+        self.output_dim = 2 if base.transposed else 1
         self.bias = base.bias
-
-    def take_part_of_runs(self, runs: int, rank: int, size: int) -> None:
-        """Compute with part `rank` of `size` of each run of consecutive rows from now on.
-
-        runs: how many equal runs the rows of all experts are cut into. For a tensor-parallel group,
-        on the meta device, of NF4, whose blocks have 64 elements each. Codes and scales become
-        `[runs, blocks, 32]` and `[runs, blocks]`: the caller shards their second dimension.
-        """
-        assert self.weight_scales is not None
-        self.cut = (rank, size)
-        device = self.weight_codes.device
-        shape = (runs, self.out_features * self.in_features // nf4.BLOCK // runs)
-        self.weight_codes = make_frozen_parameter(
-            (*shape, nf4.BLOCK // 2), self.weight_codes.dtype, device
-        )
-        self.weight_scales = make_frozen_parameter(shape, self.weight_scales.dtype, device)
-
-    def _get_block_place(self) -> list[int]:
-        if self.cut is None:
-            return super()._get_block_place()
-        rank, size = self.cut
-        _, stride, _ = self.weight_codes.shape
-        blocks = self.out_features * self.in_features // nf4.BLOCK
-        return [rank * (stride // size), stride // size, stride, blocks]
-
-    def _read_blocks(
-        self, read_rows: Callable[[int, int, slice], Tensor], start: int, stop: int
-    ) -> Tensor:
-        """Return the elements of this rank's part of runs `start` to `stop` (exclusive), flat."""
-        if self.cut is None:
-            return super()._read_blocks(read_rows, start, stop)
-        rank, size = self.cut
-        height = self.out_features // self.weight_codes.shape[0]  # rows of a run
-        first = rank * height // size
-        last = (rank + 1) * height // size
-        all_columns = slice(0, self.in_features)
-        runs = [
-            read_rows(run * height + first, run * height + last, all_columns).flatten()
-            for run in range(start, stop)
-        ]
-        return torch.cat(runs)
 
     def forward(  # type: ignore[override]  # ExpertLinear's signature
         self, rows: Tensor, groups: Groups, *, of_tokens: bool = False
@@ -572,31 +528,11 @@ class AdaptedExpertModule(AdaptedModule):
         rows: sorted by expert, `[m, i]`; with of_tokens the tokens `[n, i]`, from which they are
         gathered. groups: the expert and token of each row.
         """
-        plain = super().forward(rows, groups, of_tokens=of_tokens)
-        return self.add_update(
-            plain,
-            rows=rows,
-            groups=groups,
-            of_tokens=of_tokens,
-            lora_a=self.lora_A.weight,
-            lora_b=self.lora_B.weight,
-        )
-
-    def add_update(
-        self,
-        plain: Tensor,
-        rows: Tensor,
-        groups: Groups,
-        of_tokens: bool,
-        lora_a: Tensor,
-        lora_b: Tensor,
-    ) -> Tensor:
-        """Return `plain`, the frozen part's output `[m, o]`, plus the adapter's with these A and B.
-
-        rows, groups, of_tokens: see `forward`.
-        """
+        plain: Tensor = super().forward(rows, groups, of_tokens=of_tokens)
         if self.is_off:
             return plain
+        lora_a = get_local(self.lora_A.weight)
+        lora_b = get_local(self.lora_B.weight)
         narrow = grouped_linear(rows, lora_a, groups, of_tokens=of_tokens) * self.settings.scaling
         return (plain + grouped_linear(narrow, lora_b, groups)).to(plain.dtype)
 

@@ -88,7 +88,9 @@ def _list_shapes_to_fill(linear: "QuantizedLinear", *_: Any) -> list[Any]:
     parameters = (linear.weight_codes, linear.weight_scales, linear.weight_factors)
     parts = [locate_local_part(parameter) for parameter in parameters if parameter is not None]
     sizes = (linear.in_features, linear.out_features, linear.rows, linear.columns, linear.dtype)
-    return [*sizes, *((part.shape, first) for part, first in parts)]
+    # Codes in host memory are copied there, for which the host waits.
+    devices = (linear.get_working_device(), parts[0][0].device)
+    return [*sizes, *devices, *((part.shape, first) for part, first in parts)]
 
 
 class QuantizedLinear(nn.Module):
@@ -99,6 +101,10 @@ class QuantizedLinear(nn.Module):
     """
 
     bias: nn.Parameter | None
+    num_experts: int = 1  # matrices that are one above the other
+    output_dim: int = 0  # dimension of the weight that has output channels, in files
+    # (rank, size) of the tensor-parallel group, see `take_part_of_runs`; None: not divided so
+    cut: tuple[int, int] | None = None
 
     def __init__(self, base: nn.Linear, kind: str) -> None:
         """Take the place of the linear `base`, on the meta device, and take over its bias.
@@ -148,6 +154,21 @@ class QuantizedLinear(nn.Module):
             blocks = (self.out_features, self.in_features // nf4.BLOCK)
             self.weight_codes = make_frozen_parameter((*blocks, nf4.BLOCK // 2), _BITS, device)
             self.weight_scales = make_frozen_parameter(blocks, _BITS, device)
+
+    def take_part_of_runs(self, runs: int, rank: int, size: int) -> None:
+        """Compute with part `rank` of `size` of each run of consecutive rows from now on.
+
+        runs: how many equal runs all rows are cut into. For a tensor-parallel group, on the meta
+        device. Codes and scales of NF4 become `[runs, blocks, 32]` and `[runs, blocks]`, codes and
+        factors of int8 `[runs, rows, i]` and `[runs, rows]`: the caller shards their second
+        dimension.
+        """
+        self.cut = (rank, size)
+        names = ("codes", "factors" if self.weight_scales is None else "scales")
+        for name in (f"weight_{kind}" for kind in names):
+            whole = self.get_parameter(name)
+            shape = (runs, whole.shape[0] // runs, *whole.shape[1:])
+            setattr(self, name, make_frozen_parameter(shape, whole.dtype, whole.device))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return `[..., out]` of hidden `[..., in]`, in hidden's dtype."""
@@ -211,9 +232,14 @@ class QuantizedLinear(nn.Module):
         top, bottom = self.rows
         first, last = self.columns
         shape = (bottom - top, last - first)
-        if self.kind != "nf4" or shape == (self.out_features, self.in_features):
+        is_whole = self.cut is None and shape == (self.out_features, self.in_features)
+        if self.kind != "nf4" or is_whole:
             return []
         blocks = self.out_features * self.in_features // nf4.BLOCK
+        if self.cut is not None:
+            rank, size = self.cut
+            _, stride, _ = self.weight_codes.shape
+            return [rank * (stride // size), stride // size, stride, blocks]
         begin = (top * self.in_features + first) // nf4.BLOCK
         if last - first == self.in_features:
             return [begin, blocks, blocks, blocks]
@@ -288,9 +314,20 @@ class QuantizedLinear(nn.Module):
     ) -> Tensor:
         """Return the elements of blocks `start` to `stop` (exclusive), flat.
 
-        Where columns are cut, start and stop are rows, of which this part's columns are returned.
+        Where columns are cut, and in int8, start and stop are rows, of which this part's columns
+        are returned. Where runs are cut, they are runs, of which its rows are.
         """
-        if self.weight_codes.dim() == 3:
+        if self.cut is not None:
+            rank, size = self.cut
+            height = self.out_features // self.weight_codes.shape[0]  # rows of a run
+            first = rank * height // size
+            last = (rank + 1) * height // size
+            runs = [
+                read_rows(run * height + first, run * height + last, slice(None)).flatten()
+                for run in range(start, stop)
+            ]
+            return torch.cat(runs)
+        if self.weight_scales is None or self.weight_codes.dim() == 3:
             return read_rows(start, stop, slice(*self.columns)).flatten()
         # Blocks need not begin and end with a row.
         width = self.in_features
@@ -299,20 +336,20 @@ class QuantizedLinear(nn.Module):
         return rows[start * nf4.BLOCK - top * width : stop * nf4.BLOCK - top * width]
 
     def _fill_int8(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
-        codes, (begin, _) = locate_local_part(self.weight_codes)
+        codes, (begin, *_) = locate_local_part(self.weight_codes)
         factors, _ = locate_local_part(self.weight_factors)
         device = self.get_working_device()
-        pieces = cut_rows(len(codes), codes.shape[1], _PIECE_ELEMENTS)
-        largest = torch.zeros(len(codes), device=device)
+        pieces = cut_rows(len(codes), codes.shape[1:].numel(), _PIECE_ELEMENTS)
+        largest = torch.zeros(codes.shape[:-1], device=device)
 
         # Rows count from 0 in this rank's part.
         def read(start: int, stop: int) -> Tensor:
-            columns = slice(*self.columns)
-            return read_rows(begin + start, begin + stop, columns).to(device, self.dtype).float()
+            values = self._read_blocks(read_rows, begin + start, begin + stop)
+            return values.to(device, self.dtype).float().view(codes[start:stop].shape)
 
         def quantize(start: int, stop: int, values: Tensor) -> None:
             factor = largest[start:stop] / 127
-            steps = values / factor.masked_fill(factor == 0, 1).unsqueeze(1)
+            steps = values / factor.masked_fill(factor == 0, 1).unsqueeze(-1)
             codes[start:stop].copy_(steps.round_().clamp_(-127, 127).to(torch.int8).view(_BITS))
             factors[start:stop].copy_(factor)
 
@@ -321,7 +358,7 @@ class QuantizedLinear(nn.Module):
         is_cut = self.columns != (0, self.in_features)
         for start, stop in pieces:
             values = read(start, stop)
-            largest[start:stop] = values.abs().amax(dim=1)
+            largest[start:stop] = values.abs().amax(dim=-1)
             if not is_cut:
                 quantize(start, stop, values)
         if is_cut:
@@ -382,7 +419,8 @@ def dequantize(
     the weight the part has, see `nf4.compute_block_numbers`; empty: all. stop: None: to the end.
     """
     if scales is None:
-        return dequantize_rows(codes[start:stop].view(torch.int8), factors[start:stop], dtype)
+        rows = codes.flatten(0, -2)[start:stop].view(torch.int8)
+        return dequantize_rows(rows, factors.flatten()[start:stop], dtype)
     first = start * columns
     last = len(codes) * nf4.BLOCK if stop is None else stop * columns
     # Blocks need not begin and end with a row.

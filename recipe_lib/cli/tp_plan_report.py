@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.external.proven_plan import certify, find_plan_difference
+from recipe_lib.external.certificate import certify, find_plan_difference
 from recipe_lib.external.tensor_plan import transformers_models
 from recipe_lib.external.tensor_plan.sharding_plan import (
     BYTES,

@@ -9,6 +9,6 @@ Read in this order:
    checkpoint_layout.py: which tensors of files its parameters are made of.
 2. build.py: how an object of the class becomes a model with our call signature.
 3. tensor_plan/infer.py: from a traced forward (forward_trace.py) to a plan (sharding_plan.py).
-4. proven_plan.py: the plan of a model, and the proof that ranks run it right.
+4. proven_plan.py: the plan of a model; certificate.py: the proof that ranks run it right.
 5. plan_executor.py: the class' forward as one rank runs it, with the plan's exchanges.
 """

@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from recipe_lib.errors import ConfigError, SetupError
+from recipe_lib.external.certificate import certify, find_plan_difference
 from recipe_lib.external.inspection import find_embedding_and_head
 from recipe_lib.external.plan_executor import build_rank_forward, build_ranks
-from recipe_lib.external.proven_plan import certify, find_plan_difference
 from recipe_lib.external.tensor_parallel import (
     compute_loss_or_logits,
     exclude_head_exchanges,

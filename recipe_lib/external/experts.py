@@ -8,18 +8,19 @@ transformers' marks and their shapes, and proven on small copies of its modules.
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recipe_lib.adapters.layers import AdapterSettings, adapt
 from recipe_lib.models.language_model import list_layer_names, mix_in
 from recipe_lib.models.mixture import ExpertLinear, compute_scored_bias, gather_row_biases
 from recipe_lib.models.spec import ExpertsLayout
-from recipe_lib.ops.kept_tensors import run_cheap
+from recipe_lib.ops.kept_tensors import has_others_function, run_cheap
 from recipe_lib.ops.mlp import Groups, group_tokens, order_by_expert, sum_choices
 
 _TOKENS = 24  # of the forwards that are compared
@@ -41,32 +42,33 @@ class GroupedExperts(nn.Module):
         outer_linear = getattr(self, self.layout.outer)
         if chosen is None or scores is None:
             groups = _share_rows(hidden, inner_linear.num_experts)
-            product = run_cheap(self._multiply_inner, inner_linear(hidden, groups), None)
-            result: Tensor = outer_linear(product, groups)
-            return result
+            inner = _run_as_one(_multiply, hidden, inner_linear, groups, False, False)
+            product = run_cheap(self._multiply_inner, inner, None)
+            return _run_as_one(_multiply, product, outer_linear, groups, False, False)
         groups = group_tokens(chosen, inner_linear.num_experts)
-        inner = inner_linear(hidden, groups, of_tokens=True)
+        inner = _run_as_one(_multiply, hidden, inner_linear, groups, True, False)
         inner_bias = getattr(self, f"{self.layout.inner}_bias", None)
         if inner_bias is not None:
-            inner = inner + gather_row_biases(inner_bias, groups)
-        row_scores = order_by_expert(scores, groups)
+            inner = _run_as_one(_add_biases, inner, inner_bias, groups)
+        row_scores = _run_as_one(order_by_expert, scores, groups)
         norm = getattr(self, "post_expert_norm", None)
         # Before the second product, as in our own mixtures, unless a norm would undo it.
         product = run_cheap(self._multiply_inner, inner, row_scores if norm is None else None)
         del inner  # [m, 2f]: freed before the second product, where backward does not need it
-        rows = outer_linear(product, groups)
+        # Summed before ranks add up their parts of it, unless a norm is in between.
+        result = _run_as_one(_multiply, product, outer_linear, groups, False, norm is None)
         if norm is not None:
-            rows = (norm(rows) * row_scores.unsqueeze(1)).to(hidden.dtype)
-        summed = sum_choices(rows, groups)
+            rows = (norm(result) * row_scores.unsqueeze(1)).to(hidden.dtype)
+            result = _run_as_one(sum_choices, rows, groups)
         outer_bias = getattr(self, f"{self.layout.outer}_bias", None)
         if outer_bias is None:
-            return summed
-        return summed + compute_scored_bias(outer_bias, scores, chosen)
+            return result
+        return result + compute_scored_bias(outer_bias, scores, chosen)
 
     def _multiply_inner(self, inner: Tensor, scores: Tensor | None) -> Tensor:
         """Return the activated channels `[m, f]` of inner ones `[m, f]` or, gated, `[m, 2f]`."""
         module: Any = self
-        if inner.shape[1] == getattr(self, self.layout.outer).in_features:
+        if not self.layout.gated:
             product = module.act_fn(inner)
         elif hasattr(self, "_apply_gate"):
             product = module._apply_gate(inner)
@@ -74,6 +76,35 @@ class GroupedExperts(nn.Module):
             gate, up = inner.chunk(2, dim=-1)
             product = module.act_fn(gate) * up
         return product if scores is None else (product * scores.unsqueeze(1)).to(inner.dtype)
+
+
+def _run_as_one(function: Callable[..., Tensor], hidden: Tensor, *args: Any) -> Tensor:
+    """Return `function(hidden, *args)`, as one call for a mode that numbers the calls of a forward.
+
+    So a tensor-parallel plan, which is made of experts in 16 bits, is one for all their kinds.
+    args: parameters and modules first, whose parameters the mode is shown.
+    """
+    if torch.compiler.is_dynamo_compiling() or not has_others_function(hidden):
+        return function(hidden, *args)
+    module = args[0]
+    shown = module.parameters() if isinstance(module, nn.Module) else ()
+    result: Tensor = handle_torch_function(function, (hidden,), hidden, *args, *shown)
+    return result
+
+
+def _multiply(
+    hidden: Tensor, linear: nn.Module, groups: Groups, of_tokens: bool, summed: bool, *_: Any
+) -> Tensor:
+    """Return the products `[m, o]` of rows `[m, i]`, or with `of_tokens` of tokens `[n, i]`.
+
+    summed: return their sums over each token's choices, `[n, o]`. _: the linear's parameters.
+    """
+    rows: Tensor = linear(hidden, groups, of_tokens=of_tokens)
+    return sum_choices(rows, groups) if summed else rows
+
+
+def _add_biases(inner: Tensor, bias: Tensor, groups: Groups) -> Tensor:
+    return inner + gather_row_biases(bias, groups)
 
 
 def _share_rows(rows: Tensor, num_experts: int) -> Groups:
@@ -128,6 +159,7 @@ def _read_layout(module: nn.Module) -> ExpertsLayout | None:
         inner=inner,
         outer=outer,
         transposed=is_transposed,
+        gated=inner_matrix.numel() != outer_matrix.numel(),
         takes_rows=len(arguments) == 2,
         is_unmarked=is_transposed and mark is None,
     )
@@ -218,11 +250,13 @@ def replace_matrices(
     module.layout = layout  # type: ignore[assignment]  # a dataclass, which is no module
 
 
-def replace_experts(model: Any, adapter: AdapterSettings | None, quantize: str) -> None:
+def replace_experts(
+    model: Any, adapter: AdapterSettings | None, quantize: str, always: bool = False
+) -> None:
     """Quantize the experts of a meta model, and put adapters on them, in place.
 
     adapter: None: no adapters. quantize: `none`, `nf4` or `int8`. Experts of which nothing changes
-    keep their class' forward.
+    keep their class' forward, unless `always`.
     """
     other_parts = tuple(f"{part}." for part in model.other_parts)
     for name, layout in model.spec.layout().experts.items():
@@ -231,7 +265,7 @@ def replace_experts(model: Any, adapter: AdapterSettings | None, quantize: str) 
         module = model.get_submodule(name)
         linears = _make_linears(module, layout)
         changed = {child: adapt(linear, adapter, quantize) for child, linear in linears.items()}
-        if changed == linears:
+        if changed == linears and not always:
             continue
         replace_matrices(module, layout, changed)
         names = {f"{name}.{child}.weight": f"{name}.{child}" for child in changed}

@@ -20,7 +20,7 @@ from recipe_lib.adapters.lora import build_adapter_settings
 from recipe_lib.config.scan_packages import describe_scans
 from recipe_lib.config.schema import ROUTER, LoraConfig, ParallelConfig
 from recipe_lib.data import check_packing_isolation
-from recipe_lib.errors import CheckpointError, ConfigError, SetupError
+from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.external import stage_parts
 from recipe_lib.external.build import ExternalModel
 from recipe_lib.external.checkpoint_layout import (
@@ -32,7 +32,6 @@ from recipe_lib.external.checkpoint_layout import (
 from recipe_lib.external.document_batches import carries_state
 from recipe_lib.external.inspection import (
     TRANSFORMERS,
-    AdaptedClassRouter,
     add_adapters,
     build_transformers_config,
     find_embedding_and_head,
@@ -211,15 +210,8 @@ class ModuleSpec(ExternalSpec):
         """Shard a meta model over tensor-parallel ranks, in place, by a plan that is proven first.
 
         Returns name of a parameter -> "sharded", "full" or "partial": what its gradient on a rank
-        is. Raises ConfigError for experts that are quantized or adapted, and adapted routers.
+        is. Raises ConfigError and SetupError, see `infer_proven_plan` and `shard_module`.
         """
-        has_routers = any(isinstance(module, AdaptedClassRouter) for module in model.modules())
-        if model.tensor_names or has_routers:
-            raise ConfigError(
-                f"parallel.tensor: found {parallel.tensor} for experts of {self.family} that are"
-                " quantized, or experts or routers with adapters, which ranks do not divide; set"
-                " parallel.tensor=1"
-            )
         return shard_module(
             model, plan=infer_proven_plan(model, parallel, world), parallel=parallel, world=world
         )
@@ -302,8 +294,8 @@ class ModuleSpec(ExternalSpec):
     def find_stage_parts(self) -> StageParts:
         return stage_parts.find_parts(self)
 
-    def record_routers(self, model: Any, tensor_ranks: int) -> Routers:
-        return record_routers(model, tensor_ranks)
+    def record_routers(self, model: Any) -> Routers:
+        return record_routers(model)
 
 
 @lru_cache(maxsize=4)

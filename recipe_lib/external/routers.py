@@ -51,6 +51,8 @@ class _Reading:
 class _RecordedRouter(ChoiceCounter):
     """A router's forward that records what it returns."""
 
+    shares_tokens = False
+
     def __init__(self, forward: Callable[..., Any], reading: _Reading) -> None:
         self.forward = forward  # the class' own
         self.reading = reading
@@ -87,16 +89,12 @@ def note_real_tokens(attention: AttentionInfo | None) -> Iterator[None]:
         yield
 
 
-def record_routers(model: Any, tensor_ranks: int) -> Routers:
+def record_routers(model: Any) -> Routers:
     """Let the routers of a model record their choices, in place: `ExternalSpec.record_routers`."""
-    indices = _list_routers(model)
+    indices = list_routers(model)
     if not indices:
         return Routers()
     spec = model.spec
-    if tensor_ranks > 1:
-        raise _make_refusal(
-            spec, "tensor-parallel ranks do not count its choices", "set parallel.tensor=1, or"
-        )
     readings, convention = _read_small_routers(spec)
     sizes = {}
     counters = {}
@@ -113,9 +111,9 @@ def record_routers(model: Any, tensor_ranks: int) -> Routers:
     return Routers(sizes, counters, convention)
 
 
-def _make_refusal(spec: "ModuleSpec", reason: str, remedy: str = "set") -> ConfigError:
+def _make_refusal(spec: "ModuleSpec", reason: str) -> ConfigError:
     return ConfigError(
-        f"router_aux_loss_coef: {spec.architecture} has no balance loss here: {reason}; {remedy}"
+        f"router_aux_loss_coef: {spec.architecture} has no balance loss here: {reason}; set"
         " router_aux_loss_coef=0"
     )
 
@@ -123,7 +121,7 @@ def _make_refusal(spec: "ModuleSpec", reason: str, remedy: str = "set") -> Confi
 def find_router_weights(model: Any) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the parameter `weight`, of the routers that have one."""
     weights = {
-        name: model.get_submodule(name)._parameters.get("weight") for name in _list_routers(model)
+        name: model.get_submodule(name)._parameters.get("weight") for name in list_routers(model)
     }
     return {
         name: tuple(weight.shape)
@@ -149,7 +147,7 @@ class _FrozenRouterError(ConfigError):
     pass
 
 
-def _list_routers(model: Any) -> dict[str, int]:
+def list_routers(model: Any) -> dict[str, int]:
     """Return name of a module in the layers -> index of the router's logits in what it returns."""
     recorders: list[Any] = []
     for module in model.modules():
@@ -210,7 +208,7 @@ def _read_forward(spec: "ModuleSpec", small: "ModuleSpec") -> tuple[dict[type, _
     allocate(model, torch.device("cpu"))
     randomize(model)
     model.eval()
-    indices = _list_routers(model)
+    indices = list_routers(model)
     returned: dict[str, Any] = {}
 
     def note(name: str, module: nn.Module, args: Any, outputs: Any) -> None:

@@ -82,6 +82,10 @@ def shard_module(
     # Magnitudes are cut as B's rows, which may be those of several matrices fused into one.
     b_names = {name: f"{name.removesuffix(_MAGNITUDE)}lora_B.weight" for name in extra_placements}
     runs |= {name: runs[b_names[name]] for name in extra_placements if name.endswith(_MAGNITUDE)}
+    # Under the names of the class, too, which the files' tensors have.
+    runs |= {
+        model.tensor_names[name]: run for name, run in runs.items() if name in model.tensor_names
+    }
     model.runs = {name: run for name, run in runs.items() if run is not None}
     if head is not None:
         head.forward = partial(compute_loss_or_logits, head, group, vocab_size)
@@ -110,7 +114,7 @@ def _assign_quantized_parts(
     """Give quantized linears the part of their weight that this rank computes with, in place.
 
     Returns the placements of their codes, factors and scales by name. Raises ConfigError where a
-    part would not be whole quantization blocks, or would be several ranges of rows.
+    part would not be whole quantization blocks.
     """
     placements: dict[str, Placement] = {}
     quantized = {
@@ -120,37 +124,34 @@ def _assign_quantized_parts(
     }
     for name, module in quantized.items():
         weight = plan.parameter(f"{name}.weight")
-        is_row_parallel = weight.dim == 1  # each rank has a part of the columns
+        is_row_parallel = weight.dim != module.output_dim  # each rank has a part of the columns
         codes: Placement = Replicate()
         factors: Placement = Replicate()
         if weight.dim >= 0:
-            is_one_matrix = len(weight.segments) == 1
-            if not is_one_matrix or not can_cut(
+            if not can_cut(
                 in_features=module.in_features,
-                out_features=module.out_features,
+                out_features=weight.segments[0],
                 kind=module.kind,
                 parts=group.size,
                 by_columns=is_row_parallel,
             ):
-                reason = (
-                    "has no whole blocks of 64 numbers for each rank"
-                    if is_one_matrix
-                    else "holds several matrices"
-                )
                 raise ConfigError(
                     f"parallel.tensor={group.size}: lora.quantize_base={module.kind} keeps {name}"
-                    f" in blocks, and it {reason}; set lora.quantize_base=none,"
-                    f" {'int8, ' if is_one_matrix else ''}or parallel.tensor=1"
+                    " in blocks, and it has no whole blocks of 64 numbers for each rank; set"
+                    " lora.quantize_base=none, int8, or parallel.tensor=1"
                 )
-            (part,) = compute_bounds(weight.segments, group.rank, group.size)
-            module.take_part(
-                rows=(0, module.out_features) if is_row_parallel else part,
-                columns=part if is_row_parallel else (0, module.in_features),
-            )
-            codes = Shard(weight.dim)
+            runs = module.num_experts * len(weight.segments)
+            part, *_ = compute_bounds(weight.segments, group.rank, group.size)
+            if is_row_parallel:
+                module.take_part((0, module.out_features), part)
+            elif runs > 1:
+                module.take_part_of_runs(runs, group.rank, group.size)
+            else:
+                module.take_part(part, (0, module.in_features))
+            codes = Shard(1 if is_row_parallel or runs > 1 else 0)
             # One factor a row, except in nf4, whose factors of all blocks every rank keeps.
             if not is_row_parallel and module.kind != "nf4":
-                factors = Shard(0)
+                factors = codes
         placements[f"{name}.weight_codes"] = codes
         placements[f"{name}.weight_factors"] = factors
         if module.weight_scales is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec
 from recipe_lib.ops.attention import RealTokens
+from recipe_lib.ops.dtensor_shards import get_local
 from recipe_lib.ops.fused_kernels import call_with_gradient
 from recipe_lib.ops.gathered import Group, all_reduce
 from recipe_lib.ops.kept_tensors import note_cheap, run_cheap
@@ -70,7 +71,8 @@ class ExpertLinear(nn.Module):
         rows: `[m, i]`, sorted by expert; with `of_tokens` the tokens `[n, i]` that they are of.
         groups: the expert and the token of each row.
         """
-        weight = self.weight.transpose(1, 2) if self.transposed else self.weight
+        weight = get_local(self.weight)
+        weight = weight.transpose(1, 2) if self.transposed else weight
         return grouped_linear(rows, weight, groups, of_tokens=of_tokens)
 
 
@@ -231,6 +233,8 @@ class ChoiceCounter:
     load: ExpertLoad | None = None  # counts the choices of training forwards; None: not counted
     balance: BalanceLoss | None = None  # the auxiliary loss; None: there is none
     kind: str = "softmax"  # of the router's probabilities, a key of `PROBABILITIES`
+    # Tensor-parallel ranks have the loss of their own tokens each; False: all have all tokens.
+    shares_tokens: bool = True
 
     def record_choices(
         self,

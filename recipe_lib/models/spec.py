@@ -89,6 +89,7 @@ class ExpertsLayout:
     inner: str  # name of the parameter that hidden states are multiplied by first
     outer: str  # name of the parameter that the result is multiplied by
     transposed: bool  # matrices are `[E, in, out]`; False: `[E, out, in]`
+    gated: bool  # what the first returns has gates beside the channels of the second
     # True: it is called with rows `[E n, d]`, n for each expert, and multiplies by no scores
     # (Llama 4); False: with tokens `[n, d]`, the indices `[n, k]` of their experts, and scores.
     takes_rows: bool
@@ -275,11 +276,11 @@ class ExternalSpec(ABC):
         """
 
     @abstractmethod
-    def record_routers(self, model: Any, tensor_ranks: int) -> "Routers":
+    def record_routers(self, model: Any) -> "Routers":
         """Let the routers of a model record their choices in training, in place; return them.
 
-        tensor_ranks: the size of tensor parallelism. Raises ConfigError, with the reason why not,
-        for routers whose choices cannot be read. There are none in a model without experts.
+        Raises ConfigError, with the reason why not, for routers whose choices cannot be read. There
+        are none in a model without experts.
         """
 
     @abstractmethod

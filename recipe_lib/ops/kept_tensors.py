@@ -363,7 +363,9 @@ def note_call(function: Function, args: Any, kwargs: Any, result: Any, cheap: bo
     # A compiler chooses by itself what it computes again, see `run_cheap`.
     recorder = None if torch.compiler.is_compiling() else _recorder.get()
     if recorder is not None:
-        recorder.note(function, args, kwargs, result, cheap)
+        # Not seen by a torch function mode that numbers the calls of a forward.
+        with torch._C.DisableTorchFunction():
+            recorder.note(function, args, kwargs, result, cheap)
 
 
 def drop_out(hidden: Tensor, rate: float) -> Tensor:

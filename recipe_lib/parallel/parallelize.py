@@ -188,7 +188,7 @@ def _find_routers(model: LanguageModel, cfg: FullFinetuneConfig) -> Routers:
         return Routers()
     if isinstance(spec, ExternalSpec):
         try:
-            return spec.record_routers(model, cfg.parallel.tensor)
+            return spec.record_routers(model)
         except ConfigError:
             if cfg.router_aux_loss_coef:
                 raise

@@ -265,9 +265,7 @@ def _choose_placement(name: str, copied: tuple[str, ...], kind: str | None) -> P
     if matrix not in ROW_PARALLEL:
         # Whole are the adapter's A, which works on the n tokens of the rank, and the factors of
         # NF4, which are few.
-        is_whole = "lora_A" in parts or (
-            leaf == "weight_factors" and (is_of_experts or kind == "nf4")
-        )
+        is_whole = "lora_A" in parts or (leaf == "weight_factors" and kind == "nf4")
         return Replicate() if is_whole else Shard(output_dim)
     is_base = parts[-2] == matrix  # a parameter of the linear itself, not of its adapter
     if "lora_A" in parts or (is_base and leaf == "weight"):
@@ -429,7 +427,7 @@ def _list_uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) 
 def _list_uncuttable_experts(spec: DecoderSpec, quantize: str, size: int) -> list[str]:
     """Return the names of the experts' matrices that `size` ranks cannot divide.
 
-    Gate and up are one matrix, which is never divided in int8. quantize: `lora.quantize_base`.
+    quantize: `lora.quantize_base`.
     """
     mixture = spec.mixture
     if mixture is None or not can_quantize(spec.width, mixture.mlp_width, quantize):
@@ -439,7 +437,7 @@ def _list_uncuttable_experts(spec: DecoderSpec, quantize: str, size: int) -> lis
     )
     # Rows of a run: gate and up are divided one by one, or together where their rows alternate.
     height = mixture.mlp_width * (2 if mixture.interleaved else 1)
-    can_cut_gate_up = quantize == "nf4" and can_cut(
+    can_cut_gate_up = can_cut(
         spec.width, out_features=height, kind=quantize, parts=size, by_columns=False
     )
     return [

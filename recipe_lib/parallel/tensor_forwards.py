@@ -8,7 +8,7 @@ makes `[n, ...]` of each rank `[N, ...]` on all. `scatter` sums `[N, ...]` over 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from recipe_lib.adapters.adapted_product import cast_linear
 from recipe_lib.adapters.layers import (
-    AdaptedExpertModule,
     AdaptedMatrix,
     AdaptedRouter,
-    QuantizedExperts,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.models.decoder import (
@@ -33,7 +31,6 @@ from recipe_lib.models.decoder import (
     WidthNorm,
 )
 from recipe_lib.models.mixture import (
-    ExpertLinear,
     Experts,
     Mixture,
     compute_scored_bias,
@@ -57,7 +54,6 @@ from recipe_lib.ops.mlp import (
     Groups,
     gated_activation,
     group_tokens,
-    grouped_linear,
     order_by_expert,
     scored_product,
     sum_choices,
@@ -439,39 +435,13 @@ def run_experts(
     The function replaces the forward of `Experts`, and is called through the module, so that FSDP
     gathers its weights.
     """
-    inner = _run_expert_matrix(experts.gate_up_proj, tokens, groups, of_tokens=True)
+    inner = experts.gate_up_proj(tokens, groups, of_tokens=True)
     if experts.gate_up_proj.bias is not None:
         inner = inner + gather_row_biases(get_local(experts.gate_up_proj.bias), groups)
     # The scores are applied before `down_proj`, which is linear.
     product = scored_product(inner, order_by_expert(scores, groups), experts.gate)
     del inner  # freed before the next product, unless autograd keeps it
-    summed = sum_choices(
-        _run_expert_matrix(experts.down_proj, product, groups, of_tokens=False), groups
-    )
+    summed = sum_choices(experts.down_proj(product, groups), groups)
     if experts.down_proj.bias is None:
         return summed, None
     return summed, compute_scored_bias(get_local(experts.down_proj.bias), own_scores, own_chosen)
-
-
-def _run_expert_matrix(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tensor:
-    """Return the products of rows with this rank's part of the experts' matrices and adapters.
-
-    of_tokens: True if `rows` are the tokens `[N, d]`, to be ordered by expert first; False if they
-    are in that order, one for each token and choice, `[N k, ...]`.
-    """
-    if isinstance(module, QuantizedExperts):
-        plain = module.grouped_product(rows, groups, of_tokens)
-    else:
-        plain = grouped_linear(
-            rows, get_local(cast(ExpertLinear, module).weight), groups, of_tokens=of_tokens
-        )
-    if not isinstance(module, AdaptedExpertModule):
-        return plain
-    return module.add_update(
-        plain,
-        rows=rows,
-        groups=groups,
-        of_tokens=of_tokens,
-        lora_a=get_local(module.lora_A.weight),
-        lora_b=get_local(module.lora_B.weight),
-    )

@@ -123,7 +123,7 @@ def compute_expert_load(
             continue
         rows_by_name[name].copy_(load.rows)
         loss = load.loss.clone()  # the sum below must not change the counter
-        if world.tensor is not None:
+        if world.tensor is not None and counter.shares_tokens:
             # Each tensor-parallel rank has computed a part of the loss.
             dist.all_reduce(loss, group=world.mesh["tensor"].get_group())
         totals += torch.stack([loss, *loss.new_tensor([load.expected, load.calls])])

@@ -22,7 +22,7 @@ from recipe_lib.adapters.peft_names import find_adapted_modules
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.checkpoint.model_export import find_extra_fault
 from recipe_lib.config.local_files import ADAPTER_CONFIG, resolve_base_name
-from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
+from recipe_lib.config.schema import EXPERTS, FullFinetuneConfig, ModelConfig
 from recipe_lib.errors import CheckpointError, ConfigError, SetupError
 from recipe_lib.logs import warn_on_first_rank
 from recipe_lib.models import (
@@ -106,11 +106,13 @@ def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
         check_tensor(spec, cfg.parallel, quantize)
         check_context(spec, cfg.parallel)
     elif cfg.dtype == "fp64" and cfg.parallel.tensor > 1 and spec.layout().experts:
-        # Their class multiplies by other calls then than those that a tensor plan follows.
-        raise ConfigError(
-            f"dtype=fp64: tensor-parallel ranks do not divide experts of {spec.family} in it; set"
-            " dtype=fp32 or parallel.tensor=1"
-        )
+        is_plain = adapters is None or adapters.quantize_base == "none"
+        if is_plain and (adapters is None or EXPERTS not in adapters.target_modules):
+            # Their class multiplies by other calls then than those that a tensor plan follows.
+            raise ConfigError(
+                f"dtype=fp64: tensor-parallel ranks do not divide experts of {spec.family} in it;"
+                " set dtype=fp32 or parallel.tensor=1"
+            )
     if cfg.parallel.pipeline > 1:
         # Raises for fewer layers than stages, and for pipeline_layers_per_stage that do not fit.
         split_layers(spec, cfg)

@@ -6,7 +6,9 @@ write_published(tmp_path / "mistral3", "mistral3")
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,14 +72,18 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_config(kind: str) -> Any:
-    """Make the config of a tiny model of the class that is published, as config.json has it."""
+def make_config(kind: str, sizes: Mapping[str, int] = MappingProxyType({})) -> Any:
+    """Make the config of a tiny model of the class that is published, as config.json has it.
+
+    sizes: of the text model, in place of the tiny ones.
+    """
     small = shrink(CONFIG_MAPPING[kind](**KEYS.get(kind, {})))
     settings = restore_numbers(json.loads(small.to_json_string(use_diff=False)))
     del settings["model_type"]
     config = CONFIG_MAPPING[kind](**settings)
     text = config.get_text_config()
-    text.vocab_size = 512
+    for key, size in (dict(sizes) | {"vocab_size": 512}).items():
+        setattr(text, key, size)
     for part in (text, config):
         part.tie_word_embeddings = False
         part.bos_token_id = 0
@@ -91,13 +97,18 @@ def make_config(kind: str) -> Any:
     return config
 
 
-def write_published(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Any:
+def write_published(
+    folder: Path,
+    kind: str,
+    dtype: torch.dtype = torch.float32,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> Any:
     """Write a folder with random weights, the demo's tokenizer and a processor's file.
 
-    Returns the model. dtype: of the tensors that the class does not have.
+    Returns the model. dtype: of the tensors that the class does not have. sizes: see `make_config`.
     """
     torch.manual_seed(0)
-    config = make_config(kind)
+    config = make_config(kind, sizes)
     model = list_auto_classes(config)[0].from_config(config, dtype=torch.float32)
     randomize(model)
     model.save_pretrained(folder)

@@ -131,7 +131,7 @@ def build(spec: ModuleSpec) -> tuple[Any, Routers]:
     """Build a model in fp64 with random weights, whose routers are recorded."""
     model: Any = build_meta(spec, torch.float64)
     model.set_experts_implementation("eager")  # grouped matmuls take no fp64
-    routers = spec.record_routers(model, 1)
+    routers = spec.record_routers(model)
     allocate(model, torch.device("cpu"))
     randomize(model)
     return model.eval(), routers
@@ -270,7 +270,7 @@ def test_without_gradients_nothing_is_counted() -> None:
 @pytest.mark.parametrize("kind", mark_slow_except(KINDS, ("qwen3_moe", "nemotron_h", "minimax_m2")))
 def test_routers_of_a_class_are_read(kind: str) -> None:
     spec = make_spec(kind)
-    routers = spec.record_routers(build_meta(spec, torch.float32), 1)
+    routers = spec.record_routers(build_meta(spec, torch.float32))
     assert routers.sizes and set(routers.sizes.values()) == {4}
     assert routers.convention == KINDS[kind].format(spec.architecture)
 
@@ -290,7 +290,7 @@ def test_every_causal_class_that_names_its_routers_is_listed() -> None:
 def test_routers_that_cannot_be_read_are_refused(kind: str) -> None:
     spec = make_spec(kind)
     with pytest.raises(ConfigError, match=f"{REFUSED[kind]}; set router_aux_loss_coef=0$"):
-        spec.record_routers(build_meta(spec, torch.float32), 1)
+        spec.record_routers(build_meta(spec, torch.float32))
 
 
 @pytest.mark.parametrize("fault", ["parameters", "weight", "logits", "scores"])
@@ -320,7 +320,7 @@ def test_routers_that_their_class_freezes_are_refused(
     monkeypatch.setattr(kind, "forward", run)
     spec = make_spec("qwen3_moe", rms_norm_eps=1e-4 + len(fault) * 1e-6)  # none that is cached
     with pytest.raises(ConfigError, match="its class freezes model.layers.0.mlp.gate; set"):
-        spec.record_routers(build_meta(spec, torch.float32), 1)
+        spec.record_routers(build_meta(spec, torch.float32))
     adapters = LoraConfig(rank=4, target_modules=["router"])
     with pytest.raises(ConfigError, match="router: .* no gradient; remove it from the list$"):
         add_adapters(build_meta(spec, torch.float32), adapters, torch.float32)
@@ -386,9 +386,3 @@ def test_runs_record_what_one_process_does(case: str, tmp_path: Path) -> None:
         assert find_largest_difference(found[column], expected[column]) <= 1e-5
     assert expected[3] == found[3] == [0, 0, 0]
     assert expected[4][0] != expected[4][-1]
-
-
-def test_tensor_parallel_ranks_are_refused(tmp_path: Path) -> None:
-    spec = make_spec("qwen3_moe")
-    with pytest.raises(ConfigError, match="set parallel.tensor=1, or router_aux_loss_coef=0$"):
-        spec.record_routers(build_meta(spec, torch.float32), 2)

@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.adapters.lora import add_adapters, quantize_frozen
+from recipe_lib.adapters.lora import quantize_frozen
 from recipe_lib.adapters.quantized import QuantizedLinear, fake_quantize_weight
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.checkpoint.tensor_matching import read_headers
-from recipe_lib.config.schema import LoraConfig, ParallelConfig
-from recipe_lib.errors import ConfigError
-from recipe_lib.models import ExternalSpec, allocate, build_meta, read_config, read_spec
+from recipe_lib.models import allocate, build_meta, read_config, read_spec
 from tests.distributed.ranks import run_ranks
 from tests.external.published_layouts import open_published, read_tensors, write_published
 from tests.recipes.runs import (
@@ -182,16 +180,6 @@ def test_adapters_of_routers_are_refused_in_one_line(words: str, tmp_path: Path)
     write_published(tmp_path / "base", "qwen3_moe")
     run = train(tmp_path / "base", tmp_path / "run", *words.split())
     assert run.code == 2 and ROUTER_FAULTS[words] in run.said[-1]
-
-
-def test_tensor_parallel_ranks_take_no_adapted_router(tmp_path: Path) -> None:
-    write_published(tmp_path, "qwen3_moe")
-    spec = read_spec(read_config(tmp_path), str(tmp_path), "transformers")
-    assert isinstance(spec, ExternalSpec)
-    model = build_meta(spec, torch.float32)
-    add_adapters(model, LoraConfig(rank=4, target_modules=["router"]), torch.float32)
-    with pytest.raises(ConfigError, match="or routers with adapters, .*; set parallel.tensor=1$"):
-        spec.shard_tensors(model, ParallelConfig(tensor=2), None)
 
 
 QUANTIZED = ("lora.quantize_base=nf4", "max_steps=2")

@@ -327,7 +327,9 @@ def test_why_a_plan_is_not_proven(
     monkeypatch.setattr(proven_plan, "infer_model_plan", lambda *asked: shared_by_none)
     monkeypatch.setattr(proven_plan, "find_plan_difference", lambda large, small: left.pop(0))
     large: Any = SimpleNamespace(shared_tokens=0)
-    model: Any = SimpleNamespace(spec=SimpleNamespace(family="llama"))
+    model: Any = torch.nn.Module()
+    model.spec = SimpleNamespace(family="llama")
+    model.elsewhere = {}
     with pytest.raises(SetupError, match=f"could not be proven on a small model: {said}"):
         proven_plan.prove_on_small_model(model, large, 2)
 

@@ -11,10 +11,12 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from recipe_lib.config import load_config
+from recipe_lib.external import proven_plan
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing.trace import ALLOC, FREE, Trace
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate, trace_real_run
@@ -143,6 +145,7 @@ CASES = GRID | {
         "model.implementation=transformers",
         "memory.activation_checkpointing=full",
     ),
+    "transformers, tensor parallel": (2, FULL, TIED, CLASS, "parallel.tensor=2"),
     "transformers, computed again": (
         2,
         FULL,
@@ -247,6 +250,27 @@ CASES = GRID | {
         "lora.target_modules=[all-linear]",
         "lora.quantize_base=int8",
     ),
+    "a class' experts in nf4, tensor parallel": (
+        2,
+        LORA,
+        "wide",
+        CLASS,
+        "parallel.tensor=2",
+        BALANCED,
+        ADAPTED,
+        "lora.quantize_base=nf4",
+        "dtype=bf16",
+        "memory.activation_checkpointing=full",
+    ),
+    "a class' experts in 8 bits, tensor parallel": (
+        2,
+        LORA,
+        "gpt_oss",
+        CLASS,
+        "parallel.tensor=2",
+        "lora.target_modules=[all-linear]",
+        "lora.quantize_base=int8",
+    ),
     "a class' routers, balanced": (
         2,
         FULL,
@@ -309,6 +333,9 @@ def runs(
 
     for name in MIXTURES:
         write_mixture(folder, name)
+    # Of which two ranks have whole blocks of NF4.
+    wide = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 128}
+    write_mixture(folder, "qwen3_moe", **wide).rename(folder / "wide.json")
     for name in {case[2] for case in CASES.values()} & HYBRIDS.keys():
         (folder / f"{name}.json").write_text(json.dumps(make_hybrid_config(name)))
     for name, changed in DENSE.items():
@@ -357,7 +384,9 @@ def run(case: tuple[Any, ...], folder: Path, simulated: bool) -> dict[str, Any]:
             for storage in found.trace.storages:
                 storage.device |= storage.phase == 0
     else:
-        with start_world(cfg) as world, let_collectives_go():
+        # A proof of a tensor plan is on the host, which is the device here.
+        no_proof = patch.object(proven_plan, "prove", return_value="")
+        with start_world(cfg) as world, let_collectives_go(), no_proof:
             found = trace_real_run(recipe, cfg, world, shape)
     return {
         "peaks": found.trace.find_active_peaks(),

@@ -126,6 +126,8 @@ CASES = [
     Case("mixtral", "full", 1, STEPPING),
     Case("mixtral", "dpo", 2, PIPELINE),
     Case("mixtral", "int8", 2, ("parallel.strategy=ddp",)),
+    Case("mixtral", "int8", 2, TENSOR),
+    Case("gpt_oss", "int8", 2, (*TENSOR, *RECOMPUTE)),
     Case("olmoe", "balanced", 1, KEPT_HALF),
 ]
 QUICK = CASES[:1]

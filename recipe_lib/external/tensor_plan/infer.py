@@ -9,7 +9,7 @@ boundary is an exchange between ranks at one argument or result of a torch funct
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import Any
 
@@ -42,6 +42,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     ParameterPlan,
     Rewrite,
     ShardingPlan,
+    make_pattern,
 )
 from recipe_lib.external.tensor_plan.sourced_integers import Attribute
 from recipe_lib.external.tensor_plan.token_sharing import (
@@ -59,6 +60,8 @@ def infer_plan(
     size: int = 0,
     tokens: bool = True,
     other_inputs: Iterable[dict[str, Any]] = (),
+    unsteady: Collection[str] = (),
+    uncut: Collection[str] = (),
 ) -> ShardingPlan:
     """Return the tensor-parallel plan of a model, which is not changed.
 
@@ -67,18 +70,20 @@ def infer_plan(
     they can share are cut; 0: all axes that some number of ranks can share. tokens: ranks share
     tokens as well (sequence parallel), in modules where that is possible. other_inputs: further
     sets of keyword arguments that training uses, such as for packed rows; modules whose calls
-    differ for these share no tokens. Raises SetupError where the forward cannot be traced.
+    differ for these share no tokens. unsteady: paths of modules that share none either. uncut:
+    parameters that stay whole, as names with `*` for numbers. Raises SetupError where the forward
+    cannot be traced.
     """
     forward = trace(model, inputs, find_rule)
-    # Modules whose calls differ between the inputs.
-    unsteady: frozenset[str] = frozenset()
+    # And modules whose calls differ between the inputs.
+    unsteady = frozenset(unsteady)
     if tokens:
         for further_inputs in other_inputs:
             # The class may not take these inputs at all.
             with contextlib.suppress(SetupError):
                 unsteady |= forward.find_differing_modules(trace(model, further_inputs, find_rule))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    candidates, reasons = _follow_axes(forward, shapes, size)
+    candidates, reasons = _follow_axes(forward, shapes, size, uncut)
     # Where two axes would cut the same parameters, the first is taken: rather one without
     # collectives inside norms, then one without segments to gather, then the one with more elements
     # in its parameters.
@@ -121,13 +126,13 @@ def _choose_disjoint(candidates: list[ShardedAxis]) -> list[ShardedAxis]:
 
 
 def _follow_axes(
-    forward: ForwardTrace, shapes: dict[str, tuple[int, ...]], size: int
+    forward: ForwardTrace, shapes: dict[str, tuple[int, ...]], size: int, uncut: Collection[str]
 ) -> tuple[list[ShardedAxis], dict[AxisNode, str]]:
     """Follow every axis of a parameter through the trace.
 
     shapes: of the parameters, by name. Returns the axes that can be cut, and for others the reason
-    why not. Axes that an operator has blocked are in neither: their nodes have the reason. size: as
-    of `infer_plan`.
+    why not. Axes that an operator has blocked are in neither: their nodes have the reason. size,
+    uncut: as of `infer_plan`.
     """
     reasons: dict[AxisNode, str] = {}
     dims_by_axis: dict[AxisNode, dict[str, list[int]]] = {}
@@ -140,6 +145,8 @@ def _follow_axes(
     followed = []
     for axis, dims_by_name in unblocked.items():
         try:
+            if whole := [name for name in dims_by_name if make_pattern(name) in uncut]:
+                raise Refusal(f"ranks could not share {whole[0]} as it is stored")
             parameter_dims = _find_parameter_dims(
                 forward, axis=axis, dims_by_name=dims_by_name, size=size
             )

@@ -249,7 +249,9 @@ def trace_matrix_product(step: OperatorCall) -> list[Dims] | None:
     return [product_dims]
 
 
-@register_rule("_grouped_mm", "transformers::grouped_mm_fallback")
+@register_rule(
+    "_grouped_mm", "transformers::grouped_mm_fallback", "tune_recipes::grouped_matmul_loop"
+)
 def trace_grouped_product(step: OperatorCall) -> list[Dims] | None:
     """Trace rows, sorted by group, times their group's matrix: `[rows, k] x [groups, k, n]`."""
     rows, matrices = list(list_tensors(step.args))[:2]

@@ -29,6 +29,8 @@ MOVES = frozenset(
     " unsqueeze".split()
 )
 
+# Others that may, as they are linear in their first argument.
+_LINEAR = frozenset(("sum", "index_select", "mul"))
 # Operators that take parts of a dimension that was put together of several.
 _TAKES = frozenset("slice narrow split split_with_sizes chunk index".split())
 
@@ -356,8 +358,8 @@ class _AxisFollower:
     ) -> PendingBoundary:
         """Make the boundary that sums the result of the operator's call over ranks.
 
-        A call may run further operators after this one. Raises Refusal unless they only move
-        elements or add a bias, and the call returns this result alone.
+        A call may run further operators after this one. Raises Refusal unless the sum of ranks'
+        results passes through them, or they add a bias, and the call returns this result alone.
         """
         where = self._describe(record)
         if record.call_index < 0:
@@ -373,14 +375,20 @@ class _AxisFollower:
             parameters=parameters,
         )
         after = set(record.outputs)
-        for later in call.records[call.records.index(record) + 1 :]:
+        for later in call.records:
+            if any(has_axis(node, self.axis.node) for node, _, _ in later.contractions):
+                after.update(later.outputs)  # the product, or another one, such as an adapter's
             if not after.intersection(later.inputs):
                 continue
-            addends = [tensor for tensor in later.inputs if tensor not in after]
-            if later.name in ("add", "add_") and all(tensor.parameters for tensor in addends):
-                for tensor in addends:
+            others = [tensor for tensor in later.inputs if tensor not in after]
+            if later.name in ("add", "add_") and all(tensor.parameters for tensor in others):
+                for tensor in others:
                     self._note_bias(later, leaving, tensor)
-            elif later.name not in MOVES:
+            elif later.contractions and all(tensor.parameters for tensor in others[:1]):
+                self._meet_whole(later, others[0])  # ranks have parts of its gradient
+            elif later.name not in MOVES | _LINEAR or (
+                later.name == "mul" and len(later.inputs) > 1
+            ):
                 raise Refusal(
                     f"{later.name} follows {where} within {call.function} at {call.source}"
                 )

@@ -31,6 +31,24 @@ _NEVER = (
 )
 # Namespaces whose operators are cached: they alias and change only what their schemas say.
 _KNOWN = ("aten::", "prims::", "torch_attn::", "tune_recipes::", "fsdp::", "_c10d_functional::")
+# Operators that FakeTensorMode runs on meta tensors as they are where arguments are on one device.
+# It looks for other ways first, which takes ten times as long, and a scan's loop has hundreds of
+# shapes. By id, see `CachedFakeMode.call`.
+_PLAIN_META = frozenset(
+    id(overload)
+    for overload in (
+        torch.ops.aten.slice.Tensor,
+        torch.ops.aten.select.int,
+        torch.ops.aten.transpose.int,
+        torch.ops.aten.expand.default,
+        torch.ops.aten.unsqueeze.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.alias.default,
+        torch.ops.aten.t.default,
+        torch.ops.aten.mm.default,
+        torch.ops.aten.bmm.default,
+    )
+)
 # Types of arguments whose values are a part of a call's key.
 _PLAIN_TYPES = frozenset(
     (
@@ -143,12 +161,23 @@ class CachedFakeMode:
             # Without data it takes bf16 alone; a device multiplies other types in a loop.
             factors = [factor.to(torch.bfloat16) for factor in args[:2]]
             result = func(*factors, *args[2:], **kwargs).to(args[0].dtype)
+        elif id(func) in _PLAIN_META and (device := _find_one_device(tensors)) is not None:
+            with in_kernel_invocation_manager(self.mode):
+                meta = func(*args, **kwargs)
+            result = wrap(meta, self.mode, device)
         else:
             result = func(*args, **kwargs)
         if key not in self.calls and not _is_never_cached(func):
             # None says for later calls that this one cannot be remembered.
             self.calls[key] = call = remember(result, tensors)
         return result, call
+
+
+def _find_one_device(tensors: list[FakeTensor]) -> torch.device | None:
+    """Return the device of plain fake tensors; None: they are on several, or of other classes."""
+    devices = {tensor.fake_device for tensor in tensors if type(tensor) is FakeTensor}
+    is_plain = all(type(tensor) is FakeTensor for tensor in tensors)
+    return devices.pop() if is_plain and len(devices) == 1 else None
 
 
 def wrap(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:

@@ -24,14 +24,16 @@ from recipe_lib.plan.simulated_world.cached_fake_mode import (
     remember,
 )
 from recipe_lib.plan.simulated_world.simulated_ranks import Patch, apply_patches
-from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP
-from recipe_lib.plan.tracing.tracer import Tracer
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, RECORD, WAIT, Op, Storage
+from recipe_lib.plan.tracing.tracer import Tracer, is_host_wait
 
 _END = "end"  # begins the key of a call that ends the work which another left
 _LONGEST_LOOP = 48  # events in one iteration; longer loops are not looked for
 
 # An event of a call: (ALLOC, (order, `Storage`)), (FREE, order of the allocation) or (OP, `Op`).
-# The order of an allocation is its index among the allocations of the call.
+# The order of an allocation is its index among the allocations of the call. It stands for a storage
+# in `reads` and `makes` of an `Op`, and -1 - n for that of the n-th tensor among the arguments.
+# (RECORD, None): the host waits for all that the stream has to do, as for a copy to the host.
 Note = tuple[int, Any]
 # What the functions return. A tuple may end with an `Unfinished`.
 Returned: TypeAlias = Tensor | tuple[Any, ...] | None
@@ -78,12 +80,17 @@ def repeat_shaped_work(tracer: Tracer) -> Iterator[None]:
                 # What it leaves can be ended from notes alone.
                 is_repeated = known.get((_END, key)) is not None
             if notes is not None and is_repeated:
-                return _repeat(notes, tracer, ended=ended, key=key)
+                arguments = _list_argument_storages(tracer, args)
+                return _repeat(notes, tracer, arguments=arguments, ended=ended, key=key)
             begin = len(tracer.trace.events)
+            # Before the call, which may end a piece of work and its tensors.
+            arguments = _list_argument_storages(tracer, args)
             result = original(*args)
             # Of work that is left the storages are noted, too, which are others each time.
             if key not in known or (notes is not None and notes.left is not None):
-                known[key] = _take_notes(result, tracer, begin, ended=ended, key=key)
+                known[key] = _take_notes(
+                    result, tracer, begin, arguments=arguments, ended=ended, key=key
+                )
             return result
 
         return run
@@ -99,27 +106,47 @@ def repeat_shaped_work(tracer: Tracer) -> Iterator[None]:
         yield
 
 
+def _list_argument_storages(tracer: Tracer, args: Sequence[Any]) -> list[int]:
+    """Return the index of the storage of each tensor among the arguments; -1: it was not noted."""
+    # What was left to a call is not there where only notes of it are.
+    passed = [value for value in args if not isinstance(value, Unfinished)]
+    return [tracer.find_storage_index(tensor) for tensor in list_tensors(passed)]
+
+
 def _take_notes(
-    returned: Returned, tracer: Tracer, begin: int, ended: Unfinished | None, key: Any
+    returned: Returned,
+    tracer: Tracer,
+    begin: int,
+    *,
+    arguments: list[int],
+    ended: Unfinished | None,
+    key: Any,
 ) -> _Notes | None:
     """Return notes of a call; None if it cannot be repeated.
 
-    returned: the results of the call. begin: number of events in the trace before it. ended: work
-    that the call ended. key: of the call, for the work that it leaves.
+    returned: the results of the call. begin: number of events in the trace before it. arguments: of
+    `_list_argument_storages`. ended: work that the call ended. key: of the call, for the work that
+    it leaves.
     """
     trace = tracer.trace
     # Index of a storage -> its order among those of the call, behind those that it ends.
     order = {index: number for number, index in enumerate(ended.storages if ended else [])}
+    names = {index: -1 - position for position, index in enumerate(arguments)} | order
     notes: list[Note] = []
     for kind, index in trace.events[begin:]:
         if kind == ALLOC:
-            order[index] = len(order)
-            notes.append((ALLOC, (order[index], trace.storages[index])))
+            order[index] = names[index] = len(order)
+            # A copy: what is allocated may become a gradient, and be labeled as one.
+            notes.append((ALLOC, (order[index], replace(trace.storages[index]))))
         elif kind == FREE and index in order:
             notes.append((FREE, order[index]))
         elif kind == OP:
-            notes.append((OP, trace.ops[index]))
-        else:
+            op = trace.ops[index]
+            reads = _rename(op.reads, names)
+            notes.append((OP, replace(op, reads=reads, makes=_rename(op.makes, names))))
+        elif kind == RECORD and is_host_wait(trace.syncs[index]):
+            notes.append((RECORD, None))
+        elif not (kind == WAIT and is_host_wait(trace.syncs[index])):
             # It waits for a stream, or frees memory of before the call.
             return None
     unfinished = None
@@ -153,6 +180,11 @@ def _take_notes(
     return _Notes(short, call, [renamed.get(number, number) for number in outputs], None)
 
 
+def _rename(storages: tuple[int, ...], names: dict[int, int]) -> tuple[int, ...]:
+    """Return what stands for storages in `names`; those that are not in it are left out."""
+    return tuple([names[storage] for storage in storages if storage in names])
+
+
 def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
     """Return (the notes with every loop cut to two iterations, the allocations that were cut out).
 
@@ -181,7 +213,13 @@ def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
         for later in range(1, iterations - 1):
             renamed |= {number + later * len(allocations): number for number in allocations}
         position += length * iterations
-    short = [(kind, renamed.get(entry, entry) if kind == FREE else entry) for kind, entry in short]
+    for index, (kind, entry) in enumerate(short):
+        if kind == FREE:
+            short[index] = (FREE, renamed.get(entry, entry))
+        elif kind == OP:
+            reads = tuple([renamed.get(storage, storage) for storage in entry.reads])
+            makes = tuple([renamed.get(storage, storage) for storage in entry.makes])
+            short[index] = (OP, replace(entry, reads=reads, makes=makes))
     return short, renamed
 
 
@@ -197,6 +235,8 @@ def _make_tokens(notes: list[Note]) -> list[tuple[Any, ...]]:
         elif kind == FREE:
             # How many allocations ago its memory was taken: equal in every iteration of a loop.
             tokens.append((kind, num_allocated - entry))
+        elif kind == RECORD:  # in no loop: each iteration waits
+            tokens.append((kind, len(tokens)))
         else:
             tokens.append((kind, entry.name, entry.flops, entry.bytes, entry.stream))
     return tokens
@@ -223,29 +263,63 @@ def _find_loop(tokens: list[tuple[Any, ...]], start: int) -> tuple[int, int]:
     return best
 
 
-def _repeat(notes: _Notes, tracer: Tracer, ended: Unfinished | None, key: Any) -> Returned:
+def _repeat(
+    notes: _Notes, tracer: Tracer, *, arguments: list[int], ended: Unfinished | None, key: Any
+) -> Returned:
     """Add a call's notes to the trace once more, and return new results.
 
-    The events get the part of the step, module, phase and stream that run now. ended, key: as in
-    `_take_notes`.
+    The events get the part of the step, module, phase and stream that run now. arguments, ended,
+    key: as in `_take_notes`.
     """
     assert tracer.cached_mode is not None
+    trace = tracer.trace
     part, module = tracer.locate()
-    # Order of an allocation -> index of its storage in the trace.
-    indices = dict(enumerate(ended.storages if ended else []))
+    phase = tracer.phase
+    stream = tracer.get_stream()
+    # Order of an allocation, or what stands for an argument -> index of its storage in the trace.
+    indices = {-1 - position: index for position, index in enumerate(arguments) if index >= 0}
+    indices |= enumerate(ended.storages if ended else [])
+    traces_tensors = part in ("forward", "recompute")
     for kind, entry in notes.notes:
         if kind == ALLOC:
-            order, storage = entry
-            indices[order] = tracer.note_allocation(
-                storage.bytes, device=storage.device, name=storage.op, kind=storage.kind
+            order, like = entry
+            # Not `dataclasses.replace`, which takes several times as long; neither below.
+            storage = Storage(
+                bytes=like.bytes,
+                device=like.device,
+                stream=stream,
+                kind=like.kind,
+                module=module,
+                op=like.op,
+                part=part,
+                phase=max(phase, 0),
+                pinned=like.pinned,
             )
+            indices[order] = trace.add(ALLOC, storage)
         elif kind == FREE:
-            tracer.trace.events.append((FREE, indices[entry]))
+            trace.events.append((FREE, indices[entry]))
+        elif kind == RECORD:
+            tracer.note_host_wait(stream)
         else:
-            stream = tracer.get_stream()
-            tracer.trace.add(
-                OP, replace(entry, part=part, module=module, phase=tracer.phase, stream=stream)
+            op = Op(
+                name=entry.name,
+                stream=stream,
+                part=part,
+                module=module,
+                phase=phase,
+                flops=entry.flops,
+                bytes=entry.bytes,
+                dtype=entry.dtype,
+                collective=entry.collective,
+                repeats=entry.repeats,
+                transfer=entry.transfer,
+                shape=entry.shape,
+                on_host=entry.on_host,
             )
+            if traces_tensors:
+                op.reads = _rename(entry.reads, indices)
+                op.makes = _rename(entry.makes, indices)
+            trace.add(OP, op)
     result: Returned = notes.call.make([], tracer.cached_mode.mode)
     for tensor, output in zip(list_tensors(result), notes.outputs, strict=True):
         tracer.follow_storage(tensor.untyped_storage(), indices[output])

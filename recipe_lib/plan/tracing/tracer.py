@@ -357,7 +357,7 @@ class Tracer(TorchDispatchMode):
             if source >= 0 and self.trace.storages[source].part == "forward":
                 self.set_kind(args[0], "activations")
         if cost.transfer == "to_host" and is_blocking(name, args, kwargs):
-            self._note_host_wait(stream)
+            self.note_host_wait(stream)
 
     # Memory
 
@@ -513,13 +513,14 @@ class Tracer(TorchDispatchMode):
         """
         if event is None:
             # The stream that computes is number 0. It stands for all streams of a device.
-            self._note_host_wait(stream or 0)
+            self.note_host_wait(stream or 0)
         elif event >= 0:
             self.trace.add(WAIT, Sync(event, HOST))
         if self.checker is not None:
             self.checker.note_synchronize(call, stream, event)
 
-    def _note_host_wait(self, stream: int) -> None:
+    def note_host_wait(self, stream: int) -> None:
+        """Note that the host waits until a stream has done all that was issued on it."""
         event = -2 - len(self.trace.syncs)  # new, and below -1: events of the device count from 0
         self.trace.add(RECORD, Sync(event, stream))
         self.trace.add(WAIT, Sync(event, HOST))
@@ -534,6 +535,11 @@ Tracer.__torch_dispatch__ = getattr(  # type: ignore[method-assign]
 
 def _get_device_type(tensor: Tensor) -> str:
     return str(tensor.fake_device.type if type(tensor) is FakeTensor else tensor.device.type)
+
+
+def is_host_wait(sync: Sync) -> bool:
+    """Return True for an event, recorded or waited for, of `Tracer.note_host_wait`."""
+    return sync.event < -1
 
 
 def find_common_label(first: str, second: str) -> str:

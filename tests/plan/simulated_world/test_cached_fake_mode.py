@@ -59,6 +59,13 @@ CALLS: dict[str, tuple[Any, Callable[[], Arguments]]] = {
         lambda: plain([3, 2], dtype=torch.int32, device=torch.device("cpu")),
     ),
     "clone": (aten.clone.default, lambda: plain(matrix()[1:, ::2])),
+    "products of a batch": (
+        aten.bmm.default,
+        lambda: plain(torch.empty(1, 3, 4).transpose(0, 1), torch.empty(3, 4, 2)),
+    ),
+    "product of one row": (aten.mm.default, lambda: plain(torch.empty(1, 6), turned().t())),
+    "unsqueezed": (aten.unsqueeze.default, lambda: plain(turned(), 1)),
+    "of another name": (aten.alias.default, lambda: plain(turned())),
     "transposed": (aten.t.default, lambda: plain(matrix())),
     "other way round": (aten.transpose.int, lambda: plain(turned(), 0, 1)),
     "viewed": (aten.view.default, lambda: plain(matrix(), [2, -1])),

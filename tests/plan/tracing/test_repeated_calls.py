@@ -10,13 +10,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config import load_config
+from recipe_lib.ops.fused_kernels import SHAPED_WORK
+from recipe_lib.plan.allocation.replay import replay
+from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.summary.rank_memory import build_layer_rows
+from recipe_lib.plan.timing.stream_schedule import schedule
 from recipe_lib.plan.tracing import trace_rank as module
 from recipe_lib.plan.tracing.repeated_calls import Note, shorten
-from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, Op, Storage, Trace
+from recipe_lib.plan.tracing.trace import ALLOC, FREE, OP, WAIT, Op, Storage, Trace
 from recipe_lib.plan.tracing.trace_rank import FIRST, STEADY, simulate
 from tests.distributed.ranks import run_ranks
+from tests.external.hybrids import make_hybrid_config
 from tests.recipes.runs import LORA, PLAIN, ROOT, get_recipe_class, import_recipe_module
 
 
@@ -105,30 +114,59 @@ def test_operators_that_count_for_several_go_on_counting() -> None:
     ]
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A step of QLoRA, whose weights are made whole in pieces: with notes, and with every operator
-    run.
-    """
+def test_a_weight_in_host_memory_is_filled_by_work_of_its_own() -> None:
+    with torch.device("meta"):
+        linears = [QuantizedLinear(nn.Linear(64, 64, bias=False), "nf4") for _ in range(3)]
+    linears[2].computes_on = torch.device("cpu")
+    decide = SHAPED_WORK[QuantizedLinear._fill_nf4]
+    assert decide is not None
+    first, same, computed_elsewhere = map(decide, linears)
+    assert first == same != computed_elsewhere
+
+
+# Models of a step of QLoRA, whose weights are made whole in pieces.
+DENSE = "dense"
+HYBRID = "hybrid"  # 32 layers, each a scan but for every fourth
+IRREGULAR = "hybrid in no period"
+STREAMED = "hybrid, layers in host memory"  # codes are copied there, for which the host waits
+
+
+@pytest.fixture(scope="module", params=[DENSE, HYBRID, IRREGULAR, STREAMED])
+def traced(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A step with notes, and with every operator run."""
     folder = tmp_path_factory.mktemp("repeats")
     shipped = json.loads(
         (ROOT / "recipe_lib" / "models" / "presets" / "llama3" / "8B.json").read_text()
     )
-    (folder / "model.json").write_text(
-        json.dumps(shipped | {"num_hidden_layers": 2, "vocab_size": 1024})
-    )
+    config = shipped | {"num_hidden_layers": 2, "vocab_size": 1024}
+    overrides = ["memory.activation_checkpointing=full"]
+    if request.param != DENSE:
+        config = make_hybrid_config("qwen3_5_text") | {
+            "num_hidden_layers": 32,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
+        }
+        overrides += ["model.implementation=transformers", "data.packing=true"]
+    if request.param == IRREGULAR:
+        words = {"l": "linear_attention", "f": "full_attention"}
+        config["layer_types"] = [words[letter] for letter in "llflffllll"]
+        config["num_hidden_layers"] = len(config["layer_types"])
+    if request.param == STREAMED:
+        overrides.append("memory.stream_layers=true")
+    (folder / "model.json").write_text(json.dumps(config))
 
     def with_notes() -> dict[str, Any]:
-        return figures(folder)
+        return figures(folder, overrides)
 
     def without_notes() -> dict[str, Any]:
         module.repeat_shaped_work = lambda tracer: nullcontext()
-        return figures(folder)
+        return figures(folder, overrides)
 
     return tuple(run_ranks(run, 1, process_group=False)[0] for run in (with_notes, without_notes))
 
 
-def figures(folder: Path) -> dict[str, Any]:
+def figures(folder: Path, settings: list[str]) -> dict[str, Any]:
     """Peaks, and sums over the operators of the second step."""
     overrides = [
         f"model.preset={folder / 'model.json'}",
@@ -139,14 +177,31 @@ def figures(folder: Path) -> dict[str, Any]:
         "tokenizer.path=unread",
         "data.source=unread",
         "max_seq_len=64",
+        "lora.target_modules=[all-linear]",
         "lora.quantize_base=nf4",
     ]
-    overrides += ["memory.activation_checkpointing=full"]
+    overrides += settings
     module = import_recipe_module(LORA)
     cfg = load_config(PLAIN, overrides, module.Config)
-    shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=1)
-    trace = simulate(get_recipe_class(module), cfg, shape, ranks=4, phases=()).trace
-    return {"peaks": trace.find_active_peaks(), "events": len(trace.events)} | sums(trace)
+    shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=2 if cfg.data.packing else 1)
+    is_hybrid = cfg.model.implementation == "transformers"
+    simulated = simulate(
+        get_recipe_class(module),
+        cfg,
+        shape,
+        ranks=1 if is_hybrid else 4,
+        phases=("load",) if is_hybrid else (),
+    )
+    trace = simulated.trace
+    return {
+        "peaks": trace.find_active_peaks(),
+        "host": trace.find_active_peaks(device=False),
+        "reserved": {name: peaks.reserved for name, peaks in replay(trace).phases.items()},
+        "kept": {row.module: row.kept for row in build_layer_rows(simulated)},
+        "seconds": schedule(trace, STEADY, find_hardware("rtx4090")).step,
+        "waits": Counter(trace.syncs[index].stream for kind, index in trace.events if kind == WAIT),
+        "events": len(trace.events),
+    } | sums(trace)
 
 
 def sums(trace: Trace) -> dict[str, Any]:
@@ -166,13 +221,21 @@ def sums(trace: Trace) -> dict[str, Any]:
 def test_notes_give_the_peaks_of_the_whole(traced: tuple[dict[str, Any], dict[str, Any]]) -> None:
     noted, whole = traced
     assert noted["events"] < whole["events"]
-    assert {phase: noted["peaks"][phase] for phase in (FIRST, STEADY)} == {
-        phase: whole["peaks"][phase] for phase in (FIRST, STEADY)
+    assert set(noted["peaks"]) >= {FIRST, STEADY}
+    assert {figure: noted[figure] for figure in ("peaks", "host", "reserved")} == {
+        figure: whole[figure] for figure in ("peaks", "host", "reserved")
     }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("figure", ["issued", "flops", "moved"])
+def test_notes_give_the_time_of_the_whole(traced: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    noted, whole = traced
+    assert noted["seconds"] == pytest.approx(whole["seconds"], rel=1e-9)
+    assert noted["waits"] == whole["waits"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("figure", ["issued", "flops", "moved", "kept"])
 def test_notes_count_all_of_the_work(
     traced: tuple[dict[str, Any], dict[str, Any]], figure: str
 ) -> None:
