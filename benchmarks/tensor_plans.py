@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import UserError
-from recipe_lib.external.proven_plan import MAX_RELATIVE_ERROR, measure_rank_errors
+from recipe_lib.external.certificate import MAX_RELATIVE_ERROR, measure_rank_errors
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.external.tensor_plan.small_models import randomize, shrink
 from recipe_lib.external.tensor_plan.transformers_models import (

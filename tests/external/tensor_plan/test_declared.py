@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from recipe_lib.adapters import add_adapters, init_adapters
 from recipe_lib.config.mesh import MESH_DIMS, compute_mesh_shape
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
-from recipe_lib.external.proven_plan import certify
+from recipe_lib.external.certificate import certify
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.small_models import randomize
 from recipe_lib.models import DecoderSpec, build_meta, decoder

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipe_lib.external.proven_plan import certify, measure_rank_errors
+from recipe_lib.external.certificate import certify, measure_rank_errors
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.small_models import randomize, shrink
 from recipe_lib.external.tensor_plan.transformers_models import (

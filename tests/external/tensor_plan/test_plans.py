@@ -11,8 +11,8 @@ from torch import nn
 
 from benchmarks.tensor_plans import compare_plans, randomize
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external import proven_plan
-from recipe_lib.external.proven_plan import certify, measure_rank_errors
+from recipe_lib.external import certificate
+from recipe_lib.external.certificate import certify, measure_rank_errors
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.small_models import shrink
 from recipe_lib.external.tensor_plan.transformers_models import (
@@ -257,13 +257,13 @@ def test_a_key_head_of_which_a_rank_has_its_part_alone_is_caught():
 def test_rows_that_all_ranks_use_and_whose_gradient_is_not_summed_are_caught(monkeypatch):
     config = small_config("gpt_bigcode")
     plan = infer_config_plan(config, tokens=False)  # so that nothing else is scattered
-    ranks = proven_plan._RankGroup.build_ranks
+    ranks = certificate._RankGroup.build_ranks
 
     def without_sum(group, rank):
         own = lambda tensor: tensor.chunk(group.size)[rank].clone()  # noqa: E731
         return dataclasses.replace(ranks(group, rank), reduce_scatter=own)
 
-    monkeypatch.setattr(proven_plan._RankGroup, "build_ranks", without_sum)
+    monkeypatch.setattr(certificate._RankGroup, "build_ranks", without_sum)
     errors = measure_rank_errors(
         random_model(config).double(), plan, 2, build_example_inputs(config, device="cpu")
     )

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.inferred_tp_memory import measure_kept
 from benchmarks.tp_memory import OURS, build_spec_of_layers, compute_kept_bytes
-from recipe_lib.external.proven_plan import certify
+from recipe_lib.external.certificate import certify
 from recipe_lib.external.tensor_plan import infer
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import replace_argument
