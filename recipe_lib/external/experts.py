@@ -42,11 +42,11 @@ class GroupedExperts(nn.Module):
         outer_linear = getattr(self, self.layout.outer)
         if chosen is None or scores is None:
             groups = _share_rows(hidden, inner_linear.num_experts)
-            inner = _run_as_one(_multiply, hidden, inner_linear, groups, False, False)
+            inner = _run_as_one(_multiply, hidden, inner_linear, groups)
             product = run_cheap(self._multiply_inner, inner, None)
-            return _run_as_one(_multiply, product, outer_linear, groups, False, False)
+            return _run_as_one(_multiply, product, outer_linear, groups)
         groups = group_tokens(chosen, inner_linear.num_experts)
-        inner = _run_as_one(_multiply, hidden, inner_linear, groups, True, False)
+        inner = _run_as_one(_multiply, hidden, inner_linear, groups, of_tokens=True)
         inner_bias = getattr(self, f"{self.layout.inner}_bias", None)
         if inner_bias is not None:
             inner = _run_as_one(_add_biases, inner, inner_bias, groups)
@@ -56,7 +56,7 @@ class GroupedExperts(nn.Module):
         product = run_cheap(self._multiply_inner, inner, row_scores if norm is None else None)
         del inner  # [m, 2f]: freed before the second product, where backward does not need it
         # Summed before ranks add up their parts of it, unless a norm is in between.
-        result = _run_as_one(_multiply, product, outer_linear, groups, False, norm is None)
+        result = _run_as_one(_multiply, product, outer_linear, groups, is_summed=norm is None)
         if norm is not None:
             rows = (norm(result) * row_scores.unsqueeze(1)).to(hidden.dtype)
             result = _run_as_one(sum_choices, rows, groups)
@@ -78,29 +78,36 @@ class GroupedExperts(nn.Module):
         return product if scores is None else (product * scores.unsqueeze(1)).to(inner.dtype)
 
 
-def _run_as_one(function: Callable[..., Tensor], hidden: Tensor, *args: Any) -> Tensor:
-    """Return `function(hidden, *args)`, as one call for a mode that numbers the calls of a forward.
+def _run_as_one(
+    function: Callable[..., Tensor], hidden: Tensor, *args: Any, **settings: bool
+) -> Tensor:
+    """Return `function(hidden, *args, **settings)`, as one call for a mode that numbers calls.
 
     So a tensor-parallel plan, which is made of experts in 16 bits, is one for all their kinds.
     args: parameters and modules first, whose parameters the mode is shown.
     """
     if torch.compiler.is_dynamo_compiling() or not has_others_function(hidden):
-        return function(hidden, *args)
+        return function(hidden, *args, **settings)
     module = args[0]
     shown = module.parameters() if isinstance(module, nn.Module) else ()
-    result: Tensor = handle_torch_function(function, (hidden,), hidden, *args, *shown)
+    result: Tensor = handle_torch_function(function, (hidden,), hidden, *args, *shown, **settings)
     return result
 
 
 def _multiply(
-    hidden: Tensor, linear: nn.Module, groups: Groups, of_tokens: bool, summed: bool, *_: Any
+    hidden: Tensor,
+    linear: nn.Module,
+    groups: Groups,
+    *_: Any,
+    of_tokens: bool = False,
+    is_summed: bool = False,
 ) -> Tensor:
     """Return the products `[m, o]` of rows `[m, i]`, or with `of_tokens` of tokens `[n, i]`.
 
-    summed: return their sums over each token's choices, `[n, o]`. _: the linear's parameters.
+    is_summed: return their sums over each token's choices, `[n, o]`. _: the linear's parameters.
     """
     rows: Tensor = linear(hidden, groups, of_tokens=of_tokens)
-    return sum_choices(rows, groups) if summed else rows
+    return sum_choices(rows, groups) if is_summed else rows
 
 
 def _add_biases(inner: Tensor, bias: Tensor, groups: Groups) -> Tensor:

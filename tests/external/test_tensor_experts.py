@@ -11,10 +11,12 @@ import torch
 
 from recipe_lib.adapters.lora import add_adapters
 from recipe_lib.adapters.quantized import QuantizedLinear
-from recipe_lib.config.schema import LoraConfig
+from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
+from recipe_lib.errors import ConfigError
 from recipe_lib.external.proven_plan import infer_model_plan, prove_on_small_model
 from recipe_lib.memory import apply_levers
 from recipe_lib.models import build_meta, read_config, read_spec
+from recipe_lib.training.resolve_model import validate_parallelism
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.external.published_layouts import read_tensors, write_published
 from tests.recipes.runs import FULL, LORA, keep_latest, read_metrics, run_here
@@ -237,3 +239,16 @@ def test_blocks_that_ranks_would_cut_are_refused(tmp_path: Path) -> None:
         "keeps model.layers.0.mlp.experts.down_proj in blocks, and it has no whole blocks of 64"
         " numbers for each rank; set lora.quantize_base=none, int8, or parallel.tensor=1"
     )
+
+
+def test_experts_in_fp64_are_refused_in_one_line(tmp_path: Path) -> None:
+    """Those that keep their class' forward; adapted ones run the modules of our own mixtures."""
+    write_published(tmp_path / "base", "qwen3_moe")
+    cfg = FullFinetuneConfig()
+    cfg.dtype = "fp64"
+    cfg.parallel.tensor = 2
+    spec = read_spec(read_config(tmp_path / "base"), "base", "transformers")
+    with pytest.raises(ConfigError, match="^dtype=fp64: .* experts of qwen3_moe in it; set dtype="):
+        validate_parallelism(cfg, spec)
+    cfg.dtype = "fp32"
+    validate_parallelism(cfg, spec)

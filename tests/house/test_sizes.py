@@ -15,7 +15,7 @@ from tests.house.files import (
 
 FILE_LINES = 640
 LIBRARY_FILES = 400
-LIBRARY_STATEMENTS = 45_796  # what adds a mechanism finds one that it replaces
+LIBRARY_STATEMENTS = 45_787  # what adds a mechanism finds one that it replaces
 RECIPE_LINES = 400
 FUNCTION_LINES = 80  # the rule, which one function in a hundred may break
 FUNCTION_LIMIT = 95  # and none may break this

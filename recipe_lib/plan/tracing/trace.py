@@ -213,21 +213,11 @@ class Trace:
         the phase begins with the most.
         """
         peaks: dict[str, tuple[int, int]] = {}
-        phase = ""
-        # Without `walk`, which takes three times as long: most events are no allocations.
-        live_bytes = most = 0
-        for event_index, (kind, index) in enumerate(self.events):
-            if kind == ALLOC and self.storages[index].device == device:
-                live_bytes += self.storages[index].bytes
-                if phase and live_bytes > most:
-                    most = live_bytes
-                    peaks[phase] = (most, event_index)
-            elif kind == FREE and self.storages[index].device == device:
-                live_bytes -= self.storages[index].bytes
-            elif kind == PHASE:
-                phase = self.phases[index]
-                most = live_bytes
-                peaks[phase] = (most, -1)
+        for index, kind, _, phase, live_bytes, _ in self.walk(device):
+            if kind == PHASE:
+                peaks[phase] = (live_bytes, -1)
+            elif phase and live_bytes > peaks[phase][0]:
+                peaks[phase] = (live_bytes, index)
         return peaks
 
     def find_active_peaks(self, device: bool = True) -> dict[str, int]:
